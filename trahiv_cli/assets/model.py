@@ -33,7 +33,7 @@ from trahiv_cli.assets.model_config import KINDS, expand_folder, model_name, rea
 from trahiv_cli.assets.rehearsal import activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
-from trahiv_cli.recipe.near import closest
+from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import Recipe, Task, TrainingSection
 
 if TYPE_CHECKING:

@@ -1,38 +1,60 @@
-"""What a run will cost, for `check --deep` and `--dry-run`: memory by purpose, traffic and its seconds."""
+"""What a run will cost, for `check --deep` and `--dry-run`: memory by purpose, traffic and its seconds.
+
+Traffic is counted in bytes of encoded tensors, by the recipe's codecs and its pace. The transport's framing
+and what peers tell each other besides are about one part in a thousand.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from trahiv_cli.assets.memory import FLOAT32_BYTES, STATES, Estimate, savings
 from trahiv_cli.cli.output import Format, out
-from trahiv_cli.cli.preview import bar, draw, look
+from trahiv_cli.cli.preview import WIDEST, draw, look
 from trahiv_cli.errors import OutOfMemory
+from trahiv_cli.optim.auto import CODECS_BY_LOSS
+from trahiv_cli.optim.pace import Pace
+from trahiv_cli.recipe.schema import EvalSection, Recipe
+from trahiv_cli.swarm.codecs import CODECS
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from trahiv_cli.assets.memory import Estimate
-    from trahiv_cli.cli.traffic import Traffic
-    from trahiv_cli.recipe.schema import Recipe
 
 MEMORY_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 TRAFFIC_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 COUNT_UNITS = (("B", 10**9), ("M", 10**6), ("k", 10**3))
 TIME_UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
-MANY_PEERS = 1000
-"""Stands for a swarm so large that one more peer changes nothing."""
-
-CHOICE_OF_AUTO = "auto takes the first that is through within a step; fragments, if none is"
-
-BAR = 16
-WIDEST = 100
+SPEEDS_MBPS = (5, 20, 100, 1000)
+"""Uplinks, in megabits a second: mobile, home, office, data centre."""
 
 Places: TypeAlias = dict[str, tuple[int, int]]
 """`GPU` if there is one, and `RAM`: the bytes that are needed, and those that are free."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that pass between this peer and the others."""
+
+    gradient_bytes: int  # one encoded copy of what is exchanged; in mode auto, in the longest of its codecs
+    state_bytes: int  # a joiner downloads: weights, optimizer state, and with local steps outer momentum
+    steps_per_round: int = 1
+    num_fragments: int = 1  # exchanges until each weight was in one
+    by_choice: dict[str, int] = field(default_factory=dict)
+    """In mode auto, one copy in each of its codecs, and of a fragment in the shortest; else empty."""
+
+    def sent(self) -> dict[str, int]:
+        """Count what a peer sends, and receives: in rounds of two and of many, and as a joiner.
+
+        Each peer reduces a share of its own: it sends the rest of its copy, and then the average of its
+        share. Of fragments it is an average one that counts.
+        """
+        copy = self.gradient_bytes / self.num_fragments
+        copies = {"round_of_2": copy / 2, "round_of_many": copy, **self.by_choice}
+        return {name: round(2 * size) for name, size in copies.items()} | {"state": self.state_bytes}
 
 
 def show_estimate(recipe: Recipe) -> None:
@@ -42,16 +64,12 @@ def show_estimate(recipe: Recipe) -> None:
         AssetError, SetupError: what training would stop at, as far as is looked here.
         OutOfMemory: it would not fit; everything has been said before.
     """
-    from trahiv_cli.recipe.schema import EvalSection
-
     # Only so much of the data is read as is looked at, in the order in which it comes.
     whole = [source.model_copy(update={"fraction": None}) for source in recipe.data.datasets]
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
     seen, told = look(stream, 0, "looking at the model and the data ...")
-    from trahiv_cli.assets.memory import savings
     from trahiv_cli.assets.model import estimate, free_bytes
-    from trahiv_cli.cli.traffic import traffic_of
 
     longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
     needed = estimate(recipe, length=longest)
@@ -71,34 +89,18 @@ def show_estimate(recipe: Recipe) -> None:
             raise OutOfMemory(f"Training would not fit into the {name}: {said}.", savings(recipe))
 
 
-def size(num_bytes: int, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
-    """Write a number of bytes with three digits and the largest unit that it reaches."""
-    name, unit = next(((name, unit) for name, unit in units if num_bytes >= unit), units[-1])
-    number = num_bytes / unit
-    return f"{number:.0f} {name}" if number >= 99.95 else f"{number:.1f} {name}"
-
-
-def duration(seconds: float) -> str:
-    """Write a time with two digits and the largest unit that it reaches twice."""
-    name, unit = next(((name, unit) for name, unit in TIME_UNITS if seconds >= 2 * unit), TIME_UNITS[-1])
-    number = seconds / unit
-    return f"{number:.0f} {name}" if number >= 9.5 else f"{number:.1f} {name}"
+def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
+    """Write a number with three digits at most and the largest unit that it reaches."""
+    name, unit = next(((name, unit) for name, unit in units if number >= unit), units[-1])
+    said = number / unit
+    return f"{said:.0f} {name}" if said >= 99.95 else f"{said:.1f} {name}"
 
 
 def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: int) -> None:
     """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null is not known."""
-    from trahiv_cli.cli.traffic import SPEEDS_MBPS, seconds
-
-    fields = {name: value for name, value in asdict(needed).items() if name != "trained_values"}
-    sizes = {
-        "round_of_2": traffic.sent_in_round(2),
-        "round_of_many": traffic.sent_in_round(MANY_PEERS),
-        "state": traffic.state_bytes,
-        **traffic.sent_by_choice(MANY_PEERS),
-    }
     out.event(
         "estimate",
-        **fields,
+        **{name: value for name, value in asdict(needed).items() if name != "trained_values"},
         device_bytes=needed.device_bytes,
         host_bytes=needed.host_bytes,
         total_bytes=needed.total_bytes,
@@ -107,8 +109,8 @@ def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: i
         longest_sample=num_tokens,
         traffic=asdict(traffic),
         seconds={
-            name: {str(mbps): round(seconds(num_bytes, mbps), 2) for mbps in SPEEDS_MBPS}
-            for name, num_bytes in sizes.items()
+            name: {mbps: round(seconds, 2) for mbps, seconds in seconds_by_speed(num_bytes).items()}
+            for name, num_bytes in traffic.sent().items()
         },
     )
 
@@ -117,72 +119,54 @@ def show_picture(recipe: Recipe, needed: Estimate, traffic: Traffic, places: Pla
     """Draw an estimate as wide as the terminal."""
     from rich.panel import Panel
 
-    fits = all(wanted <= free for wanted, free in places.values())
-    memory = Panel(
-        memory_table(memory_rows(recipe, needed, num_tokens), needed, places),
-        title=f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer",
-        title_align="left",
-        border_style="cyan" if fits else "red",
-    )
-    sent = Panel(
-        traffic_table(traffic),
-        title="bytes that each peer sends, and receives",
-        title_align="left",
-        subtitle=f"[dim]{CHOICE_OF_AUTO}[/]" if traffic.by_choice else None,
-        subtitle_align="left",
-        border_style="cyan",
-    )
+    memory = memory_table(memory_rows(recipe, needed, num_tokens), needed, places)
+    tables = {
+        f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer": memory,
+        "bytes that each peer sends, and receives": traffic_table(traffic),
+    }
+    panels = [Panel(it, title=said, title_align="left", border_style="cyan") for said, it in tables.items()]
     width = min(shutil.get_terminal_size().columns, WIDEST)
-    out.data(draw(memory, sent, width=width, is_coloured=out.has_colour(sys.stdout)))
+    out.data(draw(*panels, width=width, is_coloured=out.has_colour(sys.stdout)))
 
 
 def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple[str, str, int, int]]:
     """Say what memory is needed for: purpose, note, bytes with the model and bytes of the RAM."""
-    training, mode = recipe.training, needed.mode
+    training, batch = recipe.training, needed.activation_bytes or 0
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
-    batch = needed.activation_bytes or 0
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
-    held: str = "dtype of the checkpoint" if recipe.model.dtype == "auto" else recipe.model.dtype
-    if recipe.quantization is not None:
-        held = "int8" if recipe.quantization.load_in_8bit else recipe.quantization.bnb_4bit_quant_type
     counts = (needed.num_frozen, needed.num_trainable)
     frozen, trained = (size(number, COUNT_UNITS).replace(" ", "") for number in counts)
-    copies = "gradients, the last average" + ", weights to step" * needed.is_offloaded
     of_mode = needed.mode_host_bytes + needed.residual_bytes
+    between = "between batches" if needed.on_gpu else "or between batches"
     rows = [
-        ("frozen weights", f"{frozen}, {held}", needed.frozen_bytes, 0),
+        ("frozen weights", frozen, needed.frozen_bytes, 0),
         ("reference model", "to compare with", needed.reference_bytes, 0),
         ("trained weights", f"{trained}, float32", needed.trainable_bytes, 0),
         ("gradients", "", needed.gradient_bytes, 0),
         ("optimizer state", training.optim, *state),
-        ("copies", copies, 0, needed.averaged_bytes + needed.copy_bytes),
-        (f"mode {mode}", "copies" + ", at most" * (mode == "auto"), needed.mode_device_bytes, of_mode),
+        ("copies", "of gradients and weights", 0, needed.averaged_bytes + needed.copy_bytes),
+        (f"mode {needed.mode}", "copies, at most", needed.mode_device_bytes, of_mode),
         ("libraries", "in all processes", 0, needed.libraries_bytes),
+        ("activations", f"{sequences} x {num_tokens} tokens", batch, 0),
+        (between, "a round, a checkpoint", 0, needed.moment_bytes),
     ]
-    rows = [row for row in rows if row[2] + row[3]]
-    note = f"{sequences} x {num_tokens} tokens" if needed.activation_bytes else "not known for this model"
-    rows.append(("activations", note, batch, 0))
-    if needed.on_gpu:
-        rows.append(("between batches", "a round, a checkpoint", 0, needed.moment_bytes))
-    elif needed.moment_bytes > batch:
-        rows.append(("or between them", "a round, a checkpoint", needed.moment_bytes, 0))
-    return rows
+    if needed.activation_bytes is None:
+        rows[-2] = ("activations", "not known for this model", 0, 0)
+    return [row for row in rows if row[2] + row[3] or row[0] == "activations"]
 
 
 def memory_table(rows: list[tuple[str, str, int, int]], needed: Estimate, places: Places) -> Table:
-    """Draw what memory is needed for, a bar for each purpose and a column for each place."""
+    """Draw what memory is needed for, with a column for each place."""
     from rich.table import Column, Table
     from rich.text import Text
 
-    sizes = [Column(justify="right") for _ in places]
-    table = Table.grid(Column(no_wrap=True), *sizes, Column(width=BAR), padding=(0, 2))
-    if needed.on_gpu:
-        table.add_row("", *(Text(name, style="bold") for name in places))
-    most = max(on_device + on_host for _, _, on_device, on_host in rows)
+    table = Table.grid(
+        Column(no_wrap=True), *(Column(justify="right") for _ in places), Column(style="dim"), padding=(0, 2)
+    )
+    table.add_row("", *(Text(name, style="bold") for name in places))
     for purpose, note, on_device, on_host in rows:
         cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
-        said = (size(cell) if cell else "-" for cell in cells)
-        table.add_row(purpose, *said, bar(on_device + on_host, most, "cyan"), Text(note, style="dim"))
+        table.add_row(purpose, *(size(cell) if cell else "-" for cell in cells), note)
     peak = [wanted for wanted, _ in places.values()]
     sums = {
         "at the peak": peak,
@@ -197,21 +181,58 @@ def memory_table(rows: list[tuple[str, str, int, int]], needed: Estimate, places
 def traffic_table(traffic: Traffic) -> Table:
     """Draw what a peer sends in a round, and when it joins, and how long that takes."""
     from rich.table import Column, Table
-    from rich.text import Text
-
-    from trahiv_cli.cli.traffic import SPEEDS_MBPS, seconds
 
     span = "a step" if traffic.steps_per_round == 1 else f"{traffic.steps_per_round} steps"
-    sizes = {f"{next(iter(traffic.by_choice), span)}, 2 peers": traffic.sent_in_round(2)}
-    for choice, num_bytes in traffic.sent_by_choice(MANY_PEERS).items():
-        sizes[f"{choice}, many"] = num_bytes
-    if not traffic.by_choice:
-        sizes[f"{span}, many peers"] = traffic.sent_in_round(MANY_PEERS)
-    sizes["to join"] = traffic.state_bytes
+    names = {"round_of_2": f"{span}, 2 peers", "round_of_many": f"{span}, many peers", "state": "to join"}
     columns = [Column(justify="right") for _ in range(1 + len(SPEEDS_MBPS))]
     table = Table.grid(Column(no_wrap=True), *columns, padding=(0, 2))
-    table.add_row("", "", *(Text(f"{mbps} Mbit/s", style="dim") for mbps in SPEEDS_MBPS))
-    for name, num_bytes in sizes.items():
-        times = (duration(seconds(num_bytes, mbps)) for mbps in SPEEDS_MBPS)
-        table.add_row(name, size(num_bytes, TRAFFIC_UNITS), *times)
+    table.add_row("", "", *(f"{mbps} Mbit/s" for mbps in SPEEDS_MBPS), style="dim")
+    for name, num_bytes in traffic.sent().items():
+        times = (size(seconds, TIME_UNITS) for seconds in seconds_by_speed(num_bytes).values())
+        table.add_row(names.get(name, f"{name}, many"), size(num_bytes, TRAFFIC_UNITS), *times)
     return table
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+def seconds_by_speed(num_bytes: int) -> dict[str, float]:
+    """Say how long `num_bytes` take, by the speed of an uplink in Mbit/s."""
+    return {str(mbps): 8 * num_bytes / (mbps * 1e6) for mbps in SPEEDS_MBPS}
+
+
+def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
+    """Add up what the recipe's mode and codecs make of the trained weights."""
+    opt, swarm, values = recipe.hivemind_config.opt, recipe.swarm, needed.trained_values
+    is_auto, one_copy = swarm.mode == "auto", needed.trainable_bytes
+    pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, None, swarm.local_steps, swarm.fragments)
+    is_free = is_auto and opt.grad_compression is None
+    codecs = CODECS_BY_LOSS if is_free else (opt.grad_compression or "none",)
+    copies = {codec: encoded_bytes(values, codec) for codec in codecs}
+    by_choice = {**copies, "a fragment": min(copies.values()) // swarm.fragments} if is_auto else {}
+    statistics = needed.optimizer_bytes
+    if pace.has_local_steps and STATES.get(recipe.training.optim, (0, 32))[1] == 32 and one_copy:
+        # They go to a joiner in 8 bits a value (`codecs.EightBitStatistics`), about as long as in this codec.
+        statistics = statistics * encoded_bytes(values, "blockwise8") // one_copy
+    state = encoded_bytes(values, opt.load_state_compression) + statistics
+    return Traffic(
+        gradient_bytes=copies[codecs[0]],
+        state_bytes=state + one_copy * swarm.may_step_locally,
+        steps_per_round=pace.steps_per_round,
+        num_fragments=pace.num_fragments,
+        by_choice=by_choice,
+    )
+
+
+def encoded_bytes(values: tuple[int, ...], name: str) -> int:
+    """Count the bytes of float32 tensors of so many `values` each in a codec, in hivemind's parts."""
+    import torch
+    from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES
+    from hivemind.compression import CompressionInfo
+
+    codec = CODECS[name]()
+    ratio = codec.estimate_compression_ratio(CompressionInfo.from_tensor(torch.zeros(1)))
+    part = int(DEFAULT_PART_SIZE_BYTES / (FLOAT32_BYTES * ratio))
+    num_parts = sum(number // part for number in values)
+    ends = sum(codec.encoded_bytes(number % part, torch.float32) for number in values)
+    return num_parts * codec.encoded_bytes(part, torch.float32) + ends

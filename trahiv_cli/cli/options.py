@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
-from trahiv_cli.cli.output import out
-from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, REST_OF_ONE, peers_in
+from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
 from trahiv_cli.train.leaving import Budget
 
 if TYPE_CHECKING:
@@ -51,35 +49,23 @@ SetOption = Annotated[
 def read_recipe(
     recipe: str, overrides: Sequence[str] | None, files: Path | None = None, *, is_trained: bool = False
 ) -> Loaded:
-    """Load the recipe of a command line, and say which of its paths lead to the current folder.
+    """Load the recipe of a command line; one that is to be trained must be fit for it, and its data here.
 
-    `files` is a folder with copies of its data, see `with_copies`. What is to be trained must be fit for it.
+    `files` is a folder with copies of its data, see `with_copies`.
 
     Raises:
-        RecipeError, AssetError: see `load_recipe`, `with_copies` and `require_sound`.
+        RecipeError, AssetError: see `load_recipe`, `with_copies`, `require_sound` and `read_contents`.
     """
-    from trahiv_cli.recipe.content import with_copies
+    from trahiv_cli.recipe.content import read_contents, with_copies
     from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
-    for path, file in loaded.document.strays.items():
-        out.warning(
-            "path",
-            f"`{path}` is not in the recipe's folder, so {file} of the current folder is used.",
-            "paths in a recipe are relative to the recipe: put the file there, or write its whole path",
-        )
-    if files is not None:
-        if not any(dataset.content for dataset in loaded.recipe.data.datasets):
-            out.warning(
-                "data",
-                "`--files` has no effect: this recipe does not say what its data holds.",
-                "it is for a recipe that comes from the swarm, or from a run's folder (`recipe.json`)",
-            )
-        loaded = replace(loaded, recipe=with_copies(loaded.recipe, files))
+    ours = loaded.recipe if files is None else with_copies(loaded.recipe, files)
     if is_trained:
-        require_sound(loaded.recipe, loaded.document, out.advice)
-    return loaded
+        require_sound(ours, loaded.document)
+        ours = read_contents(ours)
+    return replace(loaded, recipe=ours)
 
 
 def parse_budget(text: str) -> Budget:
@@ -116,7 +102,7 @@ def hide_invitations() -> None:
     typed = sys.argv[1:]
     meant, invitations = understood(typed)
     if invitations:
-        os.environ[PEER_VARIABLE] = " ".join([*invitations, os.environ.get(PEER_VARIABLE, "")])
+        os.environ[PEER_VARIABLE] = " ".join([*taken_peers(), *invitations])
         os.execv(sys.executable, [*sys.orig_argv[: len(sys.orig_argv) - len(typed)], *meant])
     sys.argv[1:] = meant
 
@@ -124,23 +110,17 @@ def hide_invitations() -> None:
 def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split what was typed after `trahiv` into a command line and the invitations that were in it.
 
-    An invitation may stand without `--peer`, within the whole line that `init` prints, and be torn by blanks.
+    An invitation may stand without `--peer`, and within the whole line that `init` prints.
     """
     words: list[str] = []
     invitations: list[str] = []
-    is_open = False  # whether the last word was an invitation, of which this one may be the rest
     for word in typed:
-        may_go_on = is_open and REST_OF_ONE.fullmatch(word) is not None
-        is_rest = may_go_on and word not in builtin_recipes() and not os.path.exists(word)
-        is_open = INVITATION_PREFIX in word or is_rest
-        if is_rest:
-            invitations[-1] += word
-        elif INVITATION_PREFIX in word:
-            invitations += peers_in(word)
-            if words and PEER_OPTION.fullmatch(words[-1].removesuffix("=")):
-                words.pop()
-        else:
+        if INVITATION_PREFIX not in word:
             words.append(word)
+            continue
+        invitations += peers_in(word)
+        if words and PEER_OPTION.fullmatch(words[-1]):
+            words.pop()
     while words[:1] == ["trahiv"]:
         del words[0]
     if words[:3] == ["join", "trahiv", "join"]:

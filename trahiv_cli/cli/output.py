@@ -21,8 +21,8 @@ from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
 
-WIDTH = 100
-"""The characters of a source line that are quoted, around the caret."""
+MAX_QUOTED = 200
+"""The characters of the longest source line that is quoted."""
 
 
 class Format(StrEnum):
@@ -70,25 +70,21 @@ class Output:
 
     def error(self, error: TrahivError) -> None:
         """Say what went wrong: an event for each finding on stdout, or words on stderr."""
-        findings, more = error.findings, {}
-        if isinstance(error, RecipeMismatch):
-            more["differences"] = error.differences
+        differences = error.differences if isinstance(error, RecipeMismatch) else ()
         if self.format is Format.json:
+            more = {"differences": differences} if isinstance(error, RecipeMismatch) else {}
             names = ("code", "message", "hint", "file", "line", "col", "path")
-            for finding in findings:
+            for finding in error.findings:
                 self.event("error", **{name: getattr(finding, name) for name in names})
-            if not findings:
+            if not error.findings:
                 self.event("error", code=error.code, message=error.message, hint=error.hint, **more)
             return
-        for finding in findings:
+        for finding in error.findings:
             self.say(self.rendered(finding))
         self.say(f"{self.paint('1;31', 'error:')} " + "\n".join(map(visible, error.message.split("\n"))))
-        if differences := more.get("differences"):
-            rows = [("field", "here", "in the swarm"), *(tuple(map(str, row)) for row in differences)]
-            widths = [max(len(row[column]) for row in rows) for column in range(2)]
-            for field, ours, theirs in rows:
-                self.say(visible(f"  {field:<{widths[0]}}  {ours:<{widths[1]}}  {theirs}"))
-        if error.hint and error.hint not in [finding.hint for finding in findings]:
+        for field, ours, theirs in (("field", "here", "in the swarm"), *differences) if differences else ():
+            self.say(visible(f"  {field:<40}  {ours!s:<16}  {theirs}"))
+        if error.hint and error.hint not in [finding.hint for finding in error.findings]:
             self.hint(error.hint)
 
     def warning(self, code: str, message: str, hint: str) -> None:
@@ -99,10 +95,6 @@ class Output:
         self.say(f"{self.paint('33', 'warning:')} {visible(message)}")
         if hint:
             self.hint(hint)
-
-    def advice(self, finding: Finding) -> None:
-        """Say what a recipe's author should know and the command goes on with."""
-        self.warning(finding.code, str(finding), finding.hint)
 
     def invitation(self, path: Path, **fields: Any) -> None:
         """Hand an invitation to a person, as the line to paste; to programs and logs the file that has it."""
@@ -159,10 +151,9 @@ class Output:
         """Return a finding as place and message, the source line with a caret, and the hint."""
         place, message = str(finding).removesuffix(finding.message), finding.message
         lines = [self.paint("1", visible(place)) + visible(message)]
-        if source := finding.source:  # a long line is cut around the caret
-            start = max(0, finding.col - WIDTH * 3 // 4) if len(source) > WIDTH else 0
-            lines.append(f"{finding.line:>5} | " + visible(source[start : start + WIDTH].rstrip()))
-            lines.append("      | " + " " * (finding.col - start - 1) + self.paint("1;31", "^"))
+        if finding.source and len(finding.source) <= MAX_QUOTED:
+            lines.append(f"{finding.line:>5} | " + visible(finding.source.rstrip()))
+            lines.append("      | " + " " * (finding.col - 1) + self.paint("1;31", "^"))
         if finding.hint:
             lines.append(f"      {self.paint('36', 'hint:')} {visible(finding.hint)}")
         return "\n".join(lines)

@@ -16,7 +16,6 @@ from trahiv_cli.errors import AssetError, RecipeError, SetupError
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
 
-SCHEMA_FILE = "recipe.schema.json"
 OUTPUT_HELP = "Write to FILE. Default: NAME.yaml."
 DEEP_HELP = "Also load the tokenizer, the config and a batch, and show the costs."
 UNKNOWN = "depends on the data"
@@ -29,8 +28,7 @@ def new(
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
-    from trahiv_cli.recipe.json_schema import TITLE, recipe_schema
-    from trahiv_cli.recipe.near import closest
+    from trahiv_cli.recipe.paths import closest
 
     builtin = builtin_recipes()
     if name is None:
@@ -45,21 +43,16 @@ def new(
         hint += f"built-in recipes: {', '.join(builtin)}"
         raise RecipeError(f"there is no built-in recipe {name!r}", hint)
     file = output or Path(f"{name}.yaml")
-    schema_file = file.parent / SCHEMA_FILE  # it is named in the recipe's first line
-    if file.exists() and not force:
-        hint = "choose another name with `-o`, or `--force`"
-        raise RecipeError(f"{file} exists; nothing was written", hint)
     try:
-        if schema_file.exists() and TITLE not in schema_file.read_text(encoding="utf-8", errors="replace"):
-            message = f"{schema_file} is not trahiv's; nothing was written"
-            raise RecipeError(message, "choose another folder with `-o`")
-        schema_file.write_text(json.dumps(recipe_schema(), indent=2) + "\n", encoding="utf-8")
-        text = builtin[name].read_text(encoding="utf-8")
-        file.write_text(f"# yaml-language-server: $schema={SCHEMA_FILE}\n{text}", encoding="utf-8")
+        with file.open("w" if force else "x", encoding="utf-8") as opened:
+            opened.write(builtin[name].read_text(encoding="utf-8"))
+    except FileExistsError:
+        hint = "choose another name with `-o`, or `--force`"
+        raise RecipeError(f"{file} exists; nothing was written", hint) from None
     except OSError as error:
         raise SetupError(f"{error.filename} cannot be written: {error.strerror}") from None
-    out.say(f"wrote {file}, and {schema_file} for your editor")
-    out.hint(f"`trahiv check {file}` after you changed it")
+    out.say(f"wrote {file}")
+    out.hint(f"`trahiv check {file}` after you changed it; `trahiv schema` is for your editor")
 
 
 def check(
@@ -79,13 +72,13 @@ def check(
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    require_sound(loaded.recipe, loaded.document, out.advice, needs_data=False)
+    require_sound(loaded.recipe, loaded.document, needs_data=False)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
-    resolved = resolved_here(loaded.recipe, is_told=False)  # what is not here has been said
+    resolved = resolved_here(loaded.recipe)
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
-    text = f"{loaded.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
-    out.record(text, "checked", file=loaded.file, run_id=run, fingerprint=digest)
+    text = f"{loaded.document.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
+    out.record(text, "checked", file=loaded.document.file, run_id=run, fingerprint=digest)
     if deep:
         quiet_libraries()
         from trahiv_cli.cli.estimate import show_estimate
@@ -106,7 +99,7 @@ def show(
     loaded = read_recipe(str(of_run) if of_run.is_file() else recipe, overrides)
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)
-    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe, is_told=True)
+    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)
     complete, origins = resolved or loaded.recipe, dict(loaded.origins)
     if resolved and loaded.recipe.hivemind_config.opt.run_id is None:
         origins["hivemind_config.opt.run_id"] = "name and agreement"
@@ -120,19 +113,18 @@ def show(
 
 def schema() -> None:
     """Print the recipe's JSON Schema (draft-07), for editors."""
-    from trahiv_cli.recipe.json_schema import recipe_schema
+    from trahiv_cli.recipe.schema import recipe_schema
 
     out.data(json.dumps(recipe_schema(), indent=2))
 
 
-def resolved_here(recipe: Recipe, *, is_told: bool) -> Recipe | None:
-    """Fill in what follows from a recipe and its data; None where that is neither here nor known."""
+def resolved_here(recipe: Recipe) -> Recipe | None:
+    """Fill in what follows from a recipe and its data; None, and a warning, where that is not to be had."""
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents
 
     try:
         return resolve(recipe)
     except AssetError as error:
-        if is_told:
-            out.warning(error.code, error.message, error.hint)
+        out.warning(error.code, error.message, error.hint)
         return with_run_id(recipe) if knows_contents(recipe) else None

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import psutil
 import typer
 
 from trahiv_cli.cli.libraries import quiet_libraries
@@ -26,7 +30,6 @@ from trahiv_cli.cli.options import (
     taken_peers,
 )
 from trahiv_cli.cli.output import FormatOption, out
-from trahiv_cli.cli.restart import restart, restarts, seconds_spent
 from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
@@ -36,9 +39,12 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.peer import PeerOptions
 
-BARE_NODE = (
-    "Without a RECIPE this starts a bootstrap node: others can join through it, but it trains nothing."
-)
+
+RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
+"""Environment variable with the times of this process's restarts, in seconds since 1970."""
+
+RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+"""At most this many restarts within this time; then the failure ends the peer."""
 
 LineArgument = Annotated[
     str | None,
@@ -94,7 +100,8 @@ def init(
     """
     out.use(format, sys.stdout)
     if recipe is None and not (no_train or dry_run or yes) and sys.stdin.isatty():
-        out.say(BARE_NODE)
+        said = "Without a RECIPE this starts a bootstrap node: others can join through it"
+        out.say(f"{said}, but it trains nothing.")
         out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
         if not out.confirm("Start a bootstrap node?"):
             return
@@ -170,10 +177,10 @@ def agreed(
     Where nobody answers, the recipe is one's own, or that of a run which this machine took part in.
     """
     from trahiv_cli.recipe.agreement import run_id
-    from trahiv_cli.recipe.content import read_contents, with_copies
+    from trahiv_cli.recipe.content import with_copies
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.examine import require_sound
-    from trahiv_cli.recipe.untrusted import SOURCE
+    from trahiv_cli.recipe.record import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.train.folder import read_run
     from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
@@ -182,7 +189,7 @@ def agreed(
     known = known_run(invitation.addresses, options.output_dir)
     if identity is None or not identity.exists():
         identity = known_identity(invitation, options.output_dir)
-    ours = None if loaded is None else read_contents(loaded.recipe)
+    ours = None if loaded is None else loaded.recipe
     key = "hivemind_config.opt.run_id="
     named = next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)
     try:
@@ -200,9 +207,7 @@ def agreed(
                 ours = with_copies(read_run(known), files) if files else read_run(known)
                 options = replace(options, output_dir=known)
     if loaded is None:
-        document = Document({}, SOURCE)
-        document.replace(overrides)
-        require_sound(ours, document, out.advice)
+        require_sound(ours, Document({}, SOURCE))
     return ours, replace(options, reached_step=reached)
 
 
@@ -237,9 +242,9 @@ def resumable(options: PeerOptions, loaded: Loaded, typed: str, recipe: Recipe) 
     """Have a recipe that came through a pipe (`typed`) be read, after a stop, from the run's own copy."""
     if not loaded.is_from_pipe:
         return options
-    from trahiv_cli.recipe.agreement import resolve, run_id
+    from trahiv_cli.recipe.agreement import run_id
 
-    copy = str(options.folder(run_id(resolve(recipe))) / "recipe.json")  # its paths are absolute
+    copy = str(options.folder(run_id(recipe)) / "recipe.json")  # its paths are absolute
     words = shlex.split(options.resume)
     return replace(options, resume=shlex.join(copy if word == typed else word for word in words))
 
@@ -297,8 +302,38 @@ def rehearse(recipe: Recipe) -> None:
     """Say what is about to run and what it will cost; no swarm is started or joined."""
     quiet_libraries()
     from trahiv_cli.cli.estimate import show_estimate
-    from trahiv_cli.recipe.agreement import resolve
 
-    resolved = resolve(recipe)
-    show(resolved)
-    show_estimate(resolved)
+    show(recipe)
+    show_estimate(recipe)
+
+
+# -- again ----------------------------------------------------------------------------------------
+
+
+def restart(command: str, failure: PeerBroken) -> NoReturn:
+    """Start this process again with a command line, whose first word is `trahiv`, because of a failure.
+
+    Raises:
+        PeerBroken: this peer has failed `RESTARTS` times within `RESTARTS_WITHIN_S`.
+    """
+    now = time.time()
+    recent = [at for at in restarts() if at > now - RESTARTS_WITHIN_S]
+    if len(recent) >= RESTARTS:
+        often = f"{RESTARTS} times within {RESTARTS_WITHIN_S / 60:.0f} minutes"
+        said = f"{failure.message} This peer had started again {often}."
+        raise PeerBroken(said, hint=failure.hint) from failure
+    os.environ[RESTARTS_VARIABLE] = " ".join(map(str, [*recent, now]))
+    atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
+
+
+def restarts() -> list[float]:
+    """Return when this process has started again; empty if it never has."""
+    return [float(word) for word in os.environ.get(RESTARTS_VARIABLE, "").split()]
+
+
+def seconds_spent() -> float:
+    """Return how long ago this process was first started, if it has started again; else 0."""
+    return time.time() - psutil.Process().create_time() if restarts() else 0.0

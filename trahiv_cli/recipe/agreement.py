@@ -19,7 +19,7 @@ from trahiv_cli.recipe.schema import OWN, Recipe, marks_of
 
 Differences = tuple[tuple[str, object, object], ...]
 
-_RUN_ID: Location = ("hivemind_config", "opt", "run_id")
+_RUN_ID = "hivemind_config.opt.run_id"
 
 
 def agreement(recipe: Recipe) -> dict[str, Any]:
@@ -65,7 +65,9 @@ def with_run_id(recipe: Recipe) -> Recipe:
 
 def renamed(recipe: Recipe, name: str | None) -> Recipe:
     """Return the same recipe with another `run_id`, or with none."""
-    return recipe.with_value(_RUN_ID, name)
+    config = recipe.hivemind_config
+    named = config.model_copy(update={"opt": config.opt.model_copy(update={"run_id": name})})
+    return recipe.model_copy(update={"hivemind_config": named})
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
@@ -89,7 +91,7 @@ def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
     """
     may_differ, edited = {"training.max_steps"}, {}
     if all(run_id(renamed(each, None)) == run_id(each) for each in (earlier, later)):
-        may_differ.add(dotted(_RUN_ID))
+        may_differ.add(_RUN_ID)
     for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False)):
         is_same_name = local_name(before.path) == local_name(after.path)
         if before.content and after.content and before.content != after.content and is_same_name:
@@ -100,13 +102,6 @@ def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
         if path not in may_differ and path.rpartition(".")[0] not in edited
     ]
     return fields, list(edited.values())
-
-
-def datasets_in(shared: dict[str, Any]) -> list[Any]:
-    """Return the datasets of an agreement, which may be anyone's; nothing if it has no list of them."""
-    data = shared.get("data")
-    datasets = data.get("datasets") if isinstance(data, dict) else None
-    return datasets if isinstance(datasets, list) else []
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
@@ -128,8 +123,11 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     nameless = copy.deepcopy(shared)
     model = nameless.get("model")
     named = [(model, key) for key in model] if isinstance(model, dict) else []
-    datasets = [each for each in datasets_in(nameless) if isinstance(each, dict)]
-    named += [(each, "path") for each in datasets if each.get("content")]
+    data = nameless.get("data")
+    datasets = data.get("datasets") if isinstance(data, dict) else None
+    for dataset in datasets if isinstance(datasets, list) else ():
+        if isinstance(dataset, dict) and dataset.get("content"):
+            named.append((dataset, "path"))
     for section, key in named:
         if isinstance(value := section.get(key), str) and value.startswith(LOCAL):
             section[key] = LOCAL

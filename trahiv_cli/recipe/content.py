@@ -14,15 +14,11 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any
-
-from pydantic import ValidationError
 
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe.builtin import TEXT, text_files, version
 from trahiv_cli.recipe.document import is_text
-from trahiv_cli.recipe.near import closest_file
-from trahiv_cli.recipe.paths import LOCAL, READERS, is_local
+from trahiv_cli.recipe.paths import LOCAL, READERS, closest_file, is_local
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 
 MAX_FILES = 200_000
@@ -40,7 +36,7 @@ def read_contents(recipe: Recipe) -> Recipe:
         RecipeMismatch: the recipe, from a swarm or a run's folder, says already what they hold, and here they
             hold something else.
     """
-    missing = []
+    missing, datasets = [], []
     for index, dataset in enumerate(recipe.data.datasets):
         try:
             found = content_of(dataset) if _is_of_files(dataset) else None
@@ -60,11 +56,11 @@ def read_contents(recipe: Recipe) -> Recipe:
                 hint,
                 tuple(pair for pair in pairs if pair[1] != pair[2]),
             )
-        recipe = recipe.with_value(("data", "datasets", index, "content"), found)
+        datasets.append(dataset.model_copy(update={"content": found}))
     if missing:
         hints = [error.hint for error in missing if error.hint]
         raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
-    return recipe
+    return _with_datasets(recipe, datasets)
 
 
 def knows_contents(recipe: Recipe) -> bool:
@@ -160,62 +156,55 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def put_copies(datasets: list[Any], folder: Path) -> None:
-    """Put the paths of copies in the place of paths where the data of a dataset is not.
+def with_copies(recipe: Recipe, folder: Path) -> Recipe:
+    """Return the recipe with the paths of copies in the place of paths where the data of a dataset is not.
 
     A copy is a data file in `folder` or below. Several files are one dataset if a folder has them and no
-    other data files, which is how a folder is read that a recipe names.
+    other data files, which is how a folder is read that a recipe names. Datasets stay as they are if no copy
+    is found, or it is not known what they hold.
 
     Args:
-        datasets: entries of `data.datasets` as plain data, maybe a stranger's. Those of which no copy is
-            found stay as they are.
+        recipe: of this peer, or of a stranger, whose `local:` names are not looked up.
         folder: looked through without hidden folders and links to folders; an `AssetError` if it has more
             than `MAX_FILES` files.
     """
     folder = folder.absolute()
-    missing = [(dataset, content) for dataset in datasets if (content := _missing(dataset)) is not None]
+    missing = [dataset for dataset in recipe.data.datasets if _is_missing(dataset)]
     sizes = _data_files(folder) if missing else {}
     inside: dict[Path, list[Path]] = {}  # each data file, and each folder with the data files in it and below
     for file in sizes:
         for place in (file, *file.parents[: len(file.parts) - len(folder.parts)]):
             inside.setdefault(place, []).append(file)
-    for dataset, content in missing:
+
+    def found(dataset: DatasetSection) -> DatasetSection:
+        if (content := dataset.content) is None or dataset not in missing:
+            return dataset
         wanted = content.num_files, content.num_bytes, set(content.readers)
         for place, files in inside.items():
             seen = len(files), sum(sizes[file] for file in files), {READERS[file.suffix] for file in files}
-            if seen == wanted and _holds(str(place), content):
-                dataset |= {"path": str(place), "data_files": None}
-                break
+            copy = dataset.model_copy(update={"path": str(place), "data_files": None})
+            if seen == wanted and _is_unchanged(copy):
+                return copy
+        return dataset
+
+    return _with_datasets(recipe, [found(dataset) for dataset in recipe.data.datasets])
 
 
-def with_copies(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the paths of copies; see `put_copies`."""
-    copied = recipe.to_data()["data"]["datasets"]
-    put_copies(copied, folder)
-    for index, plain in enumerate(copied):
-        for key in ("path", "data_files"):
-            recipe = recipe.with_value(("data", "datasets", index, key), plain[key])
-    return recipe
+def _with_datasets(recipe: Recipe, datasets: list[DatasetSection]) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"datasets": datasets})})
 
 
-def _missing(dataset: Any) -> ContentSection | None:
-    """Tell what a local dataset holds if that is known and not at its path; `dataset` may be anything."""
+def _is_missing(dataset: DatasetSection) -> bool:
+    """Tell whether it is known what a dataset of files holds, and that is not at its path."""
+    if dataset.content is None:
+        return False
+    return dataset.path.startswith(LOCAL) or (is_local(dataset.path) and not _is_unchanged(dataset))
+
+
+def _is_unchanged(dataset: DatasetSection) -> bool:
     try:
-        content, path = ContentSection.model_validate(dataset["content"]), dataset["path"]
-    except (ValidationError, LookupError, TypeError):
-        return None
-    if not isinstance(path, str):
-        return None
-    is_here = not path.startswith(LOCAL) and (  # else a stranger would have files looked for
-        not is_local(path) or _holds(path, content, dataset.get("data_files"))
-    )
-    return None if is_here else content
-
-
-def _holds(path: str, content: ContentSection, data_files: Any = None) -> bool:
-    try:
-        return content_of(DatasetSection(path=path, data_files=data_files)) == content
-    except (AssetError, ValidationError):  # such as a file that can't be read, or a stranger's `data_files`
+        return content_of(dataset) == dataset.content
+    except AssetError:
         return False
 
 

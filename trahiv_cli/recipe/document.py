@@ -23,16 +23,12 @@ import yaml
 
 from trahiv_cli.errors import Finding, RecipeError, TrahivError
 
-MAX_CHARACTERS = 128 * 1024
 MAX_DEPTH = 32
 MAX_NODES = 20_000
 """Aliases count each time they are used, so a document cannot grow without bound while it is read."""
 
 LARGEST = 2**63
 """Numbers go up to this, in both directions: other peers' languages and formats need not hold more."""
-
-MAX_DIGITS = 300
-"""The number of digits that are shown of a number that is too large."""
 
 Location = tuple[str | int, ...]
 """A place of a value in the data: `("data", "datasets", 0, "path")`."""
@@ -93,9 +89,6 @@ class Document:
     files: dict[Location, str] = field(default_factory=dict)
     """Values that are the text of a file, and the name of that file as it was written."""
 
-    strays: dict[str, str] = field(default_factory=dict)
-    """Paths that only the current folder has, by dotted path."""
-
     def replace(self, texts: Sequence[str]) -> None:
         """Put the values of `--set` (`a.b=c`, in YAML) over a copy of the data; later ones win.
 
@@ -112,12 +105,29 @@ class Document:
                 if document.findings:
                     raise document.error(document.findings)
                 self.overrides.append((text, location))
-                _assign(self.data, location, document.data)
+                self.put(location, document.data)
             except RecipeError as error:
                 self.findings += [
                     Finding(path, found.message, found.hint, f"--set {text}")
                     for found in error.findings or (Finding("", error.message),)
                 ]
+
+    def put(self, location: Location, value: Any) -> None:
+        """Put a value at a location; missing sections are made, and a `RecipeError` says why it can't be."""
+        data = self.data
+        for depth, part in enumerate(location):
+            where = dotted(location[:depth])
+            if isinstance(data, list):
+                if not isinstance(part, int) or part >= len(data):
+                    raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
+            elif not isinstance(data, dict):
+                raise RecipeError(f"`{where}` is a value, not a section")
+            key = part if isinstance(data, list) else str(part)
+            if depth == len(location) - 1:
+                data[key] = value
+            elif isinstance(data, dict) and data.get(key) is None:
+                data[key] = {}
+            data = data[key]
 
     def is_replaced(self, location: Location) -> bool:
         """Tell whether the value at `location` came from `--set`."""
@@ -147,13 +157,11 @@ class Document:
         marks = self.values | self.keys if of_key else self.values
         return self.finding(path, message, hint, marks.get(location))
 
-    def error(
-        self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError, hint: str = ""
-    ) -> TrahivError:
+    def error(self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError) -> TrahivError:
         """Make the error of this document; findings without a line come last."""
         ordered = sorted(findings, key=lambda finding: (finding.line == 0, finding.line, finding.col))
         count = "1 error" if len(ordered) == 1 else f"{len(ordered)} errors"
-        return kind(f"{self.file}: {count}", hint, tuple(ordered))
+        return kind(f"{self.file}: {count}", findings=tuple(ordered))
 
 
 def dotted(location: Location) -> str:
@@ -166,16 +174,14 @@ def read_location(path: str) -> Location:
     return tuple(int(part) if part.isdecimal() else part for part in path.split("."))
 
 
-def leaves(data: Any, location: Location = ()) -> Iterator[tuple[Location, Any]]:
-    """Yield every value of a recipe's plain data; a list of words is one value, an empty section too."""
-    if isinstance(data, dict) and data:
-        for key, value in data.items():
-            yield from leaves(value, (*location, key))
-    elif isinstance(data, list) and any(isinstance(value, dict) for value in data):
-        for index, value in enumerate(data):
-            yield from leaves(value, (*location, index))
-    else:
+def leaves(data: Any, location: Location = (), *, is_deep: bool = False) -> Iterator[tuple[Location, Any]]:
+    """Yield every value of plain data; an empty section is one, and, unless `is_deep`, a list of words."""
+    is_list = isinstance(data, list) and (is_deep or any(isinstance(value, dict) for value in data))
+    if not data or not (is_list or isinstance(data, dict)):
         yield location, data
+        return
+    for key, value in enumerate(data) if is_list else data.items():
+        yield from leaves(value, (*location, key), is_deep=is_deep)
 
 
 def kind_of(value: object) -> str:
@@ -194,22 +200,6 @@ def is_text(text: str) -> bool:
 def _begins(location: Location, start: Location) -> bool:
     """Compare as written: `id2label.0` may be an entry of a list or a key of a section."""
     return list(map(str, location[: len(start)])) == list(map(str, start))
-
-
-def _assign(data: Any, location: Location, value: Any) -> None:
-    for depth, part in enumerate(location):
-        where = dotted(location[:depth])
-        if isinstance(data, list):
-            if not isinstance(part, int) or part >= len(data):
-                raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
-        elif not isinstance(data, dict):
-            raise RecipeError(f"`{where}` is a value, not a section")
-        key = part if isinstance(data, list) else str(part)
-        if depth == len(location) - 1:
-            data[key] = value
-        elif isinstance(data, dict) and data.get(key) is None:
-            data[key] = {}
-        data = data[key]
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -231,9 +221,6 @@ def read_document(text: str, file: str) -> Document:
 
 def _read(text: str, file: str) -> Document:
     document = Document({}, file, text.splitlines())
-    if len(text) > MAX_CHARACTERS:
-        message = f"is {len(text)} characters long; a recipe has at most {MAX_CHARACTERS}"
-        raise document.error([document.finding("", message)])
     try:
         node = _Loader(text).get_single_node()
         document.data = None if node is None else _value(document, node, ())
@@ -286,7 +273,7 @@ def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> An
     with suppress(ValueError):  # Python reads integers of up to 4,300 digits
         value = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if kind == "int" else float(text)
     if value is None or abs(value) > LARGEST:
-        message = f"{text[:MAX_DIGITS]} is too large: numbers go up to {LARGEST}"
+        message = f"{text[:80]} is too large: numbers go up to {LARGEST}"
         return _refuse(document, node, location, message, "write a smaller number")
     return value
 

@@ -1,7 +1,7 @@
 """pydantic's errors, said for people: where it is in the file, what was expected, what to write instead.
 
 1. `explain` follows each error to its place in the data, and keeps one error for each place.
-2. `_say` words it: a number out of bounds, another type, an unknown key, a missing one, a broken rule.
+2. `_say` words it: pydantic's own words, and what was meant by an unknown key, a missing one or a choice.
 """
 
 from __future__ import annotations
@@ -15,24 +15,8 @@ from pydantic_core import ErrorDetails
 from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
 from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
-from trahiv_cli.recipe.near import closest
-from trahiv_cli.recipe.schema import TASK_SECTIONS, general, section_in, sections_of_a_recipe
-
-EXPECTED = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "string": "text",
-    "list": "a list",
-    "dict": "a section (`key: value` lines)",
-    "model": "a section (`key: value` lines)",
-}
-BOUNDS = {
-    "greater_than_equal": ("at least", "ge"),
-    "greater_than": ("above", "gt"),
-    "less_than_equal": ("at most", "le"),
-    "less_than": ("below", "lt"),
-}
+from trahiv_cli.recipe.paths import closest
+from trahiv_cli.recipe.schema import general, sections_of_a_recipe
 
 
 def explain(error: ValidationError, document: Document) -> list[Finding]:
@@ -51,14 +35,9 @@ def explain(error: ValidationError, document: Document) -> list[Finding]:
             continue  # a union's rejected member, where another member got further inside
         if (path := dotted(location)) in known:
             continue
-        message, hint = _say(location, group, document)
-        is_empty = group[0]["input"] is None
+        message, hint = _say(location, group)
         is_section = any(key[:-1] == location for key in document.keys)
-        of_key = is_section or is_empty or group[0]["type"] == "extra_forbidden"
-        # A section that nobody wrote is the task's, so the task is what asks for what is missing in it.
-        of_task = location and location[0] in TASK_SECTIONS.values()
-        if of_task and not _holds(document.data, location[:1]):
-            location, of_key = ("task",), is_empty
+        of_key = is_section or group[0]["input"] is None or group[0]["type"] == "extra_forbidden"
         findings.append(document.finding_at(location, message, hint, path=path, of_key=of_key))
     return findings
 
@@ -86,69 +65,37 @@ def _holds(data: Any, place: Location) -> bool:
     return True
 
 
-def _say(location: Location, group: list[ErrorDetails], document: Document) -> tuple[str, str]:
+def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
     """Return the message and the hint for what is wrong at one place.
 
     Of a union's members, the one that has the right type knows best.
     """
-    group = [details for details in group if not details["type"].endswith("_type")][:1] or group
-    details = group[0]
-    kind, value, context = details["type"], details["input"], details.get("ctx", {})
-    family = kind.split("_")[0]
-    if len(group) > 1:
-        kinds = [EXPECTED[name] for each in group if (name := each["type"].split("_")[0]) in EXPECTED]
-        return _unexpected(" or ".join(dict.fromkeys(kinds)), value), ""
-    if kind in BOUNDS:
-        word, bound = BOUNDS[kind]
-        return f"must be {word} {context[bound]}, got {kind_of(value)}", ""
-    if family in EXPECTED and kind.endswith("_type"):
-        is_number = family == "string" and isinstance(value, int | float)
-        return _unexpected(EXPECTED[family], value), "put it in quotes" if is_number else ""
-    match kind:
-        case "extra_forbidden":
-            return "unknown key", _about_unknown(location)
-        case "missing":
-            return "is missing", _about_missing(location, _holds(document.data, location[:-1]))
-        case "literal_error":
-            return _about_choice(location, value, str(context["expected"]))
-        case "string_pattern_mismatch":
-            is_hash = location[-1] == "sha256"
-            form = "64 hexadecimal digits" if is_hash else "letters, digits, `-` and `_`, at most 48"
-            return f"expected {form}, got {kind_of(value)}", ""
-        case "broken_rule":
-            return str(context["message"]), ""
-        case "unexpected":
-            return _unexpected(context["expected"], value), str(context["hint"])
-        case "string_too_short":
-            return "is an empty text", ""
-        case "too_short":
-            return f"needs {context['min_length']} or more entries, got {context['actual_length']}", ""
-    return details["msg"].removeprefix("Value error, "), ""
-
-
-def _unexpected(expected: str, value: object) -> str:
-    return f"is empty: expected {expected}" if value is None else f"expected {expected}, got {kind_of(value)}"
-
-
-def _about_choice(location: Location, value: object, expected: str) -> tuple[str, str]:
-    choices = re.findall(r"'([^']*)'", expected) or [expected]
-    path, listed = dotted(location), ", ".join(choices)
-    if isinstance(value, str) and value in REFUSED_CHOICES.get(path, ()):
-        reason, instead = REFUSED_CHOICES[path][value]
-        return f"{value!r} can't work in a swarm: {reason}", instead
-    message = _unexpected(f"one of {listed}" if len(choices) > 1 else listed, value)
-    if location == ("version",):
-        return message, "a newer version of the format needs a newer trahiv"
-    nearest = FOREIGN_CHOICES.get(path, {}).get(str(value)) or closest(value, choices)
-    return message, f"did you mean `{nearest}`?" if nearest else ""
+    kinds = [each["type"] for each in group]
+    near = [kind for kind in kinds if not kind.endswith("_type") and kind != "literal_error"]
+    group = [each for each in group if each["type"] in (near or kinds)]
+    details, kind, got = group[0], group[0]["type"], kind_of(group[0]["input"])
+    if kind == "extra_forbidden":
+        return "unknown key", _about_unknown(location)
+    if kind == "missing":
+        return "is missing", _about_missing(location)
+    if kind in ("broken_rule", "value_error"):
+        return details["msg"].removeprefix("Value error, "), ""
+    if kind == "literal_error" and len(group) == 1:
+        path, chosen = dotted(location), str(details["input"])
+        if refused := REFUSED_CHOICES.get(path, {}).get(chosen):
+            return f"{got} can't work in a swarm: {refused[0]}", refused[1]
+        choices = re.findall(r"'([^']*)'", details["msg"])
+        meant = FOREIGN_CHOICES.get(path, {}).get(chosen) or closest(chosen, choices)
+        return f"{details['msg'].removeprefix('Input ')}, got {got}", f"did you mean `{meant}`?" * bool(meant)
+    said = (re.sub(r"^.*? should | after validation| or instance of \w+", "", each["msg"]) for each in group)
+    got = "" if kind == "too_short" else f", got {got}"
+    return f"should {' or '.join(dict.fromkeys(said))}{got}", ""
 
 
 def _about_unknown(location: Location) -> str:
     """Say where an unknown key belongs, what it is called here, or which keys there are."""
     section, key = general(location[:-1]), str(location[-1])
     sections = sections_of_a_recipe()
-    if key == "trust_remote_code":
-        return "trahiv never runs code that a model or dataset brings"
     if key in FOREIGN:
         return f"other tools call it `{key}`; here it is {FOREIGN[key]}"
     if homes := [home for home, fields in sections.items() if key in fields]:
@@ -159,11 +106,8 @@ def _about_unknown(location: Location) -> str:
     return f"did you mean `{near}`?" if near else "keys here: " + ", ".join(sections[section])
 
 
-def _about_missing(location: Location, is_section_there: bool) -> str:
-    """Say what a missing key is for, and that its section is missing too if it is."""
-    field, key = sections_of_a_recipe()[general(location[:-1])][str(location[-1])], str(location[-1])
-    if section_in(field.annotation):
-        return f"add `{key}:`; `trahiv new quickstart` writes a whole recipe to start from"
-    about = " ".join((field.description or "").split())
-    where = "" if is_section_there else f"`{dotted(location[:-1])}:` with "
-    return f"add {where}`{key}: ...` ({about.partition('. ')[0].rstrip('.')})"
+def _about_missing(location: Location) -> str:
+    """Say what a missing key is for."""
+    field = sections_of_a_recipe()[general(location[:-1])][str(location[-1])]
+    about = " ".join((field.description or "`trahiv new quickstart` has all sections").split())
+    return f"add `{location[-1]}: ...` ({about.partition('. ')[0].rstrip('.')})"

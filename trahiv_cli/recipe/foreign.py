@@ -1,4 +1,4 @@
-"""What other tools call things, and which of their choices can't be in a swarm: tables, nothing else.
+"""What other tools call things, and choices that can't be in a swarm: tables, nothing else.
 
 A foreign name is never accepted in silence; its entry is what the error says. Names as of axolotl 0.19,
 LLaMA-Factory 0.9, torchtune 0.6, litgpt 0.5, unsloth 2026.10, TRL 1.16, transformers 5.23.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 _CALLED_ELSEWHERE: dict[str, str] = {
     "`task`, and `pt` is `clm`": "stage",
-    "`model.model_name_or_path`": "base_model model_name",
-    "`model.tokenizer_name_or_path`": "tokenizer",
+    "`model.model_name_or_path`": "base_model",
     "`model.dtype`": "torch_dtype",
     "`training.bf16` or `training.fp16`": "precision",
     "`model.attn_implementation`": "flash_attention flash_attn",
@@ -28,16 +27,14 @@ _CALLED_ELSEWHERE: dict[str, str] = {
     "`sft.completion_only_loss`, the other way round": "train_on_inputs",
     "`training.per_device_train_batch_size`": "micro_batch_size batch_size",
     "`hivemind_config.opt.target_batch_size`": "global_batch_size",
-    "`training.optim`": "optimizer",
     "`training.learning_rate`": "lr",
-    "`training.lr_scheduler_type`": "lr_scheduler",
     "`training.warmup_steps`, where a value below 1 is a share": "warmup_ratio",
     "`training.max_steps`: a swarm's length is counted in its steps": "num_epochs num_train_epochs epochs",
     "`training.activation_checkpointing`": "gradient_checkpointing",
     "`training.report_to: [wandb]`": "wandb_project",
+    "nothing: trahiv never runs code that a model or dataset brings": "trust_remote_code",
     "the option `--output-dir` of `init` and `join`": "output_dir",
     "nothing: the same command goes on where the run stopped": "resume_from_checkpoint",
-    "`hivemind_config.dht.initial_peers`, or `join --peer`": "initial_peers",
 }
 
 FOREIGN: dict[str, str] = {name: here for here, names in _CALLED_ELSEWHERE.items() for name in names.split()}
@@ -52,7 +49,6 @@ FOREIGN_CHOICES: dict[str, dict[str, str]] = {
         "classification": "seq-cls",
         "text-classification": "seq-cls",
     },
-    "training.optim": {"adamw": "adamw_torch", "adamw_hf": "adamw_torch", "adamw_8bits": "adamw_8bit"},
     **dict.fromkeys(
         (
             "hivemind_config.opt.grad_compression",
@@ -64,43 +60,13 @@ FOREIGN_CHOICES: dict[str, dict[str, str]] = {
 }
 """Field -> what other tools choose there -> the choice that means it."""
 
-_INSTEAD = "use `adamw_torch`; `adamw_8bit`, or adapters (`peft`), save memory"
-_REFUSED_OPTIMIZERS: dict[str, str] = {
-    "it updates weights during the backward pass, before there is an averaged gradient": (
-        "galore_adamw_layerwise galore_adamw_8bit_layerwise galore_adafactor_layerwise "
-        "apollo_adamw_layerwise lomo adalomo"
-    ),
-    "its state is not made of plain tensors and can't travel to a joiner": (
-        "galore_adamw galore_adamw_8bit galore_adafactor apollo_adamw adamw_torch_4bit adamw_torch_8bit "
-        "grokadamw"
-    ),
-    "it keeps two sets of weights, so that what peers average is not what is evaluated and saved": (
-        "schedule_free_radam schedule_free_adamw schedule_free_sgd"
-    ),
-    "it is for other devices than CPUs and NVIDIA GPUs, or no longer maintained": (
-        "adamw_torch_xla adamw_torch_npu_fused adamw_anyprecision"
-    ),
-}
-
-REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
-    "training.optim": {
-        name: (reason, _INSTEAD) for reason, names in _REFUSED_OPTIMIZERS.items() for name in names.split()
+REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = dict.fromkeys(
+    ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
+    {
+        "blockwise4": (
+            "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
+            "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
+        )
     },
-    "training.lr_scheduler_type": dict.fromkeys(
-        ("reduce_lr_on_plateau", "greedy"),
-        (
-            "it follows a loss that each peer measures for itself, so that rates would differ",
-            "use `cosine` or `warmup_stable_decay`",
-        ),
-    ),
-    **dict.fromkeys(
-        ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
-        {
-            "blockwise4": (
-                "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
-                "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
-            )
-        },
-    ),
-}
+)
 """Field -> choice that can't work in a swarm -> (the reason, what to do instead)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.near import closest
+from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import SeqClsSection, SftSection
 
 OPTIONAL = ("tools", "chat_template_kwargs")
@@ -24,14 +24,7 @@ SHAREGPT = ("from", "value")
 NAMED_LABELS = 10
 """The number of classes that an error names."""
 
-_ALSO_CALLED = {
-    "prompt": ("instruction", "question", "query", "problem", "input"),
-    "completion": ("output", "response", "answer", "solution"),
-    "messages": ("conversation", "dialog", "dialogue", "chat"),
-    "chosen": ("chosen_response", "preferred", "winner"),
-    "rejected": ("rejected_response", "dispreferred", "loser"),
-}
-"""Column -> what published datasets call it, the commonest first."""
+_RENAME = "Rename its columns with `{}.columns`, for example `{{instruction: prompt, output: completion}}`."
 
 
 class Table(Protocol):
@@ -79,7 +72,7 @@ def sft_form(table: Table, sft: SftSection) -> Form:
     forms = [("prompt", "completion"), ("messages",), ("conversations",), (sft.dataset_text_field,)]
     columns = next((form for form in forms if all(column in table.first for column in form)), None)
     if columns is None:
-        hint = _renaming(table, ("prompt", "completion", "messages"))
+        hint = _RENAME.format(table.place)
         if table.first.keys() >= {"chosen", "rejected"}:
             hint = "It is a dataset of preferences: set `task: dpo`."
         raise AssetError(
@@ -111,7 +104,7 @@ def dpo_form(table: Table) -> Form:
         AssetError: it has no such columns.
     """
     if not table.first.keys() >= {"chosen", "rejected"}:
-        hint = _renaming(table, ("prompt", "chosen", "rejected"))
+        hint = _RENAME.format(table.place)
         if table.first.keys() & {"messages", "conversations", "completion"}:
             hint = "It is a dataset of answers without preferences: set `task: sft`."
         columns = ", ".join(table.first)
@@ -252,10 +245,3 @@ def _no_conversation(table: Table, column: str) -> AssetError:
         "conversation: a list of {role, content}.",
         hint,
     )
-
-
-def _renaming(table: Table, wanted: Iterable[str]) -> str:
-    """Say how to rename columns of a dataset; as an example, those that are often called otherwise."""
-    called = {name: column for column in wanted for name in _ALSO_CALLED[column] if name in table.first}
-    renamed = ", ".join(f"{old}: {new}" for old, new in called.items())
-    return f"Rename its columns with `{table.place}.columns`{f': {{{renamed}}}' if renamed else ''}."

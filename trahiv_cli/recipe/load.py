@@ -1,9 +1,8 @@
 """A recipe from a file, a pipe, a built-in name or the network: checked once, every mistake found at once.
 
 1. The text is found and read, and becomes a `Document` that `--set` is put over.
-2. The file of a chat template is read, and its text takes the place of the file's name.
+2. Names of files become absolute paths; the text of a chat template takes the place of its file's name.
 3. The schema checks the data; `explain.py` words what it finds.
-4. Names of files become absolute paths.
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
 from trahiv_cli.recipe.explain import explain
-from trahiv_cli.recipe.near import closest, closest_file
-from trahiv_cli.recipe.paths import anchor, is_template_file
-from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
+from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
 
-MAX_BYTES = 512 * 1024
-"""More is not read at all; `document.MAX_CHARACTERS` is the limit of what is parsed."""
-
+MAX_BYTES = 128 * 1024
 MAX_TEMPLATE_BYTES = 64 * 1024
 
 STDIN = "-"
@@ -37,13 +33,12 @@ STDIN = "-"
 class Loaded:
     """A recipe and how it came about.
 
-    `text` is the file as it was given, `file` its name for messages. One that `is_from_pipe` can't be read
-    again. `origins` says by dotted path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
+    `text` is the file as it was given. One that `is_from_pipe` can't be read again. `origins` says by dotted
+    path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
     """
 
     recipe: Recipe
     text: str
-    file: str
     origins: dict[str, str]
     is_from_pipe: bool
     document: Document
@@ -53,7 +48,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Load a recipe from a path, or a built-in one by its name.
 
     Every path in the recipe becomes absolute (`anchor`). Paths after `--set` are relative to the current
-    folder, as are those of a recipe that comes through a pipe.
+    folder, as are those of a recipe that comes through a pipe or with trahiv.
 
     Args:
         source: a file, a FIFO, `-` for stdin, or, if there is no such file, a name from `builtin_recipes`.
@@ -70,15 +65,16 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem)[:48].strip("-")
     document.data.setdefault("name", name or "recipe")
     document.replace(overrides)
-    folder = Path.cwd() if path is None or is_from_pipe else path.parent.resolve()
-    _put_template(document, folder)
-    recipe = _validated(document, folder)
+    folder = Path.cwd()
+    if path is not None and not is_from_pipe and path not in builtin_recipes().values():
+        folder = path.parent.resolve()
+    recipe = _checked(document, folder, reads_template=True)
     origins, marks = {}, document.values | document.keys
     for location, _ in leaves(recipe.to_data()):
         origin = f"{Path(document.file).name}:{marks[location].line + 1}" if location in marks else "default"
         read_from = f", {document.files[location]}" if location in document.files else ""
         origins[dotted(location)] = ("--set" if document.is_replaced(location) else origin) + read_from
-    return Loaded(recipe, text, document.file, origins, is_from_pipe, document)
+    return Loaded(recipe, text, origins, is_from_pipe, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -91,11 +87,21 @@ def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ())
     """
     document = Document(data, file)
     document.replace(overrides)
-    return _validated(document, Path.cwd())
+    return _checked(document, Path.cwd(), reads_template=False)
 
 
-def _validated(document: Document, folder: Path) -> Recipe:
-    """Check a document, and make all paths of this machine in it absolute."""
+def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recipe:
+    """Make names of files absolute, put in a chat template's text, and check a document's data."""
+    for location, value in leaves(document.data, is_deep=True):
+        base = Path.cwd() if document.is_replaced(location) else folder
+        if not isinstance(value, str):
+            continue
+        if location == ("data", "chat_template") and reads_template and is_template_file(value):
+            _put_template(document, location, Path(anchor(value, base, always=True)))
+        elif location[-2:-1] == ("initial_peers",) and value.startswith("@"):
+            document.put(location, "@" + anchor(value[1:], base, always=True))
+        elif LOOKED_UP in marks_of(location):
+            document.put(location, anchor(value, base, always="dht" in location))
     findings = list(document.findings)
     try:
         recipe = Recipe.model_validate(document.data)
@@ -103,57 +109,19 @@ def _validated(document: Document, folder: Path) -> Recipe:
         findings += explain(error, document)
     if findings:
         raise document.error(findings)
-    model, dht = recipe.model, recipe.hivemind_config.dht
-    names: dict[Location, str | None] = {
-        ("model", "model_name_or_path"): model.model_name_or_path,
-        ("model", "tokenizer_name_or_path"): model.tokenizer_name_or_path,
-        ("hivemind_config", "dht", "identity_path"): dht.identity_path,
-    }
-    for index, dataset in enumerate(recipe.data.datasets):
-        names["data", "datasets", index, "path"] = dataset.path
-    for index, peer in enumerate(dht.initial_peers):
-        names["hivemind_config", "dht", "initial_peers", index] = peer if peer.startswith("@") else None
-    for location, name in names.items():
-        if name is not None:
-            prefix = "@" if "initial_peers" in location else ""
-            bare = name.removeprefix(prefix)
-            found = _anchored(bare, location, document, folder, always="dht" in location)
-            recipe = recipe.with_value(location, prefix + found)
     return recipe
 
 
-def _anchored(name: str, location: Location, document: Document, folder: Path, *, always: bool) -> str:
-    """Make a path at `location` absolute, and note it where only the current folder has it."""
-    base = Path.cwd() if document.is_replaced(location) else folder
-    found, is_stray = anchor(name, base, always=always)
-    if is_stray:
-        document.strays[dotted(location)] = found
-    return found
-
-
-def _put_template(document: Document, folder: Path) -> None:
-    """Put the text of a chat template in the place of its file's name, or note why that can't be done.
-
-    The text has lines that end as on Unix: it must be the same for every peer.
-    """
-    data, location = document.data.get("data"), ("data", "chat_template")
-    name = data.get("chat_template") if isinstance(data, dict) else None
-    if not isinstance(data, dict) or not isinstance(name, str) or not is_template_file(name):
-        return
-    path = Path(_anchored(name, location, document, folder, always=True))
+def _put_template(document: Document, location: Location, file: Path) -> None:
+    """Put the text of a chat template in the place of its file's name, or note why that can't be done."""
     try:
-        text = _read(path, MAX_TEMPLATE_BYTES, "chat template")
-        if "{" not in text:
-            raise RecipeError(f"{path} is no chat template: there is no `{{` in it")
+        text = _read(file, MAX_TEMPLATE_BYTES, "chat template")
     except RecipeError as error:
-        near = "" if os.path.exists(path) else closest_file(path)
-        message, hint = error.message, f"did you mean `{near}`?" if near else error.hint
-        for finding in error.findings:
-            message, hint = str(finding), finding.hint
-        document.findings.append(document.finding_at(location, message, hint))
-        return
-    data["chat_template"] = text.replace("\r\n", "\n")
-    document.files[location] = name
+        message = str(error.findings[0]) if error.findings else error.message
+        document.findings.append(document.finding_at(location, message, error.hint))
+    else:
+        document.put(location, text.replace("\r\n", "\n"))  # it must be the same for every peer
+        document.files[location] = file.name
 
 
 def _find(source: str | Path) -> Path:
@@ -184,4 +152,4 @@ def _read(path: Path | None, max_bytes: int, what: str) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         finding = Finding("", "is not UTF-8 text", "save it as UTF-8", name, line, 1)
-        raise RecipeError(f"{name}: 1 error", findings=(finding,)) from None
+        raise RecipeError(f"{name}: 1 error", finding.hint, (finding,)) from None

@@ -1,10 +1,12 @@
-"""Which names mean a place on this machine, where that is, and what others get to see of it."""
+"""Which names mean a place on this machine, where that is, what others see of it, and what was meant."""
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os.path
 import re
+from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 from typing import Literal, TypeVar
 
@@ -45,26 +47,21 @@ def is_local(name: str) -> bool:
     )
 
 
-def anchor(name: str, folder: Path, *, always: bool = False) -> tuple[str, bool]:
-    """Make an absolute path or pattern of a name in a recipe, unless it means something on the hub.
+def anchor(name: str, folder: Path, *, always: bool = False) -> str:
+    """Make an absolute path or pattern of a name, unless it means something on the hub.
 
-    It is looked for in the recipe's `folder`, since a recipe and its data are moved and shared together, and
-    then in the current one. `always`: the name can only be a path.
-
-    Returns:
-        The name, and whether only the current folder has it, so that the recipe would not work elsewhere.
+    It is relative to `folder`, since a recipe and its data are moved and shared together. `always`: the name
+    can only be a path.
     """
-    if name.startswith(BUILTIN):
-        return name, False
-    expanded, places = os.path.expanduser(name), []
-    for base in (folder.absolute(), Path.cwd()):
-        place = str(base / expanded)
-        if glob.has_magic(expanded) and not os.path.exists(place):
-            place = str(Path(glob.escape(str(base))) / expanded)
-        places.append(place)
-        if os.path.exists(place) or (glob.has_magic(place) and any(glob.iglob(place, recursive=True))):
-            return place, place != places[0]
-    return (places[0] if always or is_local(name) else name), False
+    if name.startswith((BUILTIN, LOCAL)) or "://" in name or not name.strip():
+        return name
+    expanded = os.path.expanduser(name)
+    place = str(folder.absolute() / expanded)
+    if os.path.exists(place):
+        return place
+    if glob.has_magic(expanded):
+        place = str(Path(glob.escape(str(folder.absolute()))) / expanded)
+    return place if always or is_local(name) else name
 
 
 def is_template_file(text: str) -> bool:
@@ -81,9 +78,12 @@ def local_name(name: _Text) -> _Text:
 
 
 def reaches_out(text: str) -> bool:
-    """Tell whether a stranger's text could name a place: an absolute path, a home, a parent, a URL."""
+    """Tell whether a stranger's text could name a place: an absolute path, a home, a parent, a URL.
+
+    What begins with `file:` or `local:` is a path to fsspec, with which `datasets` reads.
+    """
     return (
-        text.startswith(("/", "\\", "~"))
+        text.startswith(("/", "\\", "~", "file:", "local:"))
         or re.match(r"[A-Za-z]:[\\/]", text) is not None
         or ".." in re.split(r"[\\/]", text)
         or "://" in text
@@ -94,3 +94,21 @@ def reaches_out(text: str) -> bool:
 def is_hub_id(name: str) -> bool:
     """Tell whether `name` can only be `owner/name`, `name` or a `builtin/` of ours."""
     return re.fullmatch(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", name, re.ASCII) is not None
+
+
+def closest(word: object, words: Iterable[str]) -> str:
+    """Return the first of `words` that begins like `word`, else the nearest, or nothing if none is near."""
+    if not isinstance(word, str) or not word:
+        return ""
+    words = list(words)
+    starting = [each for each in words if each.startswith(word.lower())]
+    return next(iter(starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)), "")
+
+
+def closest_file(missing: Path) -> str:
+    """Return the path beside `missing` whose name is nearest, or nothing."""
+    try:
+        near = closest(missing.name, [entry.name for entry in missing.parent.iterdir()])
+    except OSError:
+        return ""
+    return str(missing.with_name(near)) if near else ""

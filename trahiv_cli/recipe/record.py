@@ -1,29 +1,36 @@
-"""How a recipe travels: its wire form, the bytes that peers publish, and what a newcomer makes of them.
+"""How a recipe travels, and what is checked of one that a stranger published before the schema sees it.
 
 1. `to_wire` is the agreement, and the starter's own choices as suggestions.
 2. `pack` deflates that as JSON, and refuses at home what no other peer would take.
-3. `unpack` inflates a stranger's bytes within bounds.
-4. `from_wire` checks what came as something a stranger wrote (`untrusted.py`), and makes a recipe of it.
+3. `unpack` inflates a stranger's bytes, which are bounded in size, in depth and in the number of values.
+4. `from_wire` refuses names of places on this machine (absolute and relative paths, globs, URLs), this peer's
+   own fields, and keys that make transformers run code from a hub. Then the schema checks the recipe, and the
+   newcomer must bring what only the starter has.
+
+A chat template is text, never the name of a file; transformers renders it in Jinja's sandbox. Not covered:
+whether the model or the data are worth training on, and a template that takes for ever. `join` shows the
+recipe and asks.
 """
 
 from __future__ import annotations
 
-import copy
 import json
+import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.agreement import agreement, canonical, datasets_in
-from trahiv_cli.recipe.content import put_copies
-from trahiv_cli.recipe.document import dotted, leaves
+from trahiv_cli.errors import Finding, RecipeError
+from trahiv_cli.recipe.agreement import agreement, canonical
+from trahiv_cli.recipe.content import in_words, with_copies
+from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.schema import SUGGESTED, Recipe, marks_of
-from trahiv_cli.recipe.untrusted import SOURCE, require_bounded, require_harmless, require_replaced
+from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
+from trahiv_cli.recipe.schema import COMPARED, OWN, SUGGESTED, Recipe, marks_of
 
+SOURCE = "the swarm's recipe"
 WIRE_VERSION = 1
 
 MAX_PACKED_BYTES = 14_000
@@ -31,47 +38,52 @@ MAX_PACKED_BYTES = 14_000
 template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships) 5,000."""
 
 MAX_RECIPE_BYTES = 128 * 1024
-"""Limit of the JSON, in bytes."""
+"""Limit of the JSON, in bytes, and of its texts, in characters."""
+
+MAX_DEPTH = 16
+MAX_VALUES = 2_000
+
+RUNS_CODE = frozenset({"trust_remote_code", "auto_map", "custom_pipelines"})
+PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
+"""Fields whose text is looked up on this machine before the hub is asked."""
 
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
     """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
-    suggested: dict[str, Any] = {}
+    suggested = Document({}, "")
     for location, value in leaves(recipe.to_data()):
         if SUGGESTED in marks_of(location):
-            *sections, name = map(str, location)
-            place = suggested
-            for section in sections:
-                place = place.setdefault(section, {})
-            place[name] = value
-    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested}
+            suggested.put(location, value)
+    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested.data}
 
 
 def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
     """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
 
     The newcomer's own `overrides` (`--set`) are trusted, and bring what a `local:` entry stands for; so may
-    `files`, a folder with copies of the starter's data (`put_copies`). Without it nothing is read.
+    `files`, a folder with copies of the starter's data (`with_copies`). Without it nothing is read.
 
     Raises:
         RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
             no recipe, or needs a file that neither `overrides` nor `files` bring.
     """
-    wire = require_bounded(obj, WIRE_VERSION)
-    require_harmless(wire)
-    data = copy.deepcopy(wire["shared"])
-    _fill_in(data, wire["suggested"])
+    wire = _bounded(obj)
+    if type(wire["v"]) is not int or wire["v"] != WIRE_VERSION:
+        message = f"is in another form than this version's ({WIRE_VERSION})"
+        raise _refusal([("v", message)], "use the starter's trahiv")
+    _require_harmless(wire)
+    recipe = parse_recipe(_completed(wire["shared"], wire["suggested"]), SOURCE, overrides)
     if files is not None:
-        put_copies(datasets_in(data), files)
-    require_replaced(data, overrides, files)
-    return parse_recipe(data, SOURCE, overrides)
+        recipe = with_copies(recipe, files)
+    _require_brought(recipe, files)
+    return recipe
 
 
 def pack(recipe: Recipe) -> bytes:
     """Deflate a recipe's wire form; a `RecipeError` if it is too long, or no other peer would take it."""
     wire = to_wire(recipe)
     try:
-        require_harmless(require_bounded(wire, WIRE_VERSION))
+        _require_harmless(_bounded(wire))
     except RecipeError as error:
         findings = tuple(replace(finding, file="") for finding in error.findings)
         raise RecipeError("No other peer would take this recipe over.", error.hint, findings) from None
@@ -96,18 +108,102 @@ def unpack(packed: bytes) -> dict[str, Any]:
         text = inflater.decompress(packed, MAX_RECIPE_BYTES)
         if not inflater.eof:
             raise RecipeError("A peer published a recipe that is too long, or broken off.")
-        wire: dict[str, Any] = json.loads(text)
-        require_bounded(wire, wire["v"])  # before anything walks it; the version is `from_wire`'s to judge
-        canonical(wire)  # NaN, half a character: what has no canonical form has no fingerprint
-    except (zlib.error, ValueError, TypeError, LookupError, RecursionError) as error:
+        return _bounded(json.loads(text))  # the version is `from_wire`'s to judge
+    except (zlib.error, ValueError, RecursionError) as error:
         raise RecipeError("A peer published a recipe that can't be read.") from error
-    return wire
 
 
-def _fill_in(data: dict[str, Any], more: dict[str, Any]) -> None:
-    """Add what `data` does not have; nothing in it is replaced, whatever a stranger put there."""
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(data.get(key), dict):
-            _fill_in(data[key], value)
+def _bounded(obj: Any) -> dict[str, Any]:
+    """Return `obj` as the three parts of the wire format, plain and small enough to look at, and to hash."""
+    is_whole = isinstance(obj, dict) and obj.keys() == {"v", "shared", "suggested"}
+    if not is_whole or not isinstance(obj["shared"], dict) or not isinstance(obj["suggested"], dict):
+        raise _refusal([("", "is not in a form that this version reads")])
+    num_values = num_characters = 0
+    waiting: list[tuple[Any, int]] = [(obj, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        texts = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
+        is_plain = value is None or isinstance(value, str | list | dict)
+        if isinstance(value, int | float):
+            is_plain = abs(value) <= LARGEST  # as NaN is not
+        if not is_plain or not all(isinstance(text, str) and is_text(text) for text in texts):
+            what = f"has what is no list, no text and no number up to {LARGEST}"
+            raise _refusal([("", what)])
+        num_values += 1
+        num_characters += sum(map(len, texts))
+        if depth > MAX_DEPTH or num_values > MAX_VALUES or num_characters > MAX_RECIPE_BYTES:
+            limits = f"{MAX_DEPTH} levels, {MAX_VALUES} values or {MAX_RECIPE_BYTES} characters"
+            raise _refusal([("", f"has more than {limits}")])
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(inner, depth + 1) for inner in inside]
+    return obj
+
+
+def _require_harmless(wire: dict[str, Any]) -> None:
+    """Refuse values that name a place here, are this peer's own to choose, or would run code."""
+    wrong = []
+    for part in ("shared", "suggested"):
+        for location, value in leaves(wire[part], is_deep=True):
+            objection, marks = _objection(location, value), marks_of(location)
+            if part == "shared" and OWN in marks:
+                objection = "is this peer's own choice; a swarm may not set it"
+            elif part == "suggested" and location and SUGGESTED not in marks:
+                objection = "is not something that a swarm may suggest"
+            if objection:
+                wrong.append((dotted(location), objection))
+    if wrong:
+        raise _refusal(wrong)
+
+
+def _objection(location: Location, value: Any) -> str:
+    """Say what is wrong with one value of a stranger's, if anything is."""
+    if code := RUNS_CODE.intersection(map(str, location)):
+        return f"`{min(code)}` would run code from a hub"
+    if location == ("peft", "target_modules") and isinstance(value, str) and value != "all-linear":
+        return "is a pattern, which a stranger could make run for ever; a list of names is not"
+    if not isinstance(value, str) or COMPARED in marks_of(location):
+        return ""
+    if location[-1] not in PATH_KEYS:
+        is_harmless = not reaches_out(value)
+    elif value.startswith(LOCAL):
+        name = value.removeprefix(LOCAL)
+        is_harmless = bool(re.fullmatch(r"[^/\\]+", name)) and name.isprintable() and name != ".."
+    else:
+        is_harmless = is_hub_id(value) and not is_local(value) and value not in PACKAGED_BUILDERS
+    return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
+
+
+def _completed(shared: dict[str, Any], suggested: dict[str, Any]) -> dict[str, Any]:
+    """Return what is shared with what is suggested beside it; that replaces nothing."""
+    both = {
+        key: _completed(shared[key], value)
+        for key, value in suggested.items()
+        if isinstance(value, dict) and isinstance(shared.get(key), dict)
+    }
+    return {**suggested, **shared, **both}
+
+
+def _require_brought(recipe: Recipe, looked_in: Path | None) -> None:
+    """Raise a `RecipeError` where the recipe still names what only the starter has, and say what to bring."""
+    findings = []
+    for location, value in leaves(recipe.to_data()):
+        if location[-1] not in PATH_KEYS or not str(value).startswith(LOCAL):
+            continue
+        path, name = dotted(location), value.removeprefix(LOCAL)
+        content = recipe.data.datasets[int(location[2])].content if location[0] == "data" else None
+        if content is None:
+            hint = f"the starter has its own folder `{name}`: bring a copy and `--set {path}=FOLDER`"
         else:
-            data.setdefault(key, value)
+            hint = "bring a copy, and name the folder that it is in: `--files DIR`"
+            hint = f"{looked_in} has no copy in it or below" if looked_in else hint
+            hint = f"the starter trains on its own `{name}` ({in_words(content)}): {hint}"
+            if content.num_files > 1:
+                hint += ". File names must sort in the same order, and there may be no other data files"
+        findings.append(Finding(path, "is on the starter's machine only", hint, SOURCE))
+    if findings:
+        raise RecipeError(f"{SOURCE} is refused", findings[0].hint, tuple(findings))
+
+
+def _refusal(wrong: Iterable[tuple[str, str]], hint: str = "") -> RecipeError:
+    findings = tuple(Finding(path, message, "", SOURCE) for path, message in wrong)
+    return RecipeError(f"{SOURCE} is refused", hint, findings)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
@@ -31,8 +30,8 @@ from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
 from trahiv_cli.recipe.upstream import mistake_in
 
-OWN, SUGGESTED, COMPARED = "own", "suggested", "compared"
-"""What a field may be marked with; see `Own`, `Suggested` and `Compared`."""
+OWN, SUGGESTED, COMPARED, LOOKED_UP = "own", "suggested", "compared", "looked up"
+"""What a field may be marked with; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
 
 _T = TypeVar("_T")
 
@@ -44,6 +43,9 @@ Suggested = Annotated[_T, OWN, SUGGESTED]
 
 Compared = Annotated[_T, COMPARED]
 """Text that is never looked up anywhere: a class may be called `/r/python`, whoever wrote that."""
+
+LookedUp = Annotated[_T, LOOKED_UP]
+"""Text that may name a file or folder here, and is looked up on this machine before the hub is asked."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
@@ -85,11 +87,14 @@ _Ademamix = Literal["ademamix", "ademamix_8bit", "paged_ademamix_8bit", "paged_a
 _Lion = Literal["lion_8bit", "lion_32bit", "paged_lion_8bit", "paged_lion_32bit"]
 _Rmsprop = Literal["rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"]
 OptimName = Literal[_Torch, _AdamOf8Bits, _Ademamix, _Lion, _Rmsprop]
-"""Optimizers of transformers that work in a swarm; `foreign.REFUSED_CHOICES` says why the others do not."""
+"""Optimizers of transformers that work in a swarm. Others update weights during the backward pass (LOMO),
+keep two sets of weights (schedule-free), or have a state that is not made of plain tensors and can't travel
+to a joiner (GaLore, Apollo, torchao)."""
 
 _Decaying = Literal["linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt"]
 _ToAMinimum = Literal["cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay"]
 SchedulerName = Literal[_Decaying, Literal["constant", "constant_with_warmup"], _ToAMinimum]
+"""Schedules of transformers but those that follow a loss, which each peer measures for itself."""
 
 _Tracker = Literal["azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte"]
 _MoreTrackers = Literal["kubeflow", "mlflow", "neptune", "swanlab", "tensorboard", "trackio", "wandb"]
@@ -102,13 +107,7 @@ LossName = Literal[_Pairwise, _OtherLosses]
 """Losses of `trl.DPOConfig`."""
 
 
-def _auto_or_bool(value: object) -> object:
-    if value != "auto" and not isinstance(value, bool):
-        raise ValueError(f"expected auto, true or false, got {value!r}")
-    return value
-
-
-AutoBool = Annotated[bool | Literal["auto"], BeforeValidator(_auto_or_bool)]
+AutoBool = bool | Literal["auto"]
 
 
 def refuse_if(is_broken: bool, message: str, *places: str) -> None:
@@ -118,19 +117,6 @@ def refuse_if(is_broken: bool, message: str, *places: str) -> None:
         raise PydanticCustomError("broken_rule", "{message}", context)
 
 
-def refuse_twice(words: Iterable[str], message: str) -> None:
-    """Refuse words of which one is there twice; `message` has `{}` for it."""
-    for word, times in Counter(words).items():
-        if times > 1:
-            raise ValueError(message.format(kind_of(word)))
-
-
-def unexpected(expected: str, value: object, hint: str) -> PydanticCustomError:
-    """Make the error of a value that is not what its field takes, with what to write instead."""
-    context = {"expected": expected, "got": kind_of(value), "hint": hint}
-    return PydanticCustomError("unexpected", "expected {expected}, got {got}: {hint}", context)
-
-
 _SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
 
 
@@ -138,7 +124,7 @@ def _solo(value: object) -> str:
     """Write a wait in one way, `after 1 second` or `always`: equal waits make equal agreements."""
     match = re.fullmatch(_SOLO, value) if isinstance(value, str) else None
     if match is None:
-        raise unexpected("never, always or after N seconds", value, "for example `after 300 seconds`")
+        raise ValueError(f"should be never, always or, for example, after 300 seconds, got {kind_of(value)}")
     if match[2] is None:
         return match[1]
     seconds = float(match[2])
@@ -148,8 +134,9 @@ def _solo(value: object) -> str:
 
 def _above_one_or_off(limit: float) -> float:
     if limit < 0 or 0 < limit <= 1:
-        hint = "up to 1, honest contributions would be left out; 0 turns it off"
-        raise unexpected("0 or a number above 1", limit, hint)
+        raise ValueError(
+            f"should be above 1, else honest contributions are left out, or 0 (off), got {limit}"
+        )
     return limit
 
 
@@ -166,23 +153,11 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def with_value(self, location: Location, value: Any) -> Self:
-        """Return the same section with another value at `location` inside of it, which is not checked."""
-        name, *rest = location
-        here = self.__dict__[str(name)]
-        if rest and isinstance(here, list):
-            index, *deeper = rest
-            entry = here[int(index)].with_value(tuple(deeper), value) if deeper else value
-            value = [*here[: int(index)], entry, *here[int(index) + 1 :]]
-        elif rest:
-            value = here.with_value(tuple(rest), value)
-        return self.model_copy(update={str(name): value})
-
 
 class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
 
-    model_name_or_path: str | None = None
+    model_name_or_path: LookedUp[str | None] = None
     """Hub id or local folder of a model that fits the task. Either this or `config`."""
 
     config: dict[str, Any] | None = None
@@ -191,7 +166,7 @@ class ModelSection(Section):
     revision: str = "main"
     """Branch, tag or commit of a hub model."""
 
-    tokenizer_name_or_path: str | None = None
+    tokenizer_name_or_path: LookedUp[str | None] = None
     """Hub id or local folder. `builtin/bytes` is transformers' ByT5 tokenizer; `builtin/bpe`, of 2,048
     tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
@@ -212,9 +187,6 @@ class ModelSection(Section):
             message = "`config` needs a `tokenizer_name_or_path`: a new model has none of its own"
             refuse_if(not has_tokenizer, message, "model.config")
         return self
-
-
-_ONLY_IN_4_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype")
 
 
 class QuantizationSection(Section):
@@ -246,10 +218,6 @@ class QuantizationSection(Section):
         places = ("quantization.load_in_8bit", "quantization.load_in_4bit", "quantization")
         message = "turn on either `load_in_4bit` or `load_in_8bit`, and only one"
         refuse_if(self.load_in_4bit == self.load_in_8bit, message, *places)
-        width = 4 if self.load_in_4bit else 8
-        for name in ("llm_int8_threshold",) if width == 4 else _ONLY_IN_4_BITS:
-            is_said = getattr(self, name) != type(self).model_fields[name].default
-            refuse_if(is_said, f"has no effect in {width} bits", f"quantization.{name}")
         return self
 
 
@@ -300,9 +268,9 @@ class ContentSection(Section):
 class DatasetSection(Section):
     """One call of `datasets.load_dataset`."""
 
-    path: str
-    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's folder
-    or else to the current one; `builtin/trahiv` is trahiv's own source and documentation."""
+    path: LookedUp[str]
+    """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's
+    folder; `builtin/trahiv` is trahiv's own source and documentation."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -348,7 +316,8 @@ class DatasetSection(Section):
     @field_validator("columns")
     @classmethod
     def _one_name_each(cls, columns: dict[str, str]) -> dict[str, str]:
-        refuse_twice(columns.values(), "two columns would be named {}")
+        if len(set(columns.values())) < len(columns):
+            raise ValueError("would give two columns one name")
         return columns
 
 
@@ -450,16 +419,6 @@ class SftSection(Section):
     loss_type: Literal["nll", "dft"] = "nll"
     """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token."""
 
-    @model_validator(mode="after")
-    def _a_strategy_for_something(self) -> Self:
-        is_unused = self.packing_strategy != "bfd" and not self.packing
-        refuse_if(is_unused, "has no effect without `packing: true`", "sft.packing_strategy")
-        return self
-
-
-SMOOTHED_LOSSES = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})
-"""Losses of DPO that `label_smoothing` changes (trl 1.16, `DPOTrainer._compute_loss`)."""
-
 
 class DpoSection(Section):
     """`trl.DPOConfig`. Datasets have `chosen` and `rejected`, and mostly `prompt`."""
@@ -482,17 +441,12 @@ class DpoSection(Section):
 
     @model_validator(mode="after")
     def _weights_and_smoothing_fit_the_losses(self) -> Self:
-        losses, weights, smoothing = self.loss_type, self.loss_weights, self.label_smoothing
+        losses, weights = self.loss_type, self.loss_weights
         if weights is not None:
             message = f"has {len(weights)} weights for {len(losses)} losses"
             refuse_if(len(weights) != len(losses), message, "dpo.loss_weights")
-        is_unused = smoothing > 0 and not SMOOTHED_LOSSES.intersection(losses)
-        message = (
-            f"has no effect on {', '.join(losses)}: only {', '.join(sorted(SMOOTHED_LOSSES))} know of it"
-        )
-        refuse_if(is_unused, message, "dpo.label_smoothing")
         message = "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)"
-        refuse_if("exo_pair" in losses and not smoothing, message, "dpo.loss_type")
+        refuse_if("exo_pair" in losses and not self.label_smoothing, message, "dpo.loss_type")
         return self
 
 
@@ -527,7 +481,8 @@ class SeqClsSection(Section):
     @field_validator("labels")
     @classmethod
     def _distinct(cls, labels: list[str]) -> list[str]:
-        refuse_twice(labels, "names the class {} twice")
+        if len(set(labels)) < len(labels):
+            raise ValueError("names a class twice")
         return labels
 
 
@@ -602,7 +557,7 @@ class TrainingSection(Section):
     def _one_precision_and_a_warm_up_that_ends(self) -> Self:
         steps, has_both = self.warmup_steps, self.fp16 and self.bf16 is True
         refuse_if(has_both, "`fp16` and `bf16` are both on: choose one", "training.fp16")
-        message = f"expected a whole number, or a share below 1, got {steps}"
+        message = f"should be a whole number, or a share below 1, got {steps}"
         refuse_if(steps >= 1 and steps != int(steps), message, "training.warmup_steps")
         # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
         refuse_if(
@@ -633,7 +588,7 @@ class DhtSection(Section):
     announce_maddrs: list[str] = []
     """Addresses to tell others, where a router forwards a port to this machine."""
 
-    identity_path: str | None = None
+    identity_path: LookedUp[str | None] = None
     """Key file that fixes the peer id. Default: `identity.key` in the run's folder."""
 
     client_mode: bool = False
@@ -931,3 +886,34 @@ def _walk(section: type[Section], location: Location) -> Iterator[tuple[Location
         if inner := section_in(field.annotation):
             index = (0,) if getattr(field.annotation, "__origin__", None) is list else ()
             yield from _walk(inner, (*location, name, *index))
+
+
+# -- for editors ----------------------------------------------------------------------------------
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft-07) of a recipe, with the defaults and descriptions of its fields."""
+    schema = _draft_07(Recipe.model_json_schema())
+    schema["required"].remove("name")  # the file's name stands in for it
+    schema["title"] = "trahiv recipe"
+    schema["allOf"] = []
+    for task, section in TASK_SECTIONS.items():  # a section that is there wants its task
+        is_there = {"required": [section], "properties": {section: {"type": "object"}}}
+        is_default = task == Recipe.model_fields["task"].default
+        has_task = {"properties": {"task": {"const": task}}} | ({} if is_default else {"required": ["task"]})
+        schema["allOf"].append({"if": is_there, "then": has_task})
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
+
+
+def _draft_07(node: Any) -> Any:
+    """Rewrite what draft 2020-12 says otherwise: `$defs`, and words beside a `$ref`, which 07 ignores."""
+    if isinstance(node, list):
+        return [_draft_07(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    node = {("definitions" if key == "$defs" else key): _draft_07(value) for key, value in node.items()}
+    if isinstance(node.get("$ref"), str):
+        node["$ref"] = node["$ref"].replace("#/$defs/", "#/definitions/")
+        if len(node) > 1:
+            node["allOf"] = [{"$ref": node.pop("$ref")}]
+    return node

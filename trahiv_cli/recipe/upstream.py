@@ -8,20 +8,13 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from trahiv_cli.recipe.near import closest
+from trahiv_cli.recipe.paths import closest
 
 _MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
 """Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
 
-_PACKAGES = {
-    "azure_ml": ("azureml-core", "azureml"),
-    "comet_ml": ("comet-ml", "comet_ml"),
-    "tensorboard": ("tensorboard", "tensorboard", "tensorboardX"),
-}
-"""Tracker -> what pip calls it and what Python imports, any of these; the others have one name."""
-
-_SETTINGS_ONLY = frozenset({"all", "none", "flyte", "kubeflow"})
-"""Trackers that are not known by a package."""
+_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
+"""Tracker -> what pip calls it; the others have one name."""
 
 
 @cache
@@ -47,18 +40,10 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
     return f"transformers knows no `model_type` {name!r}.", hint
 
 
-def lacks_tracker(name: str) -> bool:
-    """Tell whether the package of a tracker is certainly not installed here."""
-    return name not in _SETTINGS_ONLY and not any(map(find_spec, _PACKAGES.get(name, (name, name))[1:]))
-
-
 def without_tracker(name: str) -> tuple[str, str]:
     """Say that a tracker can't be used here, and what to do about it."""
-    package = _PACKAGES.get(name, (name,))[0]
-    return (
-        f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up.",
-        f"pip install {package}, or --set training.report_to=[]",
-    )
+    said = f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up."
+    return said, f"pip install {_PACKAGES.get(name, name)}, or --set training.report_to=[]"
 
 
 def mistake_in(template: str) -> str:

@@ -1,226 +1,127 @@
 """Recipes that contradict their data or this machine: `check` says it, and `init` invites nobody to it.
 
-A row is a recipe that works with one thing changed. Each must be told what is wrong, where (line and column
-of the recipe), what to do about it, and with which exit code, before a socket is opened. What is wrong with
-a recipe alone is in `tests/unit/recipe/mistakes.txt`, files that can't be read in
-`test_before_anybody_is_invited.py`.
+A row is a recipe that works with one thing changed. Each must be told what is wrong, where, what to do about
+it, and with which exit code, before a socket is opened. What is wrong with a recipe alone is in
+`tests/unit/recipe/mistakes.txt`; what only the libraries find, in `test_before_anybody_is_invited.py`.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
 
 import pytest
 
+from tests.kit.recipes import tiny_llama, write_tiny
+
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
-CONFIG = "config: {model_type: llama, hidden_size: 32, max_position_embeddings: 64}"
-RECIPE = """\
-name: broken
-model:
-  {config}
-  tokenizer_name_or_path: builtin/bytes
-task: {task}
-data:
-  datasets:
-    - path: rows.jsonl
-{section}:
-  max_length: 32{more}
-training:
-  max_steps: 3
-  learning_rate: 1e-3
-  warmup_steps: 0
-  per_device_train_batch_size: 2
-hivemind_config:
-  opt:
-    target_batch_size: 4
-"""
+ASK, ANSWER = {"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes."}
+PREFERENCES = {"prompt": "Hi. ", "chosen": "Yes.", "rejected": "No."}
+SECTIONS = {"clm": {"packing": False}, "sft": {}, "dpo": {}, "seq-cls": {"labels": ["bad", "good"]}}
 
 
-def lines(*rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
+@pytest.fixture
+def write(here):
+    """`write("sft", [row])`: a recipe of this task on rows in `rows.jsonl`."""
+
+    def write(task, rows, **changes):
+        sections = {"clm": None, task.replace("-", "_"): {"max_length": 32, **SECTIONS[task]}}
+        data = {"data": {"datasets": [{"path": "rows.jsonl"}]}}
+        file = write_tiny(here, task=task, **(data | sections | changes))
+        (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return file.relative_to(here)
+
+    return write
 
 
-ASK = {"role": "user", "content": "Hi."}
-ANSWER = {"role": "assistant", "content": "Yes."}
-CHAT = {"messages": [ASK, ANSWER]}
-PREFERENCES = lines(*[{"prompt": "Hi. ", "chosen": "Yes.", "rejected": "No."}] * 8)
-ROWS = {
-    "clm": lines(*({"text": f"a fox {number}"} for number in range(8))),
-    "sft": lines(*[CHAT] * 8),
-    "dpo": PREFERENCES,
-    "seq-cls": lines(*({"text": "a film", "label": number % 2} for number in range(8))),
-}
-MORE = {"clm": "\n  packing: false", "seq-cls": "\n  labels: [bad, good]"}
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A recipe with one thing changed, and what is said of it: where it is nothing, it can be trained."""
-
-    message: str = ""
-    hint: str = ""
-    task: str = "clm"
-    rows: str | None = None  # what the data file holds instead
-    place: str = "8:13"  # line and column that it is pointed at: by default the path of the data
-    changes: dict = field(default_factory=dict)  # in the recipe: old -> new
-    files: dict = field(default_factory=dict)  # more of them beside the recipe
-    code: int = 2
-
-
-RATE = "learning_rate: 1e-3"
-DATA = "path: rows.jsonl"
-
-BROKEN = {
-    # -- the model, packages, amounts
-    "longer than the context": Broken(
-        "4096 tokens do not fit .* context of 64", "at most 64", place="10:15", changes={": 32\n": ": 4096\n"}
-    ),
-    "an unknown model type": Broken(
-        "knows no `model_type` 'lama'", "'llama'", place="3:24", changes={"llama": "lama"}
-    ),
-    "a tracker that is not installed": Broken(
-        "'azure_ml' .* is not installed", "pip install azureml-core",
-        place="15:15", changes={RATE: f"{RATE}\n  report_to: [azure_ml]"}, code=3,
-    ),
-    "a batch larger than the data": Broken(
-        "training data: 8; in one local batch: 100000", "lower training.per_device", place="16:32",
-        changes={"batch_size: 2\n": "batch_size: 100000\n", "batch_size: 4": "batch_size: 100000"},
-    ),
-    "almost all is held out": Broken(
-        "Of 8 documents, 8 would be held out", "test_split_size: 0", place="9:27",
-        changes={DATA: f"{DATA}\n  eval: {{test_split_size: 0.9999}}"},
-    ),
+DATA, COLUMNS = "data.datasets.0.path", "data.datasets.0.columns"
+MODEL = "model.config"
+BROKEN = [
+    # -- the model
+    ("clm", {"text": "a"}, "clm.max_length=4096", "4096 tokens do not fit .* context of 64", "at most 64"),
+    ("clm", {"text": "a"}, f"{MODEL}.model_type=lama", "knows no `model_type` 'lama'", "'llama'"),
     # -- data
-    "no file": Broken("no file or folder '.*rowz.jsonl'", "rows.jsonl", changes={"rows.j": "rowz.j"}, code=3),
-    "another column": Broken("no column 'text'; it has body", "clm.dataset_text", rows=lines({"body": "a"})),
-    "numbers for texts": Broken("holds int, not text", "one of text", rows=lines({"text": 5}, {"text": 6})),
-    "texts for rows": Broken("Row 1 .* is no JSON object", "Fix or remove", rows='"a fox"\n"a dog"\n'),
-    "an empty file": Broken("rows.jsonl' .* is empty", "Check its files, .* `data.datasets`", rows=""),
-    "a column that is not there to rename": Broken(
-        "no column 'chat' to rename", "columns", changes={DATA: f"{DATA}\n      columns: {{chat: text}}"}
-    ),
-    "a new name that is taken": Broken(
-        "'text' of .* cannot be renamed to 'n': that name is taken", "another one",
-        rows=lines({"text": "a", "n": 1}), changes={DATA: f"{DATA}\n      columns: {{text: n}}"},
+    ("clm", {"body": "a"}, "", "no column 'text'; it has body", "Set `clm.dataset_text_field`"),
+    ("clm", {"text": 5}, "", "holds int, not text", "one of text"),
+    ("clm", "a fox", "", "Row 1 .* is no JSON object", "Fix or remove"),
+    ("clm", {"text": "a"}, f"{COLUMNS}={{chat: text}}", "no column 'chat' to rename", "columns"),
+    (
+        "clm",
+        {"text": "a", "n": 1},
+        f"{COLUMNS}={{text: n}}",
+        "'text' .* 'n': that name is taken",
+        "another one",
     ),
     # -- conversations
-    "a text before conversations": Broken(
-        "'prompt' holds text, 'chosen' holds conversations", r"columns: {prompt: prompt_text}` leaves it out",
-        "dpo", lines({"prompt": "Hi.", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}),
+    (
+        *("dpo", {"prompt": "Hi.", "chosen": [ASK, ANSWER], "rejected": [ASK, ANSWER]}, ""),
+        *("'prompt' holds text, 'chosen' holds conv", r"columns: {prompt: prompt_text}` leaves it out"),
     ),
-    "a text beside a conversation": Broken(
-        "do not fit together", "all of them messages",
-        "dpo", lines({"chosen": "a", "rejected": [ASK, ANSWER]}),
-    ),
-    "a completion in texts": Broken(
-        "no `completion` to train", "completion_only_loss: auto", "sft", lines({"text": "a"}),
-        changes={"length: 32": "length: 32\n  completion_only_loss: true"},
-    ),
-    "ShareGPT's keys": Broken(
-        "'messages' .* holds list .* not a conversation", "columns: {messages: conversations}",
-        "sft", lines({"messages": [{"from": "human", "value": "Hi."}]}),
-    ),
-    "a message without a role": Broken(
-        "Row 2 .* else in 'messages'", "Fix", "sft", lines(CHAT, {"messages": [{"content": ""}]})
-    ),
-    "others' names for columns": Broken(
-        "has no `messages`", "{instruction: prompt, output: completion}",
-        "sft", lines({"instruction": "a", "output": "b"}),
-    ),
-    "preferences for answers": Broken("has no `messages`", "task: dpo", "sft", PREFERENCES),
-    "answers for preferences": Broken("has no `chosen`", "task: sft", "dpo", ROWS["sft"]),
-    "an assistant in texts": Broken(
-        "holds texts, and only in conversations", "assistant_only_loss: false", "sft", lines({"text": "a"}),
-        changes={"length: 32": "length: 32\n  assistant_only_loss: true"},
+    ("dpo", {"chosen": "a", "rejected": [ASK, ANSWER]}, "", "do not fit together", "all of them messages"),
+    ("dpo", {"messages": [ASK, ANSWER]}, "", "has no `chosen`", "task: sft"),
+    ("sft", PREFERENCES, "", "has no `messages`", "task: dpo"),
+    ("sft", {"instruction": "a"}, "", "has no `messages`", "0.columns`, .* `{instruction: prompt, output"),
+    ("sft", {"text": "a"}, "sft.completion_only_loss=true", "no `completion` to train", "only_loss: auto"),
+    ("sft", {"text": "a"}, "sft.assistant_only_loss=true", "only in conversations", "only_loss: false"),
+    (
+        *("sft", {"messages": [{"from": "human", "value": "Hi."}]}, ""),
+        *("'messages' .* holds list .* not a conversation", "columns: {messages: conversations}"),
     ),
     # -- classes
-    "a class that is not named": Broken(
-        r"Row 2 of '.*rows.jsonl' has the label 2, and `seq_cls.labels` names 2 classes: bad, good\.",
-        "a number from 0 to 1", "seq-cls", lines({"text": "a", "label": 1}, {"text": "b", "label": 2}),
-    ),
-}  # fmt: skip
+    ("seq-cls", {"text": "a", "labels": 1}, "", "no column 'label'", "dataset_label_field` to 'labels'"),
+]
 
 
-def write(folder, broken):
-    task, more = broken.task, MORE.get(broken.task, "")
-    recipe = RECIPE.format(config=CONFIG, task=task, section=task.replace("-", "_"), more=more)
-    for old, new in broken.changes.items():
-        assert old in recipe
-        recipe = recipe.replace(old, new, 1)
-    rows = ROWS[task] if broken.rows is None else broken.rows
-    for name, content in {"broken.yaml": recipe, "rows.jsonl": rows, **broken.files}.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(content)
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_check_and_init_say_what_is_wrong_where_and_what_to_do(name, events, here):
-    broken = BROKEN[name]
-    write(here, broken)
+@pytest.mark.parametrize(("task", "row", "setting", "message", "hint"), BROKEN)
+def test_check_and_init_say_what_is_wrong_and_what_to_do(
+    write, events, here, task, row, setting, message, hint
+):
+    file = write(task, [row] * 8)
     before = set(here.iterdir())
+    path = DATA if setting.startswith((COLUMNS, "sft")) or not setting else setting.partition("=")[0]
     for command in ("check", "init"):
-        code, (event, *more) = events(command, "broken.yaml")
-        assert re.search(broken.hint, event["hint"]), event
-        if name == "no file" and command == "check":  # it is often checked where the data is not
-            assert (code, event["event"]) == (0, "warning")
-            assert re.search(f"^broken.yaml:{broken.place}: .*{broken.message}", event["message"])
-            continue
-        assert (code, event["event"], more) == (broken.code, "error", [])
-        assert re.search(broken.message, event["message"]), event
-        assert (event["file"], f"{event['line']}:{event['col']}") == ("broken.yaml", broken.place)
+        code, (event,) = events(command, file, *(["--set", setting] if setting else []))
+        assert (code, event["event"], event["path"]) == (2, "error", path)
+        assert re.search(message, event["message"]) and re.search(hint, event["hint"]), event
+        assert event["file"] == (f"--set {setting}" if path != DATA else "tiny.yaml")
     assert set(here.iterdir()) == before
 
 
-BREAK = '  chat_template: "{% generation %}{{ x }}{% endgeneration %}"'
-WELL = {
-    "a column that comes later": Broken(rows=lines({"n": 1}, *[{"text": "a"}] * 8)),
-    "a class by a number of CSV": Broken(
-        task="seq-cls",
-        changes={"rows.jsonl": "rows.csv"},
-        files={"rows.csv": "text,label\n" + "a,1.0\nb,True\n" * 4},
-    ),
-    "a generation tag": Broken(task="sft", changes={DATA: f"{DATA}\n{BREAK}"}),
-    "a context of turned positions": Broken(
-        changes={CONFIG: "model_name_or_path: here"},
-        files={"here/config.json": '{"model_type": "llama", "max_position_embeddings": 16}'},
-    ),
-}
+def test_data_that_is_not_here_is_an_error_only_where_it_is_trained(write, events):
+    said = r"no file or folder '.*rowz\.jsonl'"
+    file = write("clm", [], data={"datasets": [{"path": "rowz.jsonl"}]})
+    code, (event, checked) = events("check", file)
+    assert (code, event["event"], checked["event"]) == (0, "warning", "checked")
+    assert re.search(said, event["message"])
+    code, (event,) = events("init", file)
+    assert (code, event["event"], event["path"]) == (3, "error", DATA) and re.search(said, event["message"])
+    assert "rows.jsonl" in event["hint"]
 
 
-@pytest.mark.parametrize("name", WELL)
-def test_check_takes_what_can_be_trained(name, events, here):
-    write(here, WELL[name])
-    for text in ((here / "broken.yaml").read_text(), "\ufeff" + (here / "broken.yaml").read_text()):
-        (here / "broken.yaml").write_bytes(text.replace("\n", "\r\n").encode())
-        code, told = events("check", "broken.yaml")
-        assert (code, [event["event"] for event in told]) == (0, ["checked"]), told
+def test_all_that_is_wrong_is_said_at_once_and_at_its_place(write, events, here):
+    file = write("clm", [{"body": "a"}], model__config=tiny_llama(model_type="lama"))
+    code, told = events("check", file, "--set", "clm.max_length=129")
+    assert (code, [event["path"] for event in told]) == (2, [f"{MODEL}.model_type", DATA, "clm.max_length"])
+    lines = ["", *(here / file).read_text().splitlines()]
+    for event, source in zip(told, ("model_type: lama", "path: rows.jsonl"), strict=False):
+        assert lines[event["line"]].strip(" -") == source
+        assert lines[event["line"]][event["col"] - 1 :] == source.partition(": ")[2]
 
 
-def test_all_that_is_wrong_is_said_at_once_and_a_step_that_repeats_data_is_advised_against(
-    trahiv, events, here
+@pytest.mark.parametrize(
+    ("config", "settings", "is_right"),
+    [
+        ({"model_type": "llama", "max_position_embeddings": 16}, [], True),  # positions are turned
+        ({"model_type": "gpt2", "n_positions": 16}, [], True),  # a short document needs no more
+        ({"model_type": "gpt2", "n_positions": 16}, ["--set", "clm.packing=true"], False),
+    ],
+)
+def test_a_context_ends_where_its_table_does_and_columns_may_come_later(
+    write, events, here, config, settings, is_right
 ):
-    write(here, Broken(changes={"target_batch_size: 4": "target_batch_size: 800"}))
-    code, out, err = trahiv("check", "broken.yaml")
-    assert (code, out.splitlines()[0]) == (0, "broken.yaml: ok")
-    assert "broken.yaml:19:24: hivemind_config.opt.target_batch_size: A step takes 800 samples" in err
-    assert "repeats every sample 100 times" in err
-    write(here, BROKEN["an unknown model type"])
-    (here / "rows.jsonl").write_text(lines({"body": "a"}))
-    changes = ("--set", "clm.max_length=65", "--set", "training.report_to=[neptune]")
-    code, told = events("check", "broken.yaml", *changes)
-    assert code == 2
-    assert [(event["file"].partition(" ")[0], event["path"]) for event in told] == [
-        *(("broken.yaml", "model.config.model_type"), ("broken.yaml", "data.datasets.0.path")),
-        *(("--set", "clm.max_length"), ("--set", "training.report_to.0")),
-    ]
-
-
-def test_a_table_of_positions_ends_where_blocks_are_filled(trahiv, here):
-    """gpt2 has no position beyond its context; a document that is shorter than `max_length` needs none."""
-    files = {"here/config.json": '{"model_type": "gpt2", "n_positions": 16}'}
-    write(here, Broken(changes={CONFIG: "model_name_or_path: here"}, files=files))
-    assert trahiv("check", "broken.yaml")[0] == 0
-    code, out, err = trahiv("check", "broken.yaml", "--set", "clm.packing=true")
-    assert (code, out) == (2, "")
-    assert "clm.max_length: samples of 32 tokens do not fit into the model's context of 16" in err
+    (here / "base").mkdir()
+    (here / "base" / "config.json").write_text(json.dumps(config))
+    file = write("clm", [{"n": 1}, {"text": "a"}], model={"model_name_or_path": "./base"})
+    (here / file).write_bytes(("\ufeff" + (here / file).read_text()).replace("\n", "\r\n").encode())
+    code, (event,) = events("check", file, *settings)
+    assert (code, event["event"]) == ((0, "checked") if is_right else (2, "error")), event
+    assert is_right or "samples of 32 tokens do not fit into the model's context of 16" in event["message"]

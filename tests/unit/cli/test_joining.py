@@ -1,17 +1,15 @@
-"""What `join` says of a swarm's recipe, and of what it needs, before this peer is one of it.
+"""What `join` says of a swarm's recipe before this peer is one of it.
 
 The swarm is the records that it would publish: visits find those.
 """
 
 import contextlib
-import hashlib
 import re
 
 import pytest
 
 from tests.kit.fakes import FakeNode
-from tests.kit.recipes import TEXT, write_tiny
-from tests.kit.stand_ins import write_llama
+from tests.kit.recipes import write_tiny
 from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
@@ -21,62 +19,29 @@ from trahiv_cli.train import joining
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def starter(tmp_path, monkeypatch):
-    """`starter(peft={"r": 4})` has a swarm train the tiny recipe with changes, on a text of its own."""
+    """A peer of the swarm, which publishes nothing yet."""
     node = FakeNode("QmStarter")
     monkeypatch.setattr(joining, "visiting", lambda *_: contextlib.nullcontext(node.neighbour("QmNew")))
-
-    def starter(**changes):
-        resolved = resolve(load_recipe(write_tiny(tmp_path / "starter", **changes)).recipe)
-        publish_recipe(node, resolved, run_id(resolved), 3)
-
-    return starter
+    return node
 
 
-@pytest.fixture
-def bob(tmp_path, monkeypatch):
-    """The folder of who joins."""
-    folder = tmp_path / "bob"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
-@pytest.fixture
-def join(events, bob):
-    """`join("tiny.yaml", ...)`: its exit code, and its errors; nothing is left in the folder."""
-
-    def join(*args):
-        before = set(bob.iterdir())
-        code, errors = events("join", *args, "--peer", ADDRESS, "--yes")
-        assert {event["event"] for event in errors} == {"error"}
-        assert set(bob.iterdir()) == before
-        return code, errors
-
-    return join
-
-
-def test_an_address_without_a_peer_id_is_refused(trahiv):
-    code, out, err = trahiv("join", "--peer", "/ip4/127.0.0.1/tcp/9")
-    assert (code, out, err.count("error: ")) == (4, "", 1)
-    assert re.search("not whose door it is.*\nhint: .*whole address", err)
-
-
-def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(join, starter):
-    code, (error,) = join()
+def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
+    code, (error,) = events("join", "--peer", ADDRESS, "--yes")
     assert (code, error["code"]) == (4, "nothing-published")
     assert "nobody publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
 
 
-def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, join, bob, starter):
-    starter()
-    recipe = write_tiny(bob, training__learning_rate=0.5)
-    code, (error,) = join(recipe)
+def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, events, starter, here):
+    theirs = resolve(load_recipe(write_tiny(here)).recipe)
+    publish_recipe(starter, theirs, run_id(theirs), 3)
+    recipe = write_tiny(here, training__learning_rate=0.5)
+    code, (error,) = events("join", recipe, "--peer", ADDRESS, "--yes")
     assert (code, error["code"]) == (5, "mismatch")
     assert error["differences"] == [["training.learning_rate", 0.5, 0.001]]
     code, out, err = trahiv("join", recipe, "--set", "clm.max_length=64", "--peer", ADDRESS)
-    assert (code, out) == (5, "")
+    assert (code, out, (here / "runs").exists()) == (5, "", False)
     assert re.search("^error: .* trains another recipe: it differs in 2", err)
     assert re.findall(r"^  (\S+) +(.+?) {2,}(.+)$", err, re.MULTILINE) == [
         ("field", "here", "in the swarm"),
@@ -84,14 +49,3 @@ def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, join, bob, star
         ("training.learning_rate", "0.5", "0.001"),
     ]
     assert re.search("\nhint: join without RECIPE.*\n$", err)
-
-
-def test_who_brings_nothing_is_told_what_to_bring(join, starter, tmp_path):
-    starter(model={"model_name_or_path": str(write_llama(tmp_path / "starter" / "model"))}, peft={"r": 4})
-    code, told = join()
-    hints = {error["path"]: error["hint"] for error in told}
-    assert (code, {error["message"] for error in told}) == (2, {"is on the starter's machine only"})
-    assert hints.keys() == {"model.model_name_or_path", "data.datasets.0.path"}
-    assert "its own folder `model`: bring a copy" in hints["model.model_name_or_path"]
-    text = f"`text.txt` (1 file, {len(TEXT)} bytes, SHA-256 {hashlib.sha256(TEXT.encode()).hexdigest()[:12]})"
-    assert f"its own {text}: bring a copy, and name the folder" in hints["data.datasets.0.path"]

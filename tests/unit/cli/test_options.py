@@ -35,12 +35,9 @@ def typed(monkeypatch):
         (["join", f"--peer={ONE}"], ["join"]),
         (["join", "--yes", ONE], ["join", "--yes"]),
         (["join", ONE, "recipe.yaml"], ["join", "recipe.yaml"]),
-        (["join", "--peer", f"“{ONE}”"], ["join"]),
         (["join", "--peer", f"trahiv join --peer {ONE}", "--yes"], ["join", "--yes"]),
         (["join", f"trahiv join\n--peer {ONE[:10]}\n{ONE[10:]}\n"], ["join"]),
-        (["join", "--peer", ONE[:10], ONE[10:12], ONE[12:], "quickstart"], ["join", "quickstart"]),
         (["join", "trahiv", "join", "--peer", ONE], ["join"]),
-        (["trahiv", "trahiv", "join", ONE], ["join"]),
         ([f"trahiv join --peer {ONE}"], ["join"]),
         ([ONE], ["join"]),
         (["join", "—peer", ONE], ["join"]),
@@ -49,15 +46,10 @@ def typed(monkeypatch):
     ],
 )
 def test_an_invitation_moves_into_the_environment(typed, monkeypatch, words, meant):
-    monkeypatch.setenv(PEER_VARIABLE, "trahiv1:xyz")
+    monkeypatch.setenv(PEER_VARIABLE, "trahiv join --peer trahiv1:xyz")
     assert typed(*words) == (meant, [(sys.executable, [*PYTHON, *meant])])
-    assert taken_peers() == [ONE, "trahiv1:xyz"], "what was there before stays"
+    assert taken_peers() == ["trahiv1:xyz", ONE], "what was there before stays"
     assert taken_peers() == []
-
-
-def test_the_environment_may_hold_the_whole_line(monkeypatch):
-    monkeypatch.setenv(PEER_VARIABLE, f"trahiv join --peer {ONE}")
-    assert taken_peers() == [ONE]
 
 
 @pytest.mark.parametrize(

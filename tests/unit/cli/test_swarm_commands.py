@@ -1,12 +1,17 @@
-"""What `init` and `join` say of words that they can't use, before anything starts."""
+"""What `init` and `join` say of words that they can't use, and how they start themselves again."""
 
-import re
+import atexit
+import os
 import sys
+import time
 
+import psutil
 import pytest
 
 from tests.kit.recipes import write_tiny
 from tests.unit.cli.conftest import ADDRESS
+from trahiv_cli.cli.swarm import RESTARTS_VARIABLE, restart, restarts, seconds_spent
+from trahiv_cli.errors import PeerBroken
 
 JOIN = ("join", "--peer", ADDRESS)
 
@@ -60,11 +65,26 @@ def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, mo
         assert trahiv(name, "-h")[1].startswith(f"Usage: trahiv {name} ")
 
 
-@pytest.mark.parametrize("command", [("init",), JOIN], ids=["init", "join"])
-def test_a_recipe_that_is_wrong_or_not_there_is_said(trahiv, events, tmp_path, command):
-    code, out, err = trahiv(*command, "tinny.yaml")
-    assert (code, out) == (2, "")
-    assert re.search("^error: there is no recipe 'tinny.yaml'\nhint: .*`tiny.yaml`", err)
-    code, told = events(*command, write_tiny(tmp_path, base_model="owner/model", training__num_epochs=3))
-    assert (code, {error["path"] for error in told}) == (2, {"base_model", "training.num_epochs"})
-    assert all(error["event"] == "error" and error["line"] and error["hint"] for error in told)
+# -- again ----------------------------------------------------------------------------------------
+
+
+def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes(monkeypatch):
+    begun, failure = [], PeerBroken("The DHT's process has ended.", hint="look into the log")
+    monkeypatch.setattr(os, "execv", lambda *command: begun.append(command))
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    monkeypatch.setenv(RESTARTS_VARIABLE, "300 600 700")
+    restart("trahiv join --peer '@runs/a b/invited-by' --yes", failure)
+    words = ["-m", "trahiv_cli", "join", "--peer", "@runs/a b/invited-by", "--yes"]
+    assert begun == [(sys.executable, [sys.executable, *words])]
+    assert restarts() == [600.0, 700.0, 1000.0], "what was long ago does not count"
+    with pytest.raises(PeerBroken, match="The DHT's process has ended. This peer had started again 3 times"):
+        restart("trahiv init", failure)
+    assert len(begun) == 1
+
+
+def test_the_time_before_a_restart_counts_towards_a_budget(monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: psutil.Process().create_time() + 60.0)
+    for before, seconds in (("300", 60.0), ("", 0.0)):
+        monkeypatch.setenv(RESTARTS_VARIABLE, before)
+        assert seconds_spent() == pytest.approx(seconds)

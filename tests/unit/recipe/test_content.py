@@ -1,24 +1,26 @@
 """Local data is what it holds: which files count, what equals what, what is missing, and where copies are."""
 
-import copy
 import hashlib
+import json
 import os
+import shutil
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from trahiv_cli.errors import AssetError, RecipeMismatch
-from trahiv_cli.recipe import content
-from trahiv_cli.recipe.builtin import TEXT, version
+from trahiv_cli.recipe import builtin, content
+from trahiv_cli.recipe.builtin import TEXT, builtin_recipes, text_files, version
 from trahiv_cli.recipe.content import (
     content_of,
     in_words,
     knows_contents,
     local_files,
-    put_copies,
     read_contents,
     with_copies,
 )
-from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.load import load_recipe, parse_recipe
 from trahiv_cli.recipe.schema import DatasetSection
 
 
@@ -85,15 +87,13 @@ def test_of_a_folder_every_data_file_counts_or_those_that_are_chosen(put):
     ("path", "files", "message", "hint"),
     [
         ("chat.jsonl", None, "There is no file or folder 'chat.jsonl'.", "Did you mean 'chats.jsonl'?"),
-        ("no/*.csv", None, "There is no file or folder 'no/*.csv'.", "Looked in "),
         ("empty", None, "The folder 'empty' holds no data files.", "Known are .txt .jsonl .json .csv .par"),
         ("./chat.xyz", None, "'chat.xyz' has a suffix that is not known.", "Known are .txt"),
         ("chats.jsonl", "x", "There is no file or folder 'chats.jsonl/x'.", "Looked in "),
-        ("data", "tain.csv", "There is no file or folder 'data/tain.csv'.", "Did you mean 'data/train.csv'"),
     ],
 )
 def test_what_is_not_there_is_said_with_what_could_be_meant(put, path, files, message, hint):
-    put({"chats.jsonl": "x", "empty/README.md": "x", "data/train.csv": "x", "chat.xyz": "x"})
+    put({"chats.jsonl": "x", "empty/README.md": "x", "chat.xyz": "x"})
     with pytest.raises(AssetError) as caught:
         held_by(path, data_files=files)
     assert caught.value.message == message and caught.value.hint.startswith(hint)
@@ -113,13 +113,36 @@ def test_only_data_of_files_gets_a_content_and_everything_that_is_missing_is_lis
 
 
 def test_another_built_in_text_is_told_with_its_version():
-    wanted = read_contents(recipe_of(TEXT))
-    for name, value in {"sha256": "0" * 64, "version": "99.1"}.items():
-        wanted = wanted.with_value(("data", "datasets", 0, "content", name), value)
+    recipe = read_contents(recipe_of(TEXT))
+    wanted = recipe.to_data()
+    wanted["data"]["datasets"][0]["content"] |= {"sha256": "0" * 64, "version": "99.1"}
     with pytest.raises(RecipeMismatch, match="is not what the run trains on") as caught:
-        read_contents(wanted)
+        read_contents(parse_recipe(wanted, "the swarm"))
     assert caught.value.hint.startswith("install trahiv 99.1 unchanged on all machines")
     assert ("data.datasets.0.content.version", version(), "99.1") in caught.value.differences
+
+
+# -- what comes with trahiv ------------------------------------------------------------------------
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_wheel_has_the_text_and_the_recipes_of_the_checkout(tmp_path, monkeypatch):
+    in_checkout, recipes = content_of(DatasetSection(path=TEXT)), sorted(builtin_recipes())
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    for package in wheel["packages"]:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for source, place in wheel["force-include"].items():
+        shutil.copytree(ROOT / source, tmp_path / place)
+    monkeypatch.setattr(builtin, "_PACKAGE", tmp_path / "trahiv_cli")
+    assert content_of(DatasetSection(path=TEXT)) == in_checkout
+    assert sorted(builtin_recipes()) == recipes
+
+
+def test_the_text_is_documentation_and_source_in_a_fixed_order():
+    names = [file.relative_to(ROOT).as_posix() for file in text_files()]
+    assert names[0].startswith("docs/") and names[-1].startswith("trahiv_cli/")
+    assert names == sorted(names, key=lambda name: Path(name).parts)
 
 
 # -- copies ---------------------------------------------------------------------------------------
@@ -127,9 +150,9 @@ def test_another_built_in_text_is_told_with_its_version():
 
 def found(path, folder):
     """Where the copy is of what a swarm's starter has at `path`."""
-    datasets = [{"path": "local:data", "content": held_by(path).model_dump()}]
-    put_copies(datasets, folder)
-    return datasets[0]["path"]
+    dataset = f"{{path: 'local:data', content: {json.dumps(held_by(path).model_dump())}}}"
+    recipe = load_recipe("quickstart", [f"data.datasets=[{dataset}]"]).recipe
+    return with_copies(recipe, folder).data.datasets[0].path
 
 
 THREE = {"starter/1.jsonl": "x", "starter/2.jsonl": "yy", "starter/more/3.csv": "z"}
@@ -168,21 +191,6 @@ def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through_unless_it_
     monkeypatch.setattr(content, "MAX_FILES", 2)
     with pytest.raises(AssetError, match="more than 2 files in it and below; none was read"):
         found(tmp_path / "starter.jsonl", mine)
-
-
-SOUND = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 2, "readers": ["json"]}
-
-
-def test_a_strangers_nonsense_stays_as_it_is(put, tmp_path):
-    put({"mine/a.jsonl": "yy"})
-    datasets = [
-        *(5, [], {"path": "local:x"}, {"path": "local:x", "content": SOUND | {"readers": [[]]}}),
-        {"path": ["[a]"], "data_files": 5, "content": SOUND},
-        {"path": "./x", "data_files": 5, "content": SOUND},
-    ]
-    before = copy.deepcopy(datasets)
-    put_copies(datasets, tmp_path / "mine")
-    assert datasets == before
 
 
 def test_the_data_of_a_recipe_is_found_where_it_moved_to(put, tmp_path):

@@ -1,5 +1,6 @@
-"""A recipe as bytes: what fits, what is refused at home, and what a stranger's bytes may not do."""
+"""A recipe as bytes: what fits, what a newcomer takes of a stranger's, and what is refused."""
 
+import copy
 import json
 import random
 import string
@@ -9,39 +10,46 @@ import zlib
 import pytest
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
 from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.content import read_contents
+from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, from_wire, pack, unpack
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, from_wire, pack, to_wire, unpack
+
+LOADED = ("model.config=", "model.model_name_or_path=owner/model")
+SFT = ("clm=", "task=sft")
+SEQ_CLS = ("clm=", "task=seq-cls", "seq_cls.labels=[no, yes]")
+DATASET = ("data", "datasets", 0)
+CONTENT_AT = (*DATASET, "content")
 
 
-def recipe(*overrides):
-    return resolve(load_recipe("quickstart", overrides).recipe)
+def recipe_with(*overrides):
+    return load_recipe("quickstart", overrides).recipe
 
 
-def deflated(text):
-    return zlib.compress(text if isinstance(text, bytes) else text.encode(), level=9)
+def wire(*overrides):
+    return to_wire(recipe_with(*LOADED, *overrides))
 
 
-NOISE = {
-    "no bytes": b"",
-    "truncated": pack(recipe())[:-20],
-    "bit rot": pack(recipe())[:40] + b"\0\0\0\0" + pack(recipe())[44:],
-    "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
-    "a bomb": deflated(b" " * 3_000_000),
-    "not JSON": deflated("{"),
-    "not UTF-8": deflated(b'{"shared": {"a": "\xff"}}'),
-    "another JSON value": deflated("[]"),
-    "infinity": deflated('{"v": 1, "suggested": {}, "shared": {"a": 1e999}}'),
-    "half a character": deflated(r'{"v": 1, "suggested": {}, "shared": {"a": "\ud800"}}'),
-    "nested too deep to read": deflated('{"shared": ' + "[" * 20_000 + "]" * 20_000 + "}"),
-    "a bomb around a recipe": deflated(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
-}
+def with_value(sent, value, *place):
+    """Put something into the shared part of what a swarm published."""
+    *sections, key = place
+    at = sent["shared"]
+    for section in sections:
+        at = at[section]
+    at[key] = value
+    return sent
 
 
-def noise(length, seed=0):
-    """Letters that hardly deflate."""
-    return "".join(random.Random(seed).choices(string.ascii_letters, k=length))
+def refusal_of(obj, overrides=(), files=None):
+    with pytest.raises(RecipeError) as caught:
+        from_wire(obj, overrides, files)
+    assert caught.value.exit_code == 2 and caught.value.findings
+    return caught.value
+
+
+# -- bytes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
@@ -52,18 +60,36 @@ def test_a_recipe_survives_the_trip(name):
     assert arrived.hivemind_config.opt.run_id == run_id(sent)
 
 
+PACKED = pack(resolve(recipe_with()))
+NOISE = {
+    "truncated": PACKED[:-20],
+    "bit rot": PACKED[:40] + b"\0\0\0\0" + PACKED[44:],
+    "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
+    "a bomb": zlib.compress(b" " * 3_000_000),
+    "a bomb around a recipe": zlib.compress(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
+    "not JSON": zlib.compress(b"{"),
+    "another JSON value": zlib.compress(b"[]"),
+    "infinity": zlib.compress(b'{"v": 1, "suggested": {}, "shared": {"a": 1e999}}'),
+    "half a character": zlib.compress(rb'{"v": 1, "suggested": {}, "shared": {"a": "\ud800"}}'),
+    "nested too deep to read": zlib.compress(b'{"shared": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
+}
+
+
 @pytest.mark.parametrize("kind", NOISE)
 def test_noise_is_not_a_recipe_and_a_bomb_is_inflated_within_its_bound(kind):
     tracemalloc.start()
-    with pytest.raises(RecipeError, match="too long" if "bomb" in kind else ""):
+    with pytest.raises(RecipeError, match="too long" if "bomb" in kind else None):
         unpack(NOISE[kind])
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 2_000_000 or "bomb" not in kind, "inflated it has 3 MB"
 
 
-SFT = ("clm=", "task=sft")
-LABELS = json.dumps([noise(40, seed=number) for number in range(900)])
+def noise(length, seed=0):
+    """Letters that hardly deflate."""
+    return "".join(random.Random(seed).choices(string.ascii_letters, k=length))
+
+
 LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
 
 
@@ -73,26 +99,183 @@ LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
         ("data.chat_template", (*SFT, f"data.chat_template='{{{noise(20_000)}'")),
         ("data.chat_template", (*SFT, LONG_TEXT, "model.config.notes=" + "x" * 9_000)),
         ("model.config.notes", (f"model.config.notes={noise(20_000)}",)),
-        ("data.datasets.0.data_files", (f"data.datasets.0.data_files={LABELS}",)),
     ],
-    ids=["a template of noise", "a long template", "a config", "many files"],
+    ids=["a template of noise", "a long template", "a config"],
 )
 def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_named(culprit, overrides):
     with pytest.raises(RecipeError) as refused:
-        pack(recipe(*overrides))
+        pack(resolve(recipe_with(*overrides)))
     assert "too long to travel" in refused.value.message
     assert refused.value.hint.startswith(f"`{culprit}` takes ")
 
 
-def test_templates_as_long_as_models_have_them_fit():
+def test_a_template_as_long_as_models_have_them_fits_and_what_no_peer_would_take_is_refused_at_home():
     names = [noise(12, seed=number) for number in range(200)]
     words = random.Random(1).choices(names, k=1_300)  # 17 KB, deflated 4.3 KB: as the one of gpt-oss
-    sent = recipe(*SFT, f"data.chat_template='{{{' '.join(words)}'")
+    sent = recipe_with(*SFT, f"data.chat_template='{{{' '.join(words)}'")
     assert 4_000 < len(pack(sent)) < MAX_PACKED_BYTES
-
-
-def test_what_no_peer_would_take_over_is_refused_at_home():
     with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
-        pack(recipe("model.config._name_or_path=/home/me/model"))
+        pack(recipe_with("model.config._name_or_path=/home/me/model"))
     (finding,) = refused.value.findings
     assert (finding.path, finding.file) == ("model.config._name_or_path", "")
+
+
+# -- what arrives ---------------------------------------------------------------------------------
+
+
+def test_suggestions_arrive_and_secrets_do_not():
+    sent = recipe_with(
+        "training.per_device_train_batch_size=3",
+        "training.report_to=[wandb]",
+        "hivemind_config.dht.identity_path=/home/me/key",
+        "hivemind_config.opt.averaging_timeout=77",
+    )
+    before = to_wire(sent)
+    arrived = from_wire(before)
+    assert before == to_wire(sent), "what was sent is as it was"
+    assert arrived.training.per_device_train_batch_size == 3
+    assert arrived.hivemind_config.opt.averaging_timeout == 77
+    assert arrived.training.report_to == []
+    assert arrived.hivemind_config.dht.identity_path is None
+    own = from_wire(before, ["training.per_device_train_batch_size=1"])
+    assert own.training.per_device_train_batch_size == 1
+
+
+def test_local_data_of_the_starter_must_be_brought_and_copies_are_found_in_the_folder_that_is_named(
+    put, of_file
+):
+    texts = {"starter/chat.jsonl": "1234", "joiner/mine.jsonl": "1234", "stranger/chat.jsonl": "1235"}
+    folder = put({**texts, "many/a.jsonl": "1", "many/b.jsonl": "22"})
+    sent = of_file(folder / "starter/chat.jsonl")
+    wanted = "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
+    bring = "bring a copy, and name the folder that it is in: `--files DIR`"
+    assert refusal_of(to_wire(sent)).hint == wanted + bring
+    assert refusal_of(to_wire(of_file(folder / "many"))).hint == (
+        f"the starter trains on its own `many` (2 files, 3 bytes, SHA-256 690ee061fc4e): {bring}. "
+        "File names must sort in the same order, and there may be no other data files"
+    )
+    there = refusal_of(to_wire(sent), files=folder / "stranger").hint
+    assert there == f"{wanted}{folder}/stranger has no copy in it or below"
+    arrived = read_contents(from_wire(to_wire(sent), files=folder / "joiner"))
+    assert arrived.data.datasets[0].path == f"{folder}/joiner/mine.jsonl"
+    assert differences(agreement(arrived), agreement(sent)) == ()
+    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
+    set_path = from_wire(to_wire(sent), ["data.datasets.0.path=/my/own.jsonl"])
+    assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set is not looked for"
+    (folder / "base").mkdir()
+    model = recipe_with("model={model_name_or_path: ./base}")
+    hint = "the starter has its own folder `base`: bring a copy and `--set model.model_name_or_path=FOLDER`"
+    assert refusal_of(to_wire(model)).hint == hint
+
+
+def test_words_may_look_like_places_where_nothing_is_looked_up():
+    labels = ["/r/python", "~", "a::b", "local:x", "../up"]
+    columns = {"/home": "text", "a::b": "label"}
+    sent = wire(*SEQ_CLS, f"seq_cls.labels={json.dumps(labels)}")
+    arrived = from_wire(with_value(sent, columns, *DATASET, "columns"))
+    assert (arrived.seq_cls.labels, arrived.data.datasets[0].columns) == (labels, columns)
+    template = "{%- for message in messages[::-1] %}{{ 'https://x /etc ../' }}\n{%- endfor %}"
+    sent = wire(*SFT, f"data.chat_template={json.dumps(template)}")
+    assert from_wire(sent).data.chat_template == template
+    layers = with_value(wire("peft.r=4"), ["q_proj"], "peft", "target_modules")
+    assert from_wire(layers).peft.target_modules == ["q_proj"], "names of layers are no pattern"
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+PLACES = [
+    *("/etc/passwd", "../secrets", "~/mail", "a/b/c", "./x", "mail.txt", "*.csv", "C:\\Users", "owner/.."),
+    *("file:///etc/passwd", "https://example.org/x", "zip://a::b", "local:../../etc/passwd", "local:"),
+    *("local:a\x1b[2J", "json", "", "Documents"),
+]
+MODEL, TOKENIZER = ("model", "model_name_or_path"), ("model", "tokenizer_name_or_path")
+NAMED = [(place, path) for place in (MODEL, TOKENIZER, (*DATASET, "path")) for path in PLACES]
+NAMED += [((*DATASET, "data_files"), files) for files in ("/etc/passwd", ["ok.txt", "../x"], "a/../../x")]
+NAMED += [((*DATASET, "data_files"), files) for files in ("file:/etc/passwd", ["a.csv", "local:b.csv"])]
+NAMED += [(("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]})]
+
+
+@pytest.mark.parametrize(("place", "value"), NAMED)
+def test_a_stranger_cannot_name_a_place_on_this_machine(put, place, value):
+    put({"Documents/x": ""})
+    (finding,) = refusal_of(with_value(wire(), value, *place)).findings
+    assert finding.path.startswith(dotted(place)) and "names a place on this machine" in finding.message
+
+
+CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        *((("seq_cls", "labels"), labels) for labels in (["x"], ["x", ""], ["x"] * 3_000)),
+        *(
+            (("data", "chat_template"), text)
+            for text in ("chat.jinja", "~/x.j2", "chatml", "", "{" * 200_000)
+        ),
+        ((*DATASET, "columns"), {"a": ["text"]}),
+        (CONTENT_AT, CONTENT | {"sha256": "../etc"}),
+        (CONTENT_AT, CONTENT | {"readers": ["pickle"]}),
+        (("quantization",), {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
+        (("quantization",), {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
+        (("swarm", "solo"), "after " + "9" * 400 + " seconds"),
+        (("peft", "target_modules"), "(a+)+$"),
+        (("extra",), 1),
+    ],
+)
+def test_what_a_stranger_says_is_bounded_and_said_where_it_is(put, place, value):
+    put({"chat.jinja": "{{ secret }}"})
+    findings = refusal_of(with_value(wire(*SEQ_CLS, "peft.r=4"), value, *place)).findings
+    assert any(finding.path.startswith(dotted(place)) or not finding.path for finding in findings)
+
+
+def test_a_stranger_cannot_have_code_run():
+    for sent in (
+        with_value(wire(), True, "model", "trust_remote_code"),
+        to_wire(recipe_with("model.config.deep=[{auto_map: x}]")),
+    ):
+        assert "would run code" in refusal_of(sent).findings[0].message
+
+
+@pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "averager_opts")])
+def test_a_stranger_cannot_set_what_is_this_peers_own(section, key):
+    said = {"shared": "this peer's own choice", "suggested": "not something that a swarm may suggest"}
+    for part, message in said.items():
+        sent = wire()
+        sent[part]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}
+        assert message in refusal_of(sent).findings[0].message
+
+
+def of_form(shared, suggested=None, **more):
+    return {"v": 1, "shared": shared, "suggested": suggested or {}, **more}
+
+
+DEEP = json.loads('{"x":' * 900 + "1" + "}" * 900)
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        *(None, {}, {"v": 1, "shared": {}}),
+        *(of_form([]), of_form({}, v=2), of_form({}, v=True), of_form({}, more=1)),
+        *(of_form({1: 2}), of_form({"x": b"bytes"}), of_form({"x": float("nan")}), of_form({"x": 10**400})),
+        *(of_form({"x": "\ud800"}), of_form({"x": "y" * 200_000}), of_form({"x": [0] * 10_000})),
+        *(of_form(DEEP), of_form({"training": 5}, {"training": {"save_steps": 5}})),
+    ],
+)
+def test_whatever_a_stranger_sends_is_refused_as_a_recipe_error(obj):
+    refusal_of(obj)
+
+
+@pytest.mark.parametrize("junk", [None, -1.5, "x", [[{}]], {"a": 1}, True, "local:x", 10**18], ids=repr)
+def test_junk_anywhere_is_either_a_recipe_or_a_recipe_error(junk):
+    sent = wire()
+    ways = [location for location, _ in leaves(sent["shared"], is_deep=True)]
+    for place in dict.fromkeys(way[:end] for way in ways for end in range(1, len(way) + 1)):
+        try:
+            arrived = from_wire(with_value(copy.deepcopy(sent), junk, *place))
+        except RecipeError as error:
+            assert error.findings
+        else:
+            assert fingerprint(agreement(arrived))

@@ -1,0 +1,117 @@
+"""The schema agrees with upstream, with other tools' words, and with what editors are told of it."""
+
+import contextlib
+import json
+from typing import get_args
+
+import jsonschema
+import pytest
+import yaml
+from transformers import CONFIG_MAPPING, SchedulerType
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.training_args import OptimizerNames
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from tests.kit.stand_ins import CHATML, CHATML_MARKED
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.document import dotted, read_document
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.schema import TrackerName, recipe_schema, sections_of_a_recipe
+from trahiv_cli.recipe.upstream import mistake_in, model_types
+
+# -- upstream -------------------------------------------------------------------------------------
+
+
+def choices(field):
+    *section, name = field.split(".")
+    annotation = sections_of_a_recipe()[tuple(section)][name].annotation
+    return {choice for part in get_args(annotation) for choice in get_args(part) or [part]} - {type(None)}
+
+
+def test_the_choices_are_those_of_transformers():
+    assert choices("training.optim") <= {name.value for name in OptimizerNames}
+    followers = {"reduce_lr_on_plateau", "greedy"}
+    assert choices("training.lr_scheduler_type") == {name.value for name in SchedulerType} - followers
+    assert set(get_args(TrackerName)) == {"all", "none", *INTEGRATION_TO_CALLBACK}
+    assert set(CONFIG_MAPPING) <= model_types() and "lama" not in model_types()
+
+
+@pytest.mark.parametrize(
+    ("template", "is_right"),
+    [
+        *((CHATML, True), (CHATML_MARKED, True), ("{% for x in messages %}{% break %}{% endfor %}", True)),
+        *(("{{ strftime_now('%d') }}", True), ("{{ x", False), ("{% if x %}", False), ("{% foo %}", False)),
+        *(("{%+ generation -%}{{ x }}{% endgeneration %}", True), ("{% generation %}", False)),
+        ("{{" + "(" * 5000, False),
+    ],
+)
+def test_a_template_has_a_mistake_where_transformers_does_not_read_it(template, is_right):
+    assert bool(mistake_in(template)) is not is_right
+    with contextlib.nullcontext() if is_right else pytest.raises(Exception, match=r".*"):
+        _compile_jinja_template(template)
+
+
+def test_a_foreign_name_or_choice_leads_to_one_of_ours():
+    for field, meant in FOREIGN_CHOICES.items():
+        assert set(meant.values()) <= choices(field) and not meant.keys() & choices(field)
+    sections = sections_of_a_recipe()
+    places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
+    for key, here in FOREIGN.items():
+        with pytest.raises(RecipeError) as caught:
+            load_recipe("quickstart", [f"{key}=1"])
+        assert caught.value.findings[0].hint == f"other tools call it `{key}`; here it is {here}"
+        words = (word.partition(":")[0] for word in here.split("`")[1::2])
+        assert {word for word in words if "." in word and not word.startswith(".")} <= places
+
+
+# -- the JSON Schema ------------------------------------------------------------------------------
+
+
+def test_the_schema_is_draft_07_with_defaults_and_descriptions_and_no_word_beside_a_reference():
+    def nodes(node):
+        yield node
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            yield from nodes(child)
+
+    schema = recipe_schema()
+    jsonschema.Draft7Validator.check_schema(schema)
+    assert not [word for word in ("$defs", "prefixItems", "dependent") if word in json.dumps(schema)]
+    references = [node for node in nodes(schema) if isinstance(node, dict) and "$ref" in node]
+    assert references and all(len(node) == 1 for node in references)
+    training = schema["definitions"]["TrainingSection"]["properties"]
+    assert training["save_steps"]["default"] == 100
+    assert training["max_steps"]["description"].startswith("The run ends here.")
+
+
+def builtin(name):
+    return read_document(builtin_recipes()[name].read_text(), name).data
+
+
+RIGHT = """
+task: clm
+{task: sft, clm: null}
+{task: dpo, clm: null, dpo: {}}
+swarm: {solo: after 2.5 seconds}
+swarm: {norm_limit: 0}
+"""
+WRONG = """
+base_model: x
+task: sft
+sft: {}
+version: 2
+clm: {max_length: many}
+quantization: {load_in_4bit: 1}
+{task: dpo, clm: null, dpo: {packing: true}}
+swarm: {solo: after 300 s}
+swarm: {norm_limit: 1}
+"""
+
+
+def test_the_schema_takes_what_the_loader_takes():
+    validator = jsonschema.Draft7Validator(recipe_schema())
+    assert all(validator.is_valid(builtin(name)) for name in builtin_recipes())
+    for changes, is_right in ((RIGHT, True), (WRONG, False)):
+        for change in changes.strip().splitlines():
+            assert validator.is_valid(builtin("quickstart") | yaml.safe_load(change)) is is_right, change
