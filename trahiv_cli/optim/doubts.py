@@ -10,12 +10,11 @@ other.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-logger = logging.getLogger(__name__)
+from trahiv_cli.swarm.records import disbelieve
 
 ROUNDS_AHEAD = 2  # a peer may have committed the next round already, and begun to report the one after it
 REPORTS_OLD_S = 10.0  # others' reports may be so old: they are fetched every few seconds
@@ -42,7 +41,6 @@ class Doubts:
         self._credit: dict[str, float] = {}
         self._failing: dict[str, float] = {}
         self._passed_over: dict[str, float] = {}
-        self._named: set[str] = set()
 
     def commit(self, step: int, samples: Mapping[str, int], target: int) -> None:
         """Note a committed round that led to `step`, and was due with `target` samples of all peers.
@@ -95,7 +93,7 @@ class Doubts:
             elif now - since >= FAILING_S and 2 * len(peers) < len(others) + (self._together is not None):
                 del self._failing[peer]
                 self._passed_over[peer] = now + PASSED_OVER_S
-                self.name(peer, "it gives nobody the state that it reports")
+                disbelieve(peer, "it gives nobody the state that it reports")
 
     def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
         """Return ids of the peers whose reports do not count: they can't be so far, or are passed over.
@@ -112,11 +110,5 @@ class Doubts:
             furthest = sorted(steps.values(), reverse=True)[len(steps) // 2] + NEWCOMERS_STEPS
         far = [peer for peer, step in steps.items() if step > furthest]
         for peer in far:
-            self.name(peer, f"it reports step {steps[peer]}, and the swarm can't be there")
+            disbelieve(peer, "it reports a step that the swarm can't be at")
         return [*far, *(peer for peer, until in self._passed_over.items() if until > now and peer in steps)]
-
-    def name(self, peer: str, why: str) -> None:
-        """Say once of a peer that it is not believed."""
-        if peer not in self._named:
-            self._named.add(peer)
-            logger.warning(f"Peer {peer} is not believed: {why}.")
