@@ -8,9 +8,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -245,8 +244,6 @@ class Parts:
     rules: RoundRules
     schema: bytes = b""  # peers average only with those that have the same
     auto_share: float | None = None  # see `RunSettings`
-    notices: deque[Callable[[], None]] = field(default_factory=deque)
-    """What a round has noticed: to be called by the thread that trains."""
 
     def __post_init__(self) -> None:
         self.work = Work()

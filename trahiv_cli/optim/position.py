@@ -6,7 +6,6 @@ History, ledger and pace belong to the weights: they change together, under the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import MOST_ROUNDS
@@ -143,8 +142,7 @@ class Position:
         pace, reason = self._parts.adaptation.choose(self.pace, outcome)
         if reason:
             message = f"From step {self.history.step} on: {reason}"
-            emit = partial(self._parts.events.emit, "pace", message=message, **pace.to_wire())
-            self._parts.notices.append(emit)
+            self._parts.events.emit("pace", message=message, **pace.to_wire())
         if pace != self.pace:
             self.set_pace(pace)
             self._begin_step()

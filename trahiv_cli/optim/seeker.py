@@ -14,7 +14,6 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
@@ -43,8 +42,7 @@ Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `
 class GroupSeeker:
     """Finds a group and averages with it until there is an outcome, or no patience left.
 
-    `when_no_group_is_found` is called in the thread that trains when no group has been found for long; what
-    it raises ends training.
+    `when_no_group_is_found` is called when no group has been found for long; what it raises ends training.
     """
 
     def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
@@ -207,14 +205,13 @@ class GroupSeeker:
         names = ", ".join(map(short_name, sorted(missing)))
         solo_s = self._parts.rules.solo_after_s
         when = "never" if solo_s == float("inf") else f"after {solo_s:.0f} s"
-        warn = partial(
-            self._parts.events.warn,
+        self._parts.events.warn(
             "no-group",
             f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
             "come. This peer trains on and tries again with longer times.",
             f"nothing to do; it steps alone {when} (swarm.solo)",
         )
-        self._parts.notices += [warn, self._when_no_group_is_found]
+        self._when_no_group_is_found()
 
 
 def is_over(control: StepControl | MPFuture[Any]) -> bool:

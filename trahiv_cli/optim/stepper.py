@@ -67,7 +67,6 @@ class Stepper:
             parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
             self._blocked_s += time.monotonic() - self._blocked_since
             parts.adaptation.begin_batch()
-            self._tell_notices()
 
     def start_batch_over(self) -> None:
         """See `SwarmOptimizer.start_batch_over`."""
@@ -87,10 +86,6 @@ class Stepper:
 
     def _report(self, num_samples: int) -> None:
         self._tracker.report_local_progress(self._position.history.step, num_samples)
-
-    def _tell_notices(self) -> None:
-        while self._parts.notices:
-            self._parts.notices.popleft()()
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply or undo one that is over; wait if training can't go on."""
@@ -124,10 +119,8 @@ class Stepper:
             f"a round for step {step} with {others} other peer(s)", self._seeker.patience_s()
         ):
             while not wait([running], POLL_S).done and not alive.ailment and time.monotonic() < leave_at:
-                self._tell_notices()
                 if alive.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
-        self._tell_notices()
 
     def _settle(self) -> bool:
         """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
