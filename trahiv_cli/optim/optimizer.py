@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import hivemind
 import torch
 
-from trahiv_cli.optim.catch_up import CatchUp, Gathering
+from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.codecs import EightBitStatistics
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
@@ -70,7 +70,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     Args:
         settings: of the run.
         events: told about waits and trouble.
-        when_no_group_is_found: called in the thread that trains; what it raises ends training.
+        when_no_group_is_found: called in the thread of a round; what it raises ends training.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         home: where the DHT lives; it and the averagers are watched then.
         keywords: see `hivemind.Optimizer`.
@@ -114,7 +114,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
         self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
-        self.gathering = Gathering(self.parts)
         self.grad_averager.name = "what averages gradients in the DHT's process"
         self.state_averager.name = "what gives the state in the DHT's process"
         self._alive.watch(self.grad_averager, self.state_averager)
