@@ -21,7 +21,6 @@ from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.codecs import CODECS
 from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES
 from trahiv_cli.telemetry.events import Events
 
@@ -165,9 +164,9 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
             f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.",
             hint=f"did you mean `{near[0]}`?" if near else "remove it",
         )
-    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
-        if key in options:
-            options[key] = _codec(key, options[key])
+    options.pop("state_averaging_compression", None)  # weights are never averaged
+    for key in {"grad_compression", "load_state_compression"} & options.keys():
+        options[key] = _codec(options[key])
     of_state = options.get("load_state_compression")
     if of_state is not None and not isinstance(of_state, compression.RoleAdaptiveCompression):
         # Of the weights alone: most codecs raise on the step counts and the bytes of 8-bit optimizers beside
@@ -188,39 +187,24 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"averager_opts": averager_opts, "tracker_opts": tracker_opts}
 
 
-def _codec(key: str, given: str | compression.CompressionBase) -> compression.CompressionBase:
+def _codec(given: str | compression.CompressionBase) -> compression.CompressionBase:
     """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one."""
     if isinstance(given, compression.RoleAdaptiveCompression):
-        choices = {role.name.lower(): _codec(key, one) for role, one in given.role_compressions.items()}
+        choices = {role.name.lower(): _codec(one) for role, one in given.role_compressions.items()}
         return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
     if isinstance(given, compression.SizeAdaptiveCompression):
-        less, more = _codec(key, given.less), _codec(key, given.greater_equal)
+        less, more = _codec(given.less), _codec(given.greater_equal)
         return compression.SizeAdaptiveCompression(given.threshold, less, more)
-    if isinstance(given, str) and given not in CODECS:
-        raise RecipeError(
-            f"hivemind_config.opt.{key}: there is no compression named {given!r}.",
-            hint=f"one of {', '.join(CODECS)}, or an object of hivemind.compression",
-        )
-    if isinstance(given, str):
-        codec: compression.CompressionBase = CODECS[given]()
-    else:
-        codec = CODECS[UPSTREAM[type(given)]]() if type(given) in UPSTREAM else given
-    path = f"hivemind_config.opt.{key}"
-    if (name := _name_of(codec)) in REFUSED_CHOICES.get(path, ()):
-        reason, instead = REFUSED_CHOICES[path][name]
-        raise RecipeError(f"{path}: {name!r} can't work in a swarm: {reason}.", hint=instead)
+    if isinstance(given, compression.CompressionBase) and type(given) not in UPSTREAM:
+        return given
+    codec: compression.CompressionBase = CODECS[given if isinstance(given, str) else UPSTREAM[type(given)]]()
     return codec
-
-
-def _name_of(codec: compression.CompressionBase) -> str:
-    """Return the name of one of our codecs; empty for any other."""
-    return next((name for name, ours in CODECS.items() if type(codec) is ours), "")
 
 
 def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pace:
     """Return the pace that mode auto begins with; it keeps a codec that the recipe names."""
-    name = START_CODEC if codec is None else _name_of(codec)
-    if not name:
+    ours: dict[Any, str] = {type(None): START_CODEC} | {made: name for name, made in CODECS.items()}
+    if (name := ours.get(type(codec))) is None:
         raise RecipeError(
             f"hivemind_config.opt.grad_compression: mode auto can't reckon with {type(codec).__name__}.",
             hint="remove it, give a codec by its name, or say another mode: swarm={'mode': 'overlap'}",

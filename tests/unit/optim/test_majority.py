@@ -1,11 +1,12 @@
 """Whose word counts when a state is reported, offered, or was downloaded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import FORK_S, ROUNDS_TOLD, STATES_TOLD, Fork, Past, Standing, Way, went_by
+from trahiv_cli.optim.reports import PeerProgress
 
 START = History()
 
@@ -17,12 +18,6 @@ def line(length, branch=b"", after=(START,), samples=10):
         proof = b"%d" % number + branch
         histories.append(histories[-1].extend(samples=samples, proof=proof))
     return histories
-
-
-@dataclass(frozen=True)
-class Peer:
-    history: History
-    way: Way
 
 
 def past_of(*histories, states=()):
@@ -37,7 +32,8 @@ def past_of(*histories, states=()):
 
 def peer(*histories, states=(), vouched=None):
     """One that came through these, said what was held at some of them, and voted for one more round."""
-    return Peer(histories[-1], Way.from_wire(**past_of(*histories, states=states).to_wire(vouched)))
+    way = Way.from_wire(**past_of(*histories, states=states).to_wire(vouched))
+    return PeerProgress("Qm", histories[-1], 0, 1.0, False, way=way)
 
 
 def standing(own, *witnesses, **more):
@@ -66,7 +62,7 @@ def test_a_peer_went_by_the_states_that_it_tells_as_far_as_they_fit_and_by_no_ot
     assert all(went_by(told, history) is False for history in OTHER[3:])
     assert went_by(told, LIE) is None, "it may come there"
     assert went_by(peer(*MAIN[4:]), MAIN[2]) is None, "it came later"
-    silent = Peer(MAIN[3], Way())
+    silent = replace(told, history=MAIN[3], way=Way())
     assert [went_by(silent, one) for one in (MAIN[3], OTHER[3], MAIN[2])] == [True, False, None]
     far = line(ROUNDS_TOLD + 9)
     told = peer(*far, states=[(far[1], b"before.."), (far[1], b"after...")])
@@ -135,7 +131,7 @@ def test_who_came_later_abstains_and_one_that_stays_behind_keeps_newcomers_from_
 def test_nobody_went_by_a_history_of_other_samples():
     """The digest of a history says how many are behind it, and nobody can tell by looking at it."""
     honest, made_up = at(7, 3), replace(MAIN[-1], samples=2**31)
-    liar = Peer(made_up, honest[0].way)
+    liar = replace(honest[0], history=made_up)
     assert went_by(honest[0], made_up) is False
     for own in (START, MAIN[-1]):
         assert standing(own, *honest, liar, holds_on=own is not START).target == MAIN[-1]
