@@ -17,10 +17,9 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
-from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.majority import Past, Standing, Way
+from trahiv_cli.optim.majority import Doubts, Past, Standing, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.parts import Alive, Limits, Parts
 from trahiv_cli.optim.position import Position

@@ -14,10 +14,9 @@ from hivemind.utils import MSGPackSerializer
 from tests.kit.lies import lies
 from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.optim import leases as leasing
-from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.majority import FORK_S, Fork
+from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
 from trahiv_cli.swarm.clock import swarm_time

@@ -2,7 +2,7 @@
 
 1. A peer reports its samples at a pace that its link bears, and its way through rounds with them (`run`).
 2. It fetches all others' reports, the less often the more there are (`refresh`).
-3. It reads them with doubts (`doubts`): what can't be is nobody's, or does not count.
+3. It reads them with doubts (`Doubts`): what can't be is nobody's, or does not count.
 4. From them follow the state to come to (`target`), and whether a step is due (`ready_to_update_epoch`).
 """
 
@@ -20,10 +20,9 @@ from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.utils import ValueWithExpiration
 
-from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.majority import Fork, Past, Standing
+from trahiv_cli.optim.majority import Doubts, Fork, Past, Standing
 from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import disbelieve

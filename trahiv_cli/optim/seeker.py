@@ -35,6 +35,7 @@ POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user w
 SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
 ACCUMULATE_AT_MOST = 4  # a peer without a group trains on until it holds so many times `target_batch_size`
 SCHEMA_BYTES = 8
+OVERTAKEN = "the others took this step without this peer"
 
 Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `GroupSeeker.average`
 
@@ -82,23 +83,20 @@ class GroupSeeker:
         deadline = started + self.patience_s()
         outcome: Outcome | None = None
         reasons: dict[str, None] = {}
-        while True:
+        while outcome is None:
             try:
-                if self._tracker.is_behind:
-                    raise RoundFailed("the others took this step without this peer")
                 outcome = self.try_once(deadline)
-                break
             except RoundFailed as failure:
                 reasons[failure.message] = None
                 if isinstance(vote := failure.__cause__, NotCommitted) and vote.proof:
                     # Others may have committed the average that this peer voted for.
                     self._tracker.vouch(self.position.after(vote.samples, vote.proof))
                 self._say_that_there_is_no_group()
-            if self._company.may_step_alone:
-                return None, self._step_for_followers()
-            if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_S)  # a round may fail at once, again and again
+                if self._company.may_step_alone:
+                    return None, self._step_for_followers()
+                if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
+                    break
+                time.sleep(POLL_S)  # a round may fail at once, again and again
         traffic = self._parts.gradients.traffic
         attempt = Round(
             samples=outcome.samples if outcome else {},
@@ -117,6 +115,8 @@ class GroupSeeker:
         What was set aside is then unchanged.
         """
         company, alive, tracker = self._company, self._parts.alive, self._tracker
+        if tracker.is_behind:
+            raise RoundFailed(OVERTAKEN)
         patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
         control = self._start_round(company.groupmates, company.quorum, patience)
         looked_at = refreshed_at = time.monotonic()
@@ -137,7 +137,7 @@ class GroupSeeker:
                 refreshed_at = looked_at
                 tracker.refresh()
                 if tracker.is_behind:
-                    raise RoundFailed("the others took this step without this peer")
+                    raise RoundFailed(OVERTAKEN)
                 if company.may_step_alone:
                     raise RoundFailed("the others have left")
                 if time.monotonic() >= deadline:

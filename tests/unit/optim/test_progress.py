@@ -226,23 +226,6 @@ def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     assert {one.peer_id: one.samples for one in tracker.mates} == {B: 30, C: TARGET - 1}
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        *({"history": bytes(DIGEST_BYTES + 1)}, {"samples_committed": -1}, {"samples_committed": 0.5}),
-        *({"history": None}, {1: 2}, "a report", {"peer_id": PeerID.from_base58(C).to_bytes()}),
-    ],
-    ids=["a long digest", "a debt", "half a sample", "no history", "names", "a text", "another's name"],
-)
-def test_a_report_that_does_not_say_where_its_peer_stands_is_nobody_s(swarm, tracker, lie):
-    told = swarm.report("B", after(2), samples=40)
-    swarm.report("C", after(1))
-    swarm.tell("B", told | lie if isinstance(lie, dict) else lie)
-    tracker.refresh()
-    assert [peer.peer_id for peer in tracker.others] == [C] and tracker.gone == frozenset()
-    assert tracker.target == after(1)
-
-
 # -- leases ---------------------------------------------------------------------------------------
 
 MOST = MOST_ROUNDS * TARGET

@@ -23,9 +23,9 @@ from tests.kit.stepping import (
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import seeker as seeking
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
-from trahiv_cli.optim.doubts import CREDIT_MARGIN
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import MAX_POSITION, Ledger, Spans
+from trahiv_cli.optim.majority import CREDIT_MARGIN
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.rules import RoundRules
@@ -272,7 +272,7 @@ def test_a_failed_round_leaves_the_agreed_weights_and_training_waits_for_the_nex
     peer.train(samples=1)
     assert peer.history.step == 0
     threading.Timer(0.2, gate.release).start()
-    peer.train(samples=ENOUGH)
+    peer.train(samples=ENOUGH - held - 1)
     assert peer.history.step == 1 and [claim.samples for claim in peer.gradients.claims] == [9, held + 1]
 
 
