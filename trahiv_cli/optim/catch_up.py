@@ -20,7 +20,6 @@ from hivemind.utils import get_logger
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.rounds import Outcome
@@ -241,7 +240,7 @@ class CatchUp:
         there = [peer for peer in self._tracker.others if not peer.is_client]
         of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
         mixed = secrets.SystemRandom().sample(of_use, len(of_use))
-        mixed.sort(key=lambda peer: (bool(went_by(peer, target)), peer.history.rank), reverse=True)
+        mixed.sort(key=lambda peer: (bool(peer.went_by(target)), peer.history.rank), reverse=True)
         return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:

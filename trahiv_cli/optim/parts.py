@@ -19,7 +19,6 @@ from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Work
-from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import are_finite, state_to_adopt
@@ -143,7 +142,7 @@ class Company:
         if self._may_go_solo:
             return 2
         own, others = self._tracker.history, self._tracker.others
-        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or went_by(one, own)}
+        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or one.went_by(own)}
         return max(2, (1 + len(gone_on.union(self.groupmates))) // 2 + 1, len(self.vanished))
 
     @property

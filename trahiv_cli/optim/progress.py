@@ -22,8 +22,8 @@ from hivemind.utils import ValueWithExpiration
 
 from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.majority import Doubts, Fork, Past, Standing
-from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema, read_reports
+from trahiv_cli.optim.majority import Doubts, Fork, Standing
+from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import disbelieve
 
@@ -137,7 +137,6 @@ class SwarmTracker(ProgressTracker):
         return Standing(
             own=self.history,
             witnesses=self.others,
-            there=[peer.history for peer in self.others if not peer.is_client],
             mates=[*self.mates, *self._coming],
             holds_on=self.doubts.is_together,
             vouched=self.vouched,

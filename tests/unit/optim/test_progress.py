@@ -15,7 +15,6 @@ from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.leases import MOST_ROUNDS
 from trahiv_cli.optim.ledger import MAX_POSITION, Spans
-from trahiv_cli.optim.majority import Way, went_by
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, SwarmTracker
 from trahiv_cli.optim.reports import PeerProgress, Report
 from trahiv_cli.swarm.records import disbelieve
@@ -141,7 +140,7 @@ def test_a_step_may_begin_when_the_samples_are_there_and_not_when_an_estimate_sa
     tracker.performance_ema.samples_per_second = 1e20  # hivemind's greatest: of a batch that took no time
     tracker.report_local_progress(0, TARGET - 1)
     assert tracker.ready_to_update_epoch
-    assert Report.from_wire(tracker.local_progress.dict()).samples_accumulated == TARGET - 1
+    assert Report.parse_obj(tracker.local_progress.dict()).samples_accumulated == TARGET - 1
 
 
 MANY_STEPS, MANY_SAMPLES = after(9, samples=10), after(5, samples=20)
@@ -173,13 +172,13 @@ def test_a_report_says_how_its_peer_came_there_and_what_it_held(swarm, tracker):
     tracker.refresh()
     [told] = tracker.peers
     assert (told.peer_id, told.history, told.samples) == (A, after(2), 0), "before any sample"
-    assert [went_by(told, after(step)) for step in (0, 1, 2)] == [True] * 3
-    assert {state[2] for state in told.way.states} == {b"12345678"}
+    assert [told.went_by(after(step)) for step in (0, 1, 2)] == [True] * 3
+    assert {state[2] for state in told.states} == {b"12345678"}
     tracker.attest(after(1), b"another.", is_given=True)
     tracker.vouch(after(3))
     tracker.refresh()
-    assert {state[2] for state in tracker.peers[0].way.states} == {b"another."}, "at once"
-    assert went_by(tracker.peers[0], after(3))
+    assert {state[2] for state in tracker.peers[0].states} == {b"another."}, "at once"
+    assert tracker.peers[0].went_by(after(3))
 
 
 # -- who is there ---------------------------------------------------------------------------------
@@ -215,7 +214,7 @@ def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_
 def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     swarm.report("B", after(2), samples=3, rate=4.5, client_mode=True, rounds=b"12345")  # no way at all
     tracker.refresh()
-    assert tracker.others == (PeerProgress(B, after(2), 3, 4.5, True, way=Way()),)
+    assert tracker.others == (PeerProgress(B, after(2), 3, 4.5, True),)
     swarm.move_to(after(5))
     tracker.doubts.commit(4, {A: 50, B: 50}, TARGET)
     swarm.report("B", after(5), samples=30)

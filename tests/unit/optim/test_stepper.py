@@ -273,7 +273,8 @@ def test_a_failed_round_leaves_the_agreed_weights_and_training_waits_for_the_nex
     assert peer.history.step == 0
     threading.Timer(0.2, gate.release).start()
     peer.train(samples=ENOUGH - held - 1)
-    assert peer.history.step == 1 and [claim.samples for claim in peer.gradients.claims] == [9, held + 1]
+    assert peer.history.step == 1
+    assert [claim.samples for claim in peer.gradients.claims][:2] == [9, held + 1], "the next has begun"
 
 
 # -- joiners, and local steps -------------------------------------------------------------------------
