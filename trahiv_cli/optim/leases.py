@@ -44,7 +44,6 @@ AHEAD_S, AHEAD_ROUNDS = 20.0, 8
 no less than what it holds already. Leasing one costs two requests to the DHT."""
 
 FIRST_BLOCK = 64  # positions, until it is known how fast this peer trains
-NOTED_EVERY_S, NOTED = 0.5, 32  # a loader takes a batch at once: how fast they are taken shows over seconds
 TRIES, PAUSE_S = 8, 0.5  # blocks that are looked for before this peer pauses
 PATIENCE_S, POLL_S = 120.0, 0.05
 
@@ -52,8 +51,8 @@ PATIENCE_S, POLL_S = 120.0, 0.05
 class Leases:
     """Gives this peer positions to train, one after the other, of passes of `num_samples`. Thread-safe.
 
-    `ledger` gives what is trained already. `while_waiting` is called again and again by whoever waits for a
-    position; it may raise.
+    `ledger` gives what is trained already, `samples_per_second` how fast this peer trains, 0 if that is not
+    known yet. `while_waiting` is called again and again by whoever waits for a position; it may raise.
     """
 
     unit, counted = 1, "samples"
@@ -64,10 +63,11 @@ class Leases:
         reports: SwarmTracker,
         ledger: Callable[[], Ledger],
         num_samples: int,
+        samples_per_second: Callable[[], float] = lambda: 0.0,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._reports, self._ledger, self.num_samples = reports, ledger, num_samples
-        self._while_waiting = while_waiting
+        self._samples_per_second, self._while_waiting = samples_per_second, while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self._held = Spans()
@@ -75,8 +75,6 @@ class Leases:
         self._failure: BaseException | None = None
         self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
         self.lost = 0  # positions that others took over while this peer had leased them
-        self._num_taken = 0
-        self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)  # at what time how many had been taken
 
     @property
     def held(self) -> Spans:
@@ -98,10 +96,6 @@ class Leases:
                     self._failure = self._running.exception() if self._running else None
                     self._running = in_background(self._lease)
                 if self._ready:
-                    now = time.monotonic()
-                    if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
-                        self._taken.append((now, self._num_taken))
-                    self._num_taken += 1
                     return self._ready.popleft()
             if should_leave():
                 return None
@@ -144,10 +138,8 @@ class Leases:
     def _ahead(self) -> int:
         """How many units to hold ahead of training."""
         most = min(self.num_samples, AHEAD_ROUNDS * self._reports.target_batch_size)
-        if len(self._taken) < 2:
-            return min(FIRST_BLOCK, most)
-        (first_at, first), (last_at, last) = self._taken[0], self._taken[-1]
-        return max(1, min(most, round(AHEAD_S * (last - first) / (last_at - first_at))))
+        speed = self._samples_per_second()
+        return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
 
     def _leased_by_others(self) -> Spans:
         """Return what others have leased, as far as they can have."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hivemind
 import torch
@@ -30,7 +30,7 @@ from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.codecs import EightBitStatistics
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
@@ -47,6 +47,8 @@ from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
+
+AnyLeases = TypeVar("AnyLeases", bound=Leases)
 
 
 @dataclass(frozen=True)
@@ -186,16 +188,16 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         self.position.enter(history, ledger)
 
-    def divide_data(self, num_samples: int) -> Leases:
-        """Have the swarm's peers train different samples of so many; return where this peer's come from."""
-        # Without a DHT no leases, and without a lease no step, which would notice a failed process.
-        leases = Leases(self.tracker, lambda: self.ledger, num_samples, while_waiting=self._alive.require)
-        self.parts.work.leases = leases
-        return leases
-
-    def divide_stream(self, num_shards: int) -> ShardLeases:
-        """Have the swarm's peers read different shards of so many; return where this peer's come from."""
-        leases = ShardLeases(self.tracker, lambda: self.ledger, num_shards, while_waiting=self._alive.require)
+    def divide_data(self, kind: type[AnyLeases], number: int) -> AnyLeases:
+        """Have peers train different samples, or shards, of so many; return where this peer's come from."""
+        leases = kind(
+            self.tracker,
+            lambda: self.ledger,
+            number,
+            samples_per_second=lambda: self.parts.adaptation.measured.samples_per_second,
+            # Without a DHT no leases, and without a lease no step, which would notice a failed process.
+            while_waiting=self._alive.require,
+        )
         self.parts.work.leases = leases
         return leases
 

@@ -137,31 +137,31 @@ class Stepper:
             logger.debug(f"Round not committed: {self.last_round.reason}")
             position.method.take_back()
             return False
-        self.my_step_samples = self.step_samples = position.method.samples_aside
+        self.my_step_samples, own = position.method.samples_aside, self._tracker.own_id
         brought = parts.work.aside(self.my_step_samples)
-        if outcome is None:
+        if outcome is None:  # a step alone, of which nobody else is to know the past
             position.method.load()
-            group = frozenset({self._tracker.own_id})
-            position.commit(position.after(self.step_samples, secrets.token_bytes(16)), (brought,), None)
-        else:
-            self.step_samples, group = sum(outcome.samples.values()), frozenset(outcome.group)
-            history = position.after(self.step_samples, outcome.proof)
-            self._take_note(outcome, history.step)
-            position.commit(history, outcome.trained, outcome)
+            samples, proof = {own: self.my_step_samples}, secrets.token_bytes(16)
+            outcome = Outcome(samples, (own,), left_out={}, states={}, proof=proof, trained=(brought,))
+        self.step_samples = sum(outcome.samples.values())
+        history = position.after(self.step_samples, outcome.proof)
+        self._take_note(outcome, history.step)
+        position.commit(history, outcome)
         now = time.monotonic()
         if self.last_round is not None:
             blocked_s = self._blocked_s + now - self._blocked_since
             self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
         self._blocked_s, self._blocked_since = 0.0, now
         parts.work.settle(self.my_step_samples, brought)
-        self._tracker.companions = group
-        if parts.equality.is_lost and len(group) > 1:
+        self._tracker.companions = frozenset(outcome.group)
+        if parts.equality.is_lost and len(outcome.group) > 1:
             self._make_equal()
         return True
 
     def _take_note(self, outcome: Outcome, step: int) -> None:
         """Take note of what a committed round says of its members."""
-        self._seeker.note_commit()
+        if len(outcome.group) > 1:
+            self._seeker.note_commit()
         for peer, why in outcome.left_out.items():
             who = "This peer's" if peer == self._tracker.own_id else f"Peer {peer}'s"
             self._parts.events.warn(
