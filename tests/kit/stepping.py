@@ -31,7 +31,7 @@ from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
-LIMITS = Limits(0.001, 0.01, 60.0, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
+LIMITS = Limits(0.001, 0.01, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
 
 
 def after(step: int, branch: bytes = b"", samples: int = 10) -> History:

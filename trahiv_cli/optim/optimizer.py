@@ -133,7 +133,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             limits=Limits(
                 matchmaking_s=self.matchmaking_time,
                 averaging_s=self.averaging_timeout,
-                allreduce_s=self.allreduce_timeout,
                 load_state_s=self.load_state_timeout,
                 target_batch_size=self.target_batch_size,
                 max_steps=settings.max_steps,

@@ -221,7 +221,6 @@ class Limits:
 
     matchmaking_s: float  # that a group usually takes to form
     averaging_s: float  # the longest that one try of a round looks for its group
-    allreduce_s: float  # the longest that an exchange takes
     load_state_s: float  # the longest that a peer which gives its state, or a round, may be silent
     target_batch_size: int  # samples of a step, of all peers
     max_steps: int  # the step of the swarm at which the run ends

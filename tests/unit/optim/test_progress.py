@@ -215,6 +215,10 @@ def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     swarm.report("B", after(2), samples=3, rate=4.5, client_mode=True, rounds=b"12345")  # no way at all
     tracker.refresh()
     assert tracker.others == (PeerProgress(B, after(2), 3, 4.5, True),)
+    told, another = swarm.report("B", after(2), samples=40), PeerID.from_base58(C).to_bytes()
+    for lie in ({"peer_id": another}, {"history": b"short"}, {"samples_committed": -1}, {"history": None}):
+        swarm.tell("B", told | lie)
+        assert tracker.refresh() and tracker.others == () and tracker.gone == frozenset(), lie
     swarm.move_to(after(5))
     tracker.doubts.commit(4, {A: 50, B: 50}, TARGET)
     swarm.report("B", after(5), samples=30)
