@@ -182,7 +182,8 @@ class Peer:
             events=Notices(self.say),
         )
         self._listen(optimizer)
-        self._leases = optimizer.divide_data(settings.num_samples) if settings.num_samples else None
+        if settings.num_samples:
+            self._leases = optimizer.divide_data(Leases, settings.num_samples)
         self._enter(optimizer, is_first)
         self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
         self._wait_for_go()

@@ -27,10 +27,9 @@ from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.majority import Past, Way
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.replay import Header, decoded
-from trahiv_cli.optim.reports import Report
+from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.examine import look_at
@@ -128,9 +127,9 @@ def _tensors() -> Iterator[bytes]:
 
 
 def _report(content: bytes) -> object:
-    report = Report.from_wire(unpacked(content))
-    way, leases = Way.from_wire(report.rounds, report.states), Spans.from_wire(report.leases)
-    return report, way, leases, PeerID(report.peer_id)
+    report = Report.parse_obj(unpacked(content))
+    told = PeerProgress.of("Qm", report, 0)
+    return report, told, Spans.from_wire(report.leases), PeerID(report.peer_id)
 
 
 def _way() -> Past:
@@ -223,7 +222,7 @@ PARSERS: dict[str, Parser] = {
     "a place": Parser(owner_of, (PLACE,), ()),
     "a packed recipe": Parser(unpack, (pack(RECIPE),), (RecipeError,)),
     "a recipe": Parser(_of_wire(from_wire), _packed(to_wire(RECIPE)), (RecipeError, ValueError)),
-    "a report": Parser(_report, _packed(REPORT)),
+    "a report": Parser(_report, _packed(REPORT), (ValueError, TypeError)),
     "a history": Parser(_of_wire(History.from_wire), _packed(History(3, 4, bytes(16)).to_wire())),
     "a ledger": Parser(_of_wire(Ledger.from_wire), _packed(Ledger().to_wire(), [[0, 5, 9, 12], 3])),
     "spans": Parser(_of_wire(Spans.from_wire), _packed([0, 5, 9, 12], [])),

@@ -17,14 +17,13 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
-from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.majority import Past, Standing, Way
+from trahiv_cli.optim.majority import Doubts, Standing
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.parts import Limits, Parts
 from trahiv_cli.optim.position import Position
-from trahiv_cli.optim.reports import PeerProgress
+from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import GroupSeeker
@@ -33,7 +32,7 @@ from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
-LIMITS = Limits(0.001, 0.01, 60.0, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
+LIMITS = Limits(0.001, 0.01, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
 
 
 def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
@@ -49,8 +48,14 @@ def report(name: str, history: History, way: Sequence[History] = ()) -> PeerProg
     past = Past()
     for one in way:
         past.go_on(one)
-    told = Way.from_wire(**past.to_wire()) if way else Way()
-    return PeerProgress(name, history, 8, samples_per_second=1.0, is_client=False, way=told)
+    return reported(name, history, **past.to_wire() if way else {})
+
+
+def reported(name: str, history: History, **told: bytes) -> PeerProgress:
+    """What a peer reported that `told` of its past as `Past.to_wire` does."""
+    stands = {"epoch": history.step, "samples_committed": history.samples, "history": history.digest}
+    trains = {"samples_accumulated": 8, "samples_per_second": 1.0, "client_mode": False}
+    return PeerProgress.of(name, Report(peer_id=b"", time=0.0, **stands, **trains, **told), 8)
 
 
 class Tracker:
@@ -65,7 +70,6 @@ class Tracker:
         self.samples: int | None = None
         self.doubts = Doubts()
         self.vouched: History | None = None
-        self.announced: History | None = None
         self.attested: dict[History, tuple[bytes, bool]] = {}
 
     pause_updates = staticmethod(contextlib.nullcontext)
@@ -88,8 +92,7 @@ class Tracker:
 
     @property
     def standing(self) -> Standing:
-        there = [peer.history for peer in self.others]
-        return Standing(own=self.history, witnesses=self.others, there=there, vouched=self.vouched)
+        return Standing(own=self.history, witnesses=self.others, vouched=self.vouched)
 
     @property
     def ready_to_update_epoch(self) -> bool:
@@ -99,7 +102,7 @@ class Tracker:
         self.samples = samples_accumulated
 
     def announce(self) -> None:
-        self.announced = self.history
+        pass
 
 
 class Rounds(ExactGradientAverager):

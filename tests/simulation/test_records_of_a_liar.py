@@ -14,10 +14,9 @@ from hivemind.utils import MSGPackSerializer
 from tests.kit.lies import lies
 from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.optim import leases as leasing
-from trahiv_cli.optim.doubts import CREDIT_MARGIN, Doubts
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.majority import FORK_S, Fork
+from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
 from trahiv_cli.swarm.clock import swarm_time
@@ -149,12 +148,10 @@ def swarm(clock, monkeypatch):
     return Swarm(clock)
 
 
-def named_while(caplog, swarm):
+def named_while(caplog):
     """Forget whom anybody has named; return a function that says whom the log names since."""
     caplog.clear()
     disbelieve.cache_clear()
-    for peer in swarm.honest:
-        peer.tracker.doubts._named.clear()
 
     def named():
         text = " ".join(record.getMessage() for record in caplog.records)
@@ -177,7 +174,7 @@ GARBAGE = {
 
 def test_reports_that_nobody_can_read(swarm, caplog):
     for what, packed in GARBAGE.items():
-        named = named_while(caplog, swarm)
+        named = named_while(caplog)
         swarm.liar.dht.put(KEY, packed)
         assert not any(swarm.refresh()), what
         swarm.check()
@@ -193,7 +190,7 @@ def test_reports(swarm, caplog):
         told = list(lies(own, swarm.honest[0].dht.told[KEY], older))
         what, lie = told[number]
         number += 1
-        named = named_while(caplog, swarm)
+        named = named_while(caplog)
         # Too long a record is refused before its signature is looked at, and a goodbye is no lie.
         is_silent = lie is None or len(MSGPackSerializer.dumps(lie)) > MAX_RECORD_BYTES - SIGNATURE_BYTES
         try:

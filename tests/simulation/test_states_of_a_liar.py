@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +15,15 @@ from hivemind.utils import MSGPackSerializer
 from tests.kit.averagers import giving_averager
 from tests.kit.lies import lies
 from tests.kit.states import state_of
+from tests.kit.stepping import reported
 from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import OuterState
-from trahiv_cli.optim.majority import Past, Standing, Way
+from trahiv_cli.optim.majority import Standing
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.reports import Past
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
 from trahiv_cli.swarm.records import disbelieve
@@ -58,9 +59,9 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
     past.go_on(HISTORY)
     donor.note_given = past.attest
     (metadata, tensors), expected = state_of(donor), donor.own_metadata()
-    witness = SimpleNamespace(history=HISTORY, way=Way.from_wire(**past.to_wire()))
+    witness = reported("A", HISTORY, **past.to_wire())
     older, _ = state_of(averager_of(BEGUN, has_local_steps=has_local_steps))
-    standing = Standing(own=History(), witnesses=[witness] * 4, there=[HISTORY] * 4)
+    standing = Standing(own=History(), witnesses=[witness] * 4)
     for what, lie in lies(unpacked(MSGPackSerializer.dumps(metadata)), older):
         if not isinstance(lie, dict):
             continue  # `read_state` refuses it

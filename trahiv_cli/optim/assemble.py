@@ -5,7 +5,6 @@ Combinations that hivemind accepts and that do harm are refused here, before any
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,9 +19,7 @@ from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES
 from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -41,23 +38,12 @@ UPSTREAM: dict[type, str] = {
 }
 """Maps hivemind's codecs to the names of ours that stand in for them."""
 
-REFUSED: dict[str, str] = {
-    "use_local_updates": "with hivemind's defaults it takes one local step per averaging, or never trains; "
-    "`swarm.mode: diloco` has local steps",
-    "delay_optimizer_step": "the step would be counted before it is known whether its round happened; "
-    "`swarm.mode: overlap` averages while training goes on",
-    "delay_grad_averaging": "the step would be counted before it is known whether its round happened; "
-    "`swarm.mode: overlap` averages while training goes on",
-    "reuse_grad_buffers": "transformers' Trainer clears `.grad` after each batch, and the samples with it",
-    "auxiliary": "a peer that does not train can't run a Trainer",
-    "grad_averager_factory": "the swarm has its own averager, which makes rounds exact",
-    "delta_rule_averaging": "it belongs to use_local_updates",
-    "average_opt_statistics": "equal gradients keep it equal, and numbers in 8 bits have no average",
-}
-"""Keywords of `hivemind.Optimizer` that do harm, with the reason."""
-
-OURS = frozenset({"optimizer", "params", "scheduler", "dht", "batch_size_per_step"})
-"""Keywords of `hivemind.Optimizer` that the Trainer decides."""
+REFUSED = frozenset(
+    "auxiliary average_opt_statistics batch_size_per_step delay_grad_averaging delay_optimizer_step "
+    "delta_rule_averaging dht grad_averager_factory optimizer params reuse_grad_buffers scheduler "
+    "use_local_updates".split()
+)
+"""Keywords of `hivemind.Optimizer` that the Trainer or `swarm.mode` decides; most would do harm."""
 
 PLAIN = (bool, int, float, str, type(None))
 """What may stand beside tensors in an optimizer's state: what JSON and MessagePack give back as it was."""
@@ -73,7 +59,6 @@ TRACKER_OPTIONS = {
 """With hivemind's refresh periods, 0.5 to 10 s, fast peers run far past the target."""
 
 EXCHANGE_TIMEOUT_S = 3600.0  # of any size: `next_chunk_timeout` ends an exchange that makes no progress
-MAX_PART_BYTES = MAX_MESSAGE_BYTES // 2  # of a part that is not encoded yet: no codec makes it longer by half
 MIN_CHUNK_TIMEOUT_S = 10.0
 """A groupmate that sends nothing for so long is left out. hivemind's `matchmaking_time` is meant for another
 wait: with a short one, a peer on a busy machine is left out of every other round."""
@@ -153,21 +138,20 @@ def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer
 def _read(options: dict[str, Any]) -> dict[str, Any]:
     """Refuse what does harm, fill in our defaults, and take codecs by their names."""
     options = {key: value for key, value in options.items() if value is not None}
-    for key, reason in REFUSED.items():
-        if options.pop(key, False):
-            raise RecipeError(f"hivemind_config.opt.{key} can't be used: {reason}.", hint="remove it")
-    for key in sorted(OURS & options.keys()):
-        raise RecipeError(f"hivemind_config.opt.{key} is decided by the Trainer.", hint="remove it")
     known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
-    for key in sorted(options.keys() - known):
-        near = difflib.get_close_matches(key, known, n=1)
-        raise RecipeError(
-            f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.",
-            hint=f"did you mean `{near[0]}`?" if near else "remove it",
-        )
-    for key in ("grad_compression", "state_averaging_compression", "load_state_compression"):
-        if key in options:
-            options[key] = _codec(key, options[key])
+    for key in sorted(options):
+        if key not in known | REFUSED:
+            raise RecipeError(
+                f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.", hint="remove it"
+            )
+        if key in REFUSED and options.pop(key) is not False:
+            raise RecipeError(
+                f"hivemind_config.opt.{key} can't be used: the Trainer decides it, or `swarm.mode`.",
+                hint="remove it; modes overlap and diloco have rounds beside training, and local steps",
+            )
+    options.pop("state_averaging_compression", None)  # weights are never averaged
+    for key in {"grad_compression", "load_state_compression"} & options.keys():
+        options[key] = _codec(options[key])
     of_state = options.get("load_state_compression")
     if of_state is not None and not isinstance(of_state, compression.RoleAdaptiveCompression):
         # Of the weights alone: most codecs raise on the step counts and the bytes of 8-bit optimizers beside
@@ -175,11 +159,6 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
         options["load_state_compression"] = compression.RoleAdaptiveCompression(parameter=of_state)
     matchmaking_time = options.setdefault("matchmaking_time", 5.0)
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.get("averager_opts", {})
-    if averager_opts.get("part_size_bytes", 0) > MAX_PART_BYTES:
-        raise RecipeError(
-            f"hivemind_config.opt.averager_opts.part_size_bytes may be {MAX_PART_BYTES} at most.",
-            hint="leave it out: 524288 is the default",
-        )
     options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
     options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
     options.setdefault("offload_optimizer", "auto")
@@ -188,39 +167,24 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     return options | {"averager_opts": averager_opts, "tracker_opts": tracker_opts}
 
 
-def _codec(key: str, given: str | compression.CompressionBase) -> compression.CompressionBase:
+def _codec(given: str | compression.CompressionBase) -> compression.CompressionBase:
     """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one."""
     if isinstance(given, compression.RoleAdaptiveCompression):
-        choices = {role.name.lower(): _codec(key, one) for role, one in given.role_compressions.items()}
+        choices = {role.name.lower(): _codec(one) for role, one in given.role_compressions.items()}
         return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
     if isinstance(given, compression.SizeAdaptiveCompression):
-        less, more = _codec(key, given.less), _codec(key, given.greater_equal)
+        less, more = _codec(given.less), _codec(given.greater_equal)
         return compression.SizeAdaptiveCompression(given.threshold, less, more)
-    if isinstance(given, str) and given not in CODECS:
-        raise RecipeError(
-            f"hivemind_config.opt.{key}: there is no compression named {given!r}.",
-            hint=f"one of {', '.join(CODECS)}, or an object of hivemind.compression",
-        )
-    if isinstance(given, str):
-        codec: compression.CompressionBase = CODECS[given]()
-    else:
-        codec = CODECS[UPSTREAM[type(given)]]() if type(given) in UPSTREAM else given
-    path = f"hivemind_config.opt.{key}"
-    if (name := _name_of(codec)) in REFUSED_CHOICES.get(path, ()):
-        reason, instead = REFUSED_CHOICES[path][name]
-        raise RecipeError(f"{path}: {name!r} can't work in a swarm: {reason}.", hint=instead)
+    if isinstance(given, compression.CompressionBase) and type(given) not in UPSTREAM:
+        return given
+    codec: compression.CompressionBase = CODECS[given if isinstance(given, str) else UPSTREAM[type(given)]]()
     return codec
-
-
-def _name_of(codec: compression.CompressionBase) -> str:
-    """Return the name of one of our codecs; empty for any other."""
-    return next((name for name, ours in CODECS.items() if type(codec) is ours), "")
 
 
 def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pace:
     """Return the pace that mode auto begins with; it keeps a codec that the recipe names."""
-    name = START_CODEC if codec is None else _name_of(codec)
-    if not name:
+    ours: dict[Any, str] = {type(None): START_CODEC} | {made: name for name, made in CODECS.items()}
+    if (name := ours.get(type(codec))) is None:
         raise RecipeError(
             f"hivemind_config.opt.grad_compression: mode auto can't reckon with {type(codec).__name__}.",
             hint="remove it, give a codec by its name, or say another mode: swarm={'mode': 'overlap'}",

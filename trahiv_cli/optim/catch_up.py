@@ -1,7 +1,6 @@
 """How a peer comes to where the others are: it waits for them, and finds what it missed.
 
-1. Before its first step it waits for peers to come, and after its last for those that are behind
-   (`Gathering`).
+1. Before its first step it waits for peers to come, and after its last for those that are behind.
 2. A peer that missed rounds asks those that went through them for one after the other, and applies each as
    its members did (`CatchUp.follow`).
 3. Where a round is kept by nobody, it downloads the state, from several peers at once (`CatchUp.load`).
@@ -21,14 +20,12 @@ from hivemind.utils import get_logger
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.download import MAX_DONORS, Report
-from trahiv_cli.telemetry.names import short_name
 
 logger = get_logger(__name__)
 
@@ -41,60 +38,8 @@ DONOR_PAUSE_S = 1.0
 """Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
 
 
-class Gathering:
-    """Waits until reports say what is waited for, this peer is to leave, or `limit_s` is over."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self._tracker = parts, parts.tracker
-
-    def wait_for(self, peers: Collection[str], limit_s: float) -> None:
-        """Wait until all of these peers, ids in base58, have reported."""
-        with self._parts.events.waiting("peers that were there before", limit_s):
-            self._wait(lambda: {peer.peer_id for peer in self._tracker.others}.issuperset(peers), limit_s)
-
-    def wait_for_stragglers(self, limit_s: float) -> None:
-        """Stay for peers that are behind, so that they can download the last state."""
-        own = self._tracker.history.rank
-        with self._parts.events.waiting("peers that are behind to fetch the last state", limit_s):
-            self._wait(lambda: all(peer.history.rank >= own for peer in self._tracker.others), limit_s)
-
-    def gather(self, count: int, limit_s: float) -> bool:
-        """Wait before the first step until so many peers are there, this one included.
-
-        True if they are, the run has begun already, or this peer is leaving.
-        """
-        deadline, told = time.monotonic() + limit_s, -1
-        with self._parts.events.waiting(f"{count} peers to be there", limit_s) as tell:
-
-            def are_here() -> bool:
-                nonlocal told
-                here = sorted(short_name(peer.peer_id) for peer in self._tracker.others)
-                if 1 + len(here) >= count or self._tracker.is_behind:
-                    return True
-                if len(here) != told:
-                    told, names = len(here), ", ".join(["this one", *here])
-                    what = f"{count - told - 1} more peer(s): {told + 1} of {count} are here ({names})"
-                    tell("waiting", what, deadline - time.monotonic())
-                return False
-
-            return self._wait(are_here, limit_s)
-
-    def _wait(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Read reports until `is_done` or this peer should leave; say whether that was in time."""
-        deadline = time.monotonic() + limit_s
-        while not self._parts.alive.should_leave():
-            self._parts.alive.require()
-            self._tracker.refresh()
-            if is_done():
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(REFRESH_S)
-        return True
-
-
 class CatchUp:
-    """Fetches rounds that this peer missed, or the state that it should take over."""
+    """Waits for others, and fetches rounds that this peer missed, or the state that it should take over."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
         self._parts, self._position, self._seeker = parts, position, seeker
@@ -106,6 +51,47 @@ class CatchUp:
         # The next report says what this peer gives to somebody who fetches its state.
         parts.state.note_given = lambda *state: parts.tracker.attest(*state, is_given=True)
         parts.state.is_believed = self._is_believed
+
+    # -- waiting for others --------------------------------------------------------------------------
+
+    def wait_for(self, peers: Collection[str], limit_s: float) -> None:
+        """Wait until all of these peers, ids in base58, have reported, or this peer is to leave."""
+        what, tracker = "peers that were there before", self._tracker
+        self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
+
+    def wait_for_stragglers(self, limit_s: float) -> None:
+        """Stay for peers that are behind, so that they can download the last state."""
+        own = self._tracker.history.rank
+        what = "peers that are behind to fetch the last state"
+        self._wait(what, lambda: all(peer.history.rank >= own for peer in self._tracker.others), limit_s)
+
+    def gather(self, count: int, limit_s: float) -> bool:
+        """Wait before the first step until so many peers are there, this one included.
+
+        True if they are, the run has begun already, or this peer is leaving.
+        """
+        tracker = self._tracker
+        what = f"{count} peers to be there"
+        return self._wait(what, lambda: 1 + len(tracker.others) >= count or tracker.is_behind, limit_s)
+
+    def _wait(self, what: str, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Read reports until `is_done` or this peer should leave; say whether that was in time."""
+        deadline, told = time.monotonic() + limit_s, 0
+        with self._parts.events.waiting(what, limit_s) as tell:
+            while not self._alive.should_leave():
+                self._alive.require()
+                self._tracker.refresh()
+                if is_done():
+                    return True
+                if time.monotonic() >= deadline:
+                    return False
+                if (here := 1 + len(self._tracker.others)) != told:
+                    told = here
+                    tell("waiting", f"{what} (there are {here})", deadline - time.monotonic())
+                time.sleep(REFRESH_S)
+        return True
+
+    # -- rounds that were missed ---------------------------------------------------------------------
 
     def come(self) -> bool:
         """Come to the state of the swarm, by its rounds or by a download; raises as `load`.
@@ -159,6 +145,8 @@ class CatchUp:
                 if self._tracker.standing.believes(history):
                     return history, outcome
         return None
+
+    # -- the state -----------------------------------------------------------------------------------
 
     def load(self, timeout_s: float | None = None, holders: Collection[str] | None = None) -> bool:
         """Adopt the newest state in the swarm: weights, optimizer state, step and learning rate.
@@ -252,7 +240,7 @@ class CatchUp:
         there = [peer for peer in self._tracker.others if not peer.is_client]
         of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
         mixed = secrets.SystemRandom().sample(of_use, len(of_use))
-        mixed.sort(key=lambda peer: (bool(went_by(peer, target)), peer.history.rank), reverse=True)
+        mixed.sort(key=lambda peer: (bool(peer.went_by(target)), peer.history.rank), reverse=True)
         return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import in_background
-from trahiv_cli.optim.ledger import SHARD, Ledger, Spans, shards_in
+from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 from trahiv_cli.optim.soundness import USELESS_AT_MOST
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ AHEAD_S, AHEAD_ROUNDS = 20.0, 8
 no less than what it holds already. Leasing one costs two requests to the DHT."""
 
 FIRST_BLOCK = 64  # positions, until it is known how fast this peer trains
-NOTED_EVERY_S, NOTED = 0.5, 32  # a loader takes a batch at once: how fast they are taken shows over seconds
 TRIES, PAUSE_S = 8, 0.5  # blocks that are looked for before this peer pauses
 PATIENCE_S, POLL_S = 120.0, 0.05
 
@@ -52,8 +51,8 @@ PATIENCE_S, POLL_S = 120.0, 0.05
 class Leases:
     """Gives this peer positions to train, one after the other, of passes of `num_samples`. Thread-safe.
 
-    `ledger` gives what is trained already. `while_waiting` is called again and again by whoever waits for a
-    position; it may raise.
+    `ledger` gives what is trained already, `samples_per_second` how fast this peer trains, 0 if that is not
+    known yet. `while_waiting` is called again and again by whoever waits for a position; it may raise.
     """
 
     unit, counted = 1, "samples"
@@ -64,10 +63,11 @@ class Leases:
         reports: SwarmTracker,
         ledger: Callable[[], Ledger],
         num_samples: int,
+        samples_per_second: Callable[[], float] = lambda: 0.0,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self._reports, self._ledger, self.num_samples = reports, ledger, num_samples
-        self._while_waiting = while_waiting
+        self._samples_per_second, self._while_waiting = samples_per_second, while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self._held = Spans()
@@ -75,8 +75,6 @@ class Leases:
         self._failure: BaseException | None = None
         self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
         self.lost = 0  # positions that others took over while this peer had leased them
-        self._num_taken = 0
-        self._taken: deque[tuple[float, int]] = deque(maxlen=NOTED)  # at what time how many had been taken
 
     @property
     def held(self) -> Spans:
@@ -93,15 +91,11 @@ class Leases:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self._lock:
-                if self._is_low() and (self._running is None or self._running.done()):
+                if len(self._ready) <= self._ahead() // 2 and (self._running is None or self._running.done()):
                     # Whatever the last attempt failed by, another one may succeed.
                     self._failure = self._running.exception() if self._running else None
                     self._running = in_background(self._lease)
                 if self._ready:
-                    now = time.monotonic()
-                    if not self._taken or now >= self._taken[-1][0] + NOTED_EVERY_S:
-                        self._taken.append((now, self._num_taken))
-                    self._num_taken += 1
                     return self._ready.popleft()
             if should_leave():
                 return None
@@ -118,41 +112,34 @@ class Leases:
         """Have positions that are still this peer's trained again: their gradients were dropped."""
         with self._lock:
             left = self._held - self._ledger().covered
-            self._ready.extendleft(position for position in reversed(positions) if position in left)
+            units = {position // self.unit * self.unit for position in positions if position in left}
+            self._ready.extendleft(sorted(units - set(self._ready), reverse=True))
 
     def settle(self, done: Iterable[int]) -> None:
         """Take note of a committed round, to which this peer brought what is `done`.
 
-        What others trained or leased meanwhile is left to them, and so are pieces too many for a report.
+        What others trained meanwhile is left to them, and so are units of which they leased anything, and
+        pieces too many for a report.
         """
         with self._lock:
-            left = self._held - self._ledger().covered - self._leased_by_others() - Spans.of_positions(done)
-            self._held = left.longest(FREE_LEASES)
-            ready = [position for position in self._ready if position in self._held]
-            self.lost += len(self._ready) - len(ready)
-            self._ready = deque(ready)
+            theirs = (self._held & self._leased_by_others()).units(self.unit)
+            left = self._held - theirs.of_units(self.unit) - self._ledger().covered
+            self._held = (left - Spans.of_positions(done)).longest(FREE_LEASES)
+            mine, num_ready = self._held.units(self.unit), len(self._ready)
+            self._ready = deque(position for position in self._ready if position // self.unit in mine)
+            self.lost += num_ready - len(self._ready)
 
     # -- leasing, with the lock --------------------------------------------------------------------
 
-    def _is_low(self) -> bool:
-        return len(self._ready) <= self._ahead() // 2
-
-    def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
-        """Find a block that nobody has leased: its start and stop."""
-        size = max(self._ahead(), len(self._held))
-        return self._ledger().free_block(leased, size, skip, self._least(size))
-
-    def _least(self, size: int) -> int:
-        """How much of a block of that size must be free where it is to be leased."""
-        return size if len(self._held.spans) >= FREE_LEASES else 1
+    def _find(self, leased: Spans, size: int, skip: int, least: int) -> tuple[int, int]:
+        """Find a block of units that nobody has leased: its first position, and that after its last."""
+        return self._ledger().free_block(leased, size, skip, least)
 
     def _ahead(self) -> int:
-        """How many positions to hold ahead of training."""
+        """How many units to hold ahead of training."""
         most = min(self.num_samples, AHEAD_ROUNDS * self._reports.target_batch_size)
-        if len(self._taken) < 2:
-            return min(FIRST_BLOCK, most)
-        (first_at, first), (last_at, last) = self._taken[0], self._taken[-1]
-        return max(1, min(most, round(AHEAD_S * (last - first) / (last_at - first_at))))
+        speed = self._samples_per_second()
+        return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
 
     def _leased_by_others(self) -> Spans:
         """Return what others have leased, as far as they can have."""
@@ -165,7 +152,9 @@ class Leases:
         skip = self._reports.rank_among_peers
         for skipped in range(skip, skip + TRIES):
             with self._lock:
-                start, stop = self._find(self._held | self._leased_by_others(), skipped)
+                size = max(self._ahead(), len(self._held) // self.unit)
+                least = size if len(self._held.spans) >= FREE_LEASES else 1
+                start, stop = self._find(self._held | self._leased_by_others(), size, skipped, least)
                 block = Spans.of([(start, stop)]) - self._ledger().covered
                 wanted = self._held | block
             if not block or len(wanted.spans) > MOST_LEASES:
@@ -218,19 +207,13 @@ class ShardLeases(Leases):
         """Have samples that are still this peer's trained again: their gradients were dropped."""
         with self._lock:
             self._handed_out.difference_update(positions)
-            shards = {position // SHARD * SHARD for position in positions if position in self._held}
-            self._ready.extendleft(sorted(shards - set(self._ready), reverse=True))
+        super().give_back(positions)
 
     def settle(self, done: Iterable[int]) -> None:
-        """See `Leases.settle`; a shard of which another peer has leased anything, this one leaves to it."""
+        """Take note of a committed round; see `Leases.settle`."""
+        super().settle(done)
         with self._lock:
-            to_others = shards_in(self._held & self._leased_by_others())
-            self.lost += len(to_others)
-            theirs = Spans.of((start * SHARD, stop * SHARD) for start, stop in to_others.spans)
-            left = self._held - theirs - self._ledger().covered - Spans.of_positions(done)
-            self._held = left.longest(FREE_LEASES)
-            mine = shards_in(self._held)
-            self._ready = deque(start for start in self._ready if start // SHARD in mine)
+            mine = self._held.units(SHARD)
             self._handed_out = {position for position in self._handed_out if position in self._held}
             self._ends = {start: stop for start, stop in self._ends.items() if start // SHARD in mine}
 
@@ -241,13 +224,11 @@ class ShardLeases(Leases):
             read = {start: Spans.of([(start, stop)]) for start, stop in self._ends.items()}
             return [start + SHARD - 1 for start, samples in read.items() if not samples - done]
 
-    def _is_low(self) -> bool:
-        return not self._ready
+    def _find(self, leased: Spans, size: int, skip: int, least: int) -> tuple[int, int]:
+        return self._ledger().free_shards(leased, size, self.num_samples // SHARD, skip, least)
 
-    def _find(self, leased: Spans, skip: int) -> tuple[int, int]:
-        num_shards = self.num_samples // SHARD
-        size = min(max(1, len(self._held) // SHARD), num_shards)
-        return self._ledger().free_shards(leased, size, num_shards, skip, self._least(size))
+    def _ahead(self) -> int:
+        return 1
 
 
 class Work:

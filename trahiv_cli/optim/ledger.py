@@ -101,6 +101,14 @@ class Spans:
         """The positions of the `count` longest spans; of equal ones the first."""
         return Spans.of(sorted(self.spans, key=lambda span: span[0] - span[1])[:count])
 
+    def units(self, size: int) -> Spans:
+        """The numbers of the units of `size` positions that have one of these at least."""
+        return Spans.of((start // size, -(-stop // size)) for start, stop in self.spans)
+
+    def of_units(self, size: int) -> Spans:
+        """The positions of the units of `size` positions that have these numbers."""
+        return Spans(tuple((start * size, stop * size) for start, stop in self.spans))
+
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Give what is not in the set, ascending, from 0 on; the last gap is endless."""
         end = 0
@@ -173,8 +181,8 @@ class Ledger:
         long as it has more, none of the next one is found. Some positions of the block may be covered.
         """
         covered = [(-(-start // SHARD), stop // SHARD) for start, stop in self.covered.spans]
-        taken = Spans.of(covered) | shards_in(leased)
-        first = next(taken.gaps())[0]
+        taken = Spans.of(covered) | leased.units(SHARD)
+        first, least = next(taken.gaps())[0], min(least, num_shards)
         while first < MAX_POSITION // SHARD:
             after = (first // num_shards + 1) * num_shards
             if blocks := list(_cut((Spans(((first, after),)) - taken).spans, size, least)):
@@ -194,11 +202,6 @@ class Ledger:
             case [spans, int(duplicates)] if 0 <= duplicates <= MAX_POSITION:
                 return cls(Spans.from_wire(spans), duplicates)
         raise ValueError("not a ledger")
-
-
-def shards_in(spans: Spans) -> Spans:
-    """The numbers of the shards that have one of these positions at least."""
-    return Spans.of((start // SHARD, -(-stop // SHARD)) for start, stop in spans.spans)
 
 
 def _cut(gaps: Iterable[tuple[int, int]], size: int, least: int) -> Iterator[tuple[int, int]]:

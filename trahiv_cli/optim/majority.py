@@ -1,9 +1,11 @@
-"""A peer follows the history of most peers, and adopts a state only if their reports support it.
+"""Which reports a peer believes, which history it follows, and which states it adopts.
 
-A report says where its peer stands, and how it came there (`Past`): the last rounds that it committed, each
-by a mark of the history after it, and for some of these a digest of what all peers of that history hold in
-common. A state has as many witnesses as went through it. So a peer goes where most witnesses went, and
-believes a download whose values most of them hold.
+1. A step further than the swarm can have come by now is not believed. Samples count as far as a peer has
+   brought such a share of a round before. Who has offered a state, and gave none, is passed over for a
+   while, as long as the others are more (`Doubts`).
+2. A state has as many witnesses as came through it, by their reports. So a peer goes where most witnesses
+   went, and believes a download whose values most of them hold (`Standing`).
+3. A few that were cut off come back to the others (`Fork`).
 
 A witness who came later than a state abstains. Those who stand still for their own state count against all
 others, as long as they have lately been in rounds with each other (`Doubts.is_together`). Not covered: half
@@ -12,114 +14,33 @@ of the witnesses or more who agree on a lie; who has many names; peers of which 
 
 from __future__ import annotations
 
-import hashlib
-import struct
-import threading
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.reports import COMMON_BYTES, Past, PeerProgress, mark_of
+from trahiv_cli.swarm.records import disbelieve
 
-if TYPE_CHECKING:
-    from trahiv_cli.optim.reports import PeerProgress
-
-MARK_BYTES, COMMON_BYTES = 8, 8  # of the digests of a history, and of what peers hold in common
-MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
-ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
-STATES_TOLD, GIVEN_TOLD = 12, 8  # in a report, 20 bytes each; and of them those that somebody fetched
 FORK_S = 30.0  # others are more, and go another way, before a peer follows: so old may reports of its own be
 
-ROUND = struct.Struct(f">I{MARK_BYTES}s")
-STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
+ROUNDS_AHEAD = 2  # a peer may have committed the next round already, and begun to report the one after it
+REPORTS_OLD_S = 10.0  # others' reports may be so old: they are fetched every few seconds
+PACE_MARGIN = 4.0  # others may have come on by so many times the greatest pace that was seen here
+NEWCOMERS_STEPS = 1000  # peers that all begin anew, from checkpoints of their own, may be so far apart
+FAILING_S = 20.0  # one that was started anew needs some seconds until it gives its state
+PASSED_OVER_S = 300.0
+MOST_REMEMBERED = 4096
+CREDIT_MARGIN = 4  # a peer may report so many times the share of a round that it brought into one of its last
 
-Mark = tuple[int, bytes]  # a history in a report: its step, and the beginning of a digest of all it says
-
-
-@lru_cache(MARKS_REMEMBERED)
-def mark_of(history: History) -> Mark:
-    """Return what stands for a history in reports."""
-    # Of its samples, too: else who went by it would stand for whatever number another reports with it.
-    told = b"%d %s" % (history.samples, history.digest)
-    return history.step, hashlib.sha256(told).digest()[:MARK_BYTES]
-
-
-class Past:
-    """How this peer came to the state that it holds. Safe to read from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rounds: tuple[Mark, ...] = (mark_of(History()),)
-        self._states: dict[Mark, bytes] = {}
-        self._given: tuple[Mark, ...] = ()
-
-    def begin(self, history: History) -> None:
-        """Note a state that was not reached by rounds: a checkpoint's, or one that was downloaded."""
-        self._rounds = (mark_of(history),)
-
-    def go_on(self, history: History) -> None:
-        """Note the state after one more round."""
-        self._rounds = (*self._rounds, mark_of(history))[-ROUNDS_TOLD:]
-
-    def went_by(self, history: History) -> bool:
-        """Whether that state was on the way, as far as it is remembered."""
-        return mark_of(history) in self._rounds
-
-    def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
-        """Note the digest of what all peers of a history hold: at least `COMMON_BYTES`.
-
-        `is_given` says that somebody fetches this state, and will ask for witnesses, later than others.
-        """
-        mark = mark_of(history)
-        with self._lock:
-            states = {other: digest for other, digest in self._states.items() if other != mark}
-            states[mark] = common[:COMMON_BYTES]
-            if is_given:
-                self._given = (*(other for other in self._given if other != mark), mark)[-GIVEN_TOLD:]
-            while len(states) > STATES_TOLD:
-                del states[next(other for other in states if other not in self._given)]
-            self._states = states
-
-    def to_wire(self, vouched: History | None = None) -> dict[str, bytes]:
-        """Return it as fields of a report; `vouched`: the state after a round that this peer voted for."""
-        told = self._rounds if vouched is None else (*self._rounds, mark_of(vouched))[-ROUNDS_TOLD:]
-        rounds = b"".join(ROUND.pack(*mark) for mark in told)
-        states = b"".join(STATE.pack(*mark, digest) for mark, digest in self._states.items())
-        return {"rounds": rounds, "states": states}
-
-
-@dataclass(frozen=True)
-class Way:
-    """What another peer's report says of its way."""
-
-    rounds: tuple[Mark, ...] = ()
-    states: frozenset[tuple[int, bytes, bytes]] = frozenset()
-
-    @classmethod
-    def from_wire(cls, rounds: bytes, states: bytes) -> Way:
-        """Read what `Past.to_wire` gave, or raise `ValueError`."""
-        rounds, states = rounds[-ROUND.size * ROUNDS_TOLD :], states[-STATE.size * STATES_TOLD :]
-        try:
-            return cls(tuple(ROUND.iter_unpack(rounds)), frozenset(STATE.iter_unpack(states)))
-        except struct.error as error:
-            raise ValueError(f"not a way through rounds: {error}") from error
-
-
-def went_by(witness: PeerProgress, history: History) -> bool | None:
-    """Whether a peer came through a state; None if it can't know: it came later, or is not there yet."""
-    told, mark = witness.way, mark_of(history)
-    if history == witness.history or mark in told.rounds or any(mark == state[:2] for state in told.states):
-        return True
-    first = told.rounds[0][0] if told.rounds else witness.history.step
-    return False if first <= history.step <= witness.history.step else None
+APART_S, APART_ROUNDS = 300.0, 8  # so long, and so many rounds, without others: `is_together` no more
 
 
 def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
     """How many came through a state."""
-    return sum(bool(went_by(witness, history)) for witness in witnesses)
+    return sum(bool(witness.went_by(history)) for witness in witnesses)
 
 
 def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
@@ -133,7 +54,6 @@ class Standing:
 
     own: History
     witnesses: Sequence[PeerProgress]  # all other peers
-    there: Sequence[History]  # of those of them that can give their state
     mates: Sequence[PeerProgress] = ()  # those of them that hold `own`, or are about to
     # Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
     # that start again together go on from the furthest.
@@ -141,16 +61,21 @@ class Standing:
     vouched: History | None = None  # after a round that it voted for, and does not know to be committed
 
     @property
+    def given(self) -> set[History]:
+        """The histories of those that can give their state."""
+        return {witness.history for witness in self.witnesses if not witness.is_client}
+
+    @property
     def target(self) -> History:
         """The state to come to: of those further than `own` what most went by; of equals the furthest."""
         return self._best(self.witnesses)[1]
 
     def _best(self, witnesses: Sequence[PeerProgress]) -> tuple[int, History]:
-        further = {history for history in self.there if history.rank > self.own.rank}
+        further = {history for history in self.given if history.rank > self.own.rank}
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
-            if self.holds_on or len(mate.way.rounds) > 1:  # it came by rounds
-                stayers += not any(went_by(mate, history) for history in further)  # nor vouches for one
+            if self.holds_on or len(mate.rounds) > 1:  # it came by rounds
+                stayers += not any(mate.went_by(history) for history in further)  # nor vouches for one
         backed = [(count_backers(one, witnesses) + (one == self.vouched), one) for one in further]
         return _most([(stayers, self.own), *backed])
 
@@ -163,8 +88,8 @@ class Standing:
         count = count_backers(history, self.witnesses) + (history == self.vouched)
         if count > 1:
             later = [one for one in self.witnesses if one.history.step > history.step]
-            count += sum(went_by(one, history) is None for one in later)
-        rest = [witness for witness in self.witnesses if not went_by(witness, history)]
+            count += sum(one.went_by(history) is None for one in later)
+        rest = [witness for witness in self.witnesses if not witness.went_by(history)]
         return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
@@ -173,7 +98,7 @@ class Standing:
         None if those who have not said so yet decide it; a final word does without them, if two have.
         """
         mark, backers = mark_of(history), count_backers(history, self.witnesses)
-        told = (state for witness in self.witnesses for state in witness.way.states)
+        told = (state for witness in self.witnesses for state in witness.states)
         said = Counter(state[2] for state in told if state[:2] == mark)
         agree = said.pop(common[:COMMON_BYTES], 0)
         rivals, silent = max(said.values(), default=0), backers - agree - said.total()
@@ -199,12 +124,98 @@ class Fork:
     def look(self, standing: Standing, past: Past) -> History | None:
         """Return the state that most others stand at, once it is time to follow them; else None."""
         own = standing.own
-        apart = [witness for witness in standing.witnesses if not went_by(witness, own)]
+        apart = [witness for witness in standing.witnesses if not witness.went_by(own)]
         with_us = 1 + len(standing.witnesses) - len(apart)
-        others = {one for one in standing.there if one.rank < own.rank and one.step and not past.went_by(one)}
+        others = {one for one in standing.given if one.rank < own.rank and one.step and not past.went_by(one)}
         count, history = _most([(0, own), *((count_backers(one, apart), one) for one in others)])
         if count <= with_us:
             self._seen = None
             return None
         seen_at, step = self._seen = self._seen or (self._clock(), history.step)
         return history if self._clock() - seen_at >= FORK_S and history.step > step else None
+
+
+class Doubts:
+    """Judges reports, by what this peer has seen itself; `clock` goes on while the machine sleeps."""
+
+    def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> None:
+        self._clock = clock
+        self._together: tuple[float, int] | None = None  # when the last round with others was, and its step
+        self._pace = 0.0
+        self._interval_s = 0.0
+        self._joined_at = -math.inf
+        # By peer id, what it brought as a share of that round's target: the next may be of more steps.
+        self._credit: dict[str, float] = {}
+        self._failing: dict[str, float] = {}
+        self._passed_over: dict[str, float] = {}
+
+    def commit(self, step: int, samples: Mapping[str, int], target: int) -> None:
+        """Note a committed round that led to `step`, and was due with `target` samples of all peers.
+
+        Of peers that reported samples and brought none, `samples` says 0.
+        """
+        if sum(number > 0 for number in samples.values()) < 2:
+            return
+        now = self._clock()
+        if self._together is not None and now > self._together[0]:
+            self._interval_s = now - self._together[0]
+            self._pace = max(0.9 * self._pace, (step - self._together[1]) / self._interval_s)
+        self._together = now, step
+        for peer, number in samples.items():
+            self._credit[peer] = max(self._credit.get(peer, 0.0) / 2, number / target)
+        self._credit = dict([*self._credit.items()][-MOST_REMEMBERED:])
+
+    def join(self) -> None:
+        """Take note that this peer has taken over a state that most others hold."""
+        self._joined_at = self._clock()
+
+    @property
+    def is_together(self) -> bool:
+        """Whether this peer holds a state that it has lately trained, or taken over, with others."""
+        latest = max(self._joined_at, self._together[0] if self._together else -math.inf)
+        return self._clock() - latest < max(APART_S, APART_ROUNDS * self._interval_s)
+
+    def believed_samples(self, peer: str, reported: int, target: int) -> int:
+        """Return how many of the samples that a peer reports count towards the next round.
+
+        One that was in no round yet can't reach `target`, that of all peers, alone, unless this peer was in
+        none with others either.
+        """
+        if self._together is None:
+            return reported
+        most = round(CREDIT_MARGIN * self._credit[peer] * target) if peer in self._credit else target - 1
+        return min(reported, most)
+
+    def gave_nothing(self, peers: Sequence[str], others: Sequence[str]) -> None:
+        """Take note that `peers`, of all `others`, report the furthest state and gave none.
+
+        Those that go on so for `FAILING_S` are passed over for a while, if they are fewer than the rest; a
+        peer that was in rounds with others counts itself to the rest.
+        """
+        now = self._clock()
+        for peer in peers:
+            since = self._failing.setdefault(peer, now)
+            if now - since >= PASSED_OVER_S:  # that was another time
+                self._failing[peer] = now
+            elif now - since >= FAILING_S and 2 * len(peers) < len(others) + (self._together is not None):
+                del self._failing[peer]
+                self._passed_over[peer] = now + PASSED_OVER_S
+                disbelieve(peer, "it gives nobody the state that it reports")
+
+    def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
+        """Return ids of the peers whose reports do not count: they can't be so far, or are passed over.
+
+        All other peers report `steps`, by id; this peer is at step `own`.
+        """
+        now, furthest = self._clock(), math.inf
+        if self._together is not None and self._pace:  # one round says nothing of the pace
+            ordered = sorted([own, *steps.values()], reverse=True)
+            since = max(REPORTS_OLD_S, now - self._together[0])
+            margin = ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
+            furthest = ordered[len(ordered) // 2] + margin  # more than half of all have come there
+        elif len(steps) > 2:
+            furthest = sorted(steps.values(), reverse=True)[len(steps) // 2] + NEWCOMERS_STEPS
+        far = [peer for peer, step in steps.items() if step > furthest]
+        for peer in far:
+            disbelieve(peer, "it reports a step that the swarm can't be at")
+        return [*far, *(peer for peer, until in self._passed_over.items() if until > now and peer in steps)]

@@ -21,15 +21,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import hivemind
 import torch
 
-from trahiv_cli.optim.catch_up import CatchUp, Gathering
+from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
@@ -48,6 +48,8 @@ from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
+
+AnyLeases = TypeVar("AnyLeases", bound=Leases)
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     Args:
         settings: of the run.
         events: told about waits and trouble.
-        when_no_group_is_found: called in the thread that trains; what it raises ends training.
+        when_no_group_is_found: called in the thread of a round; what it raises ends training.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         home: where the DHT lives; it and the averagers are watched then.
         keywords: see `hivemind.Optimizer`.
@@ -115,7 +117,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
         self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
-        self.gathering = Gathering(self.parts)
         self._alive.watch()
 
     def _make_parts(self) -> Parts:
@@ -131,7 +132,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             limits=Limits(
                 matchmaking_s=self.matchmaking_time,
                 averaging_s=self.averaging_timeout,
-                allreduce_s=self.allreduce_timeout,
                 load_state_s=self.load_state_timeout,
                 target_batch_size=self.target_batch_size,
                 max_steps=settings.max_steps,
@@ -186,16 +186,16 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         self.position.enter(history, ledger)
 
-    def divide_data(self, num_samples: int) -> Leases:
-        """Have the swarm's peers train different samples of so many; return where this peer's come from."""
-        # Without a DHT no leases, and without a lease no step, which would notice a failed process.
-        leases = Leases(self.tracker, lambda: self.ledger, num_samples, while_waiting=self._alive.require)
-        self.parts.work.leases = leases
-        return leases
-
-    def divide_stream(self, num_shards: int) -> ShardLeases:
-        """Have the swarm's peers read different shards of so many; return where this peer's come from."""
-        leases = ShardLeases(self.tracker, lambda: self.ledger, num_shards, while_waiting=self._alive.require)
+    def divide_data(self, kind: type[AnyLeases], number: int) -> AnyLeases:
+        """Have peers train different samples, or shards, of so many; return where this peer's come from."""
+        leases = kind(
+            self.tracker,
+            lambda: self.ledger,
+            number,
+            samples_per_second=lambda: self.parts.adaptation.measured.samples_per_second,
+            # Without a DHT no leases, and without a lease no step, which would notice a failed process.
+            while_waiting=self._alive.require,
+        )
         self.parts.work.leases = leases
         return leases
 

@@ -7,9 +7,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +17,6 @@ from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Work
-from trahiv_cli.optim.majority import went_by
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import are_finite, state_to_adopt
@@ -81,7 +79,7 @@ class Company:
         if self._may_go_solo:
             return 2
         own, others = self._tracker.history, self._tracker.others
-        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or went_by(one, own)}
+        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or one.went_by(own)}
         return max(2, (1 + len(gone_on.union(self.groupmates))) // 2 + 1, len(self.vanished))
 
     @property
@@ -147,7 +145,6 @@ class Limits:
 
     matchmaking_s: float  # that a group usually takes to form
     averaging_s: float  # the longest that one try of a round looks for its group
-    allreduce_s: float  # the longest that an exchange takes
     load_state_s: float  # the longest that a peer which gives its state, or a round, may be silent
     target_batch_size: int  # samples of a step, of all peers
     max_steps: int  # the step of the swarm at which the run ends
@@ -169,8 +166,6 @@ class Parts:
     rules: RoundRules
     schema: bytes = b""  # peers average only with those that have the same
     auto_share: float | None = None  # see `RunSettings`
-    notices: deque[Callable[[], None]] = field(default_factory=deque)
-    """What a round has noticed: to be called by the thread that trains."""
 
     def __post_init__(self) -> None:
         self.work = Work()

@@ -6,7 +6,6 @@ History, ledger and pace belong to the weights: they change together, under the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import MOST_ROUNDS
@@ -75,17 +74,13 @@ class Position:
         if not self._state.client_mode:
             self._state.allow_state_sharing = True
 
-    def commit(self, history: History, trained: Sequence[Spans], outcome: Outcome | None) -> None:
-        """Take the step of a round of this peer's, whose members brought what was `trained`.
-
-        `outcome` is None for a step alone.
-        """
+    def commit(self, history: History, outcome: Outcome) -> None:
+        """Take the step of a round of this peer's, perhaps of it alone."""
         with self._state.lock_state:  # a joiner gets the pace that belongs to the state
-            self._move(history, trained, self.method.apply)
+            self._move(history, outcome.trained, self.method.apply)
             self.step_taken = history.step
-            if outcome is not None:
-                self._parts.adaptation.measure(outcome)
-                self._adapt(outcome)
+            self._parts.adaptation.measure(outcome)
+            self._adapt(outcome)
 
     def follow(self, history: History, outcome: Outcome) -> None:
         """Take the step of a round that others had: of this peer's work, only its own steps stay."""
@@ -138,8 +133,7 @@ class Position:
         pace, reason = self._parts.adaptation.choose(self.pace, outcome)
         if reason:
             message = f"From step {self.history.step} on: {reason}"
-            emit = partial(self._parts.events.emit, "pace", message=message, **pace.to_wire())
-            self._parts.notices.append(emit)
+            self._parts.events.emit("pace", message=message, **pace.to_wire())
         if pace != self.pace:
             self.set_pace(pace)
             self._begin_step()

@@ -1,15 +1,13 @@
 """How far the swarm is: what each peer has reported towards the next step.
 
-1. A peer reports its samples at a pace that its link bears, and its way through rounds with them
-   (`_progress_reporter`).
-2. It fetches all others' reports, the less often the more there are (`_progress_fetcher`, `refresh`).
-3. It reads them with doubts (`doubts`): what can't be is nobody's, or does not count.
+1. A peer reports its samples at a pace that its link bears, and its way through rounds with them (`run`).
+2. It fetches all others' reports, the less often the more there are (`refresh`).
+3. It reads them with doubts (`Doubts`): what can't be is nobody's, or does not count.
 4. From them follow the state to come to (`target`), and whether a step is due (`ready_to_update_epoch`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import math
 import threading
@@ -21,14 +19,13 @@ from typing import Any
 from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.utils import ValueWithExpiration
-from hivemind.utils.asyncio import enter_asynchronously
 
-from trahiv_cli.optim.doubts import Doubts
 from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.majority import Fork, Past, Standing
-from trahiv_cli.optim.reports import PeerProgress, Report, ReportSchema, read_reports
+from trahiv_cli.optim.majority import Doubts, Fork, Standing
+from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.records import disbelieve
 
 DHT_TIMEOUT_S = 5.0
 REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
@@ -43,27 +40,6 @@ three nodes are asked: that is 38 kB/s at most, 6 % of a link of 5 Mbit/s."""
 GUESSED_FROM_S = 1.0
 """If reports are fetched less often than that, their peers count as having trained on since. In smaller
 swarms samples count when they are reported: then a peer that pauses makes no step smaller."""
-
-
-class PacedEvent(threading.Event):
-    """An event whose `wait` returns True at most once in `interval_s()`; what is set meanwhile is kept."""
-
-    def __init__(self, interval_s: Callable[[], float]) -> None:
-        super().__init__()
-        self._interval_s, self._not_before, self._is_hurried = interval_s, 0.0, threading.Event()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the event is set and the interval is over, or for `timeout` seconds."""
-        if not super().wait(timeout):
-            return False
-        self._is_hurried.wait(max(0.0, self._not_before - time.monotonic()))
-        self._is_hurried.clear()
-        self._not_before = time.monotonic() + self._interval_s()
-        return True
-
-    def hurry(self) -> None:
-        """Let the present `wait`, or else the next one, return as soon as the event is set."""
-        self._is_hurried.set()
 
 
 class SwarmTracker(ProgressTracker):
@@ -101,7 +77,7 @@ class SwarmTracker(ProgressTracker):
         dht.add_validators([SchemaValidator(ReportSchema, prefix=prefix)])
         super().__init__(dht, prefix, *args, start=False, **kwargs)
         self._local_public_key = self.dht.place
-        self.should_report_progress = PacedEvent(self._report_every_s)
+        self._is_urgent = threading.Event()  # set: this peer reports without a pause
         if start:
             self.start()
 
@@ -161,7 +137,6 @@ class SwarmTracker(ProgressTracker):
         return Standing(
             own=self.history,
             witnesses=self.others,
-            there=[peer.history for peer in self.others if not peer.is_client],
             mates=[*self.mates, *self._coming],
             holds_on=self.doubts.is_together,
             vouched=self.vouched,
@@ -206,10 +181,10 @@ class SwarmTracker(ProgressTracker):
         begun_at = swarm_time() - samples / self.performance_ema.samples_per_second
         self._begun_at = max(self._begun_at, begun_at)
         self.history, self.vouched, self._way_back = history, None, None
-        self.should_report_progress.hurry()
         self.update_epoch(history.step)
         # Not by `report_local_progress`, which would count them as trained since the last report.
         self.local_progress = self._get_local_progress(history.step, samples)
+        self._report_at_once()
 
     def _get_local_progress(self, local_epoch: int, samples_accumulated: int) -> Report:
         plain = super()._get_local_progress(local_epoch, samples_accumulated)
@@ -310,51 +285,45 @@ class SwarmTracker(ProgressTracker):
             if peer.leases.end <= end and len(peer.leases - covered) <= most:
                 believed += peer.leases.spans
             elif peer.history == self.history:
-                self.doubts.name(peer.peer_id, "it leases more samples, or later ones, than it can train")
+                disbelieve(peer.peer_id, "it leases more samples, or later ones, than it can train")
         return Spans.of(believed)
 
-    # -- the thread that reports and fetches -------------------------------------------------------
+    # -- the threads that report and fetch ---------------------------------------------------------
 
     def run(self) -> None:
-        """Report and fetch until shut down; upstream (progress_tracker.py:189) leaves its event loop open."""
+        """Report news at the pace of reports, and all else in good time before it expires.
 
-        async def report_and_fetch() -> None:
-            await asyncio.gather(self._progress_reporter(), self._progress_fetcher())
-
-        asyncio.run(report_and_fetch())
-        self.shutdown_complete.set()
-
-    async def _progress_reporter(self) -> None:
-        """Report news of this peer at the pace of reports, and all else in good time before it expires.
-
-        Not while it takes over a state: others would wait for it. Upstream (progress_tracker.py:216) falls
-        silent, too, where each batch is a step.
+        Not while this peer takes over a state: others would wait for it. Upstream (progress_tracker.py:216)
+        falls silent, too, where each batch is a step.
         """
+        threading.Thread(target=self._keep_fetching, daemon=True).start()
         while not self.shutdown_triggered.is_set():
-            await asyncio.to_thread(self.should_report_progress.wait, self.metadata_expiration / 2)
+            self.should_report_progress.wait(self.metadata_expiration / 2)
             self.should_report_progress.clear()
+            self._is_urgent.clear()
             told = self.local_progress
             is_there = told.samples_accumulated > 0 or told.epoch >= self.target.step - 1
             if self._is_announced and is_there and not self.shutdown_triggered.is_set():
                 self.announce()
+            self._is_urgent.wait(self._report_every_s())
+        self.shutdown_complete.set()
 
-    async def _progress_fetcher(self) -> None:
+    def _report_at_once(self) -> None:
+        self.should_report_progress.set()
+        self._is_urgent.set()
+
+    def _keep_fetching(self) -> None:
         """Fetch everybody's reports when they are due.
 
         Upstream (progress_tracker.py:264) holds `lock_global_progress`, which a commit takes, while it waits
         for the DHT: 3 to 15 s where nodes are silent.
         """
-        end = asyncio.ensure_future(asyncio.to_thread(self.shutdown_triggered.wait))
-        while not end.done():
-            if (due_in_s := self.global_progress.next_fetch_time - swarm_time()) > 0:
-                await asyncio.wait({end}, timeout=due_in_s)
+        while not self.shutdown_triggered.wait(max(0.0, self.global_progress.next_fetch_time - swarm_time())):
+            if self.global_progress.next_fetch_time > swarm_time():
                 continue  # a refresh meanwhile has put the next one off
-            answer = asyncio.ensure_future(self._look_up())
-            await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
-            if end.done():
-                return
-            async with enter_asynchronously(self.lock_global_progress):
-                self._read(answer.result())
+            found = self._look_up().result()
+            with self.lock_global_progress:
+                self._read(found)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and take this peer's report back; upstream does not wait until that is sent."""
@@ -370,5 +339,4 @@ class SwarmTracker(ProgressTracker):
     def abandon(self) -> None:
         """End without a goodbye: nobody is left to say it through."""
         self.shutdown_triggered.set()
-        self.should_report_progress.set()
-        self.should_report_progress.hurry()
+        self._report_at_once()

@@ -14,14 +14,12 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.averager import ANSWER_S
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
@@ -36,6 +34,7 @@ POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user w
 SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
 ACCUMULATE_AT_MOST = 4  # a peer without a group trains on until it holds so many times `target_batch_size`
 SCHEMA_BYTES = 8
+OVERTAKEN = "the others took this step without this peer"
 
 Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `GroupSeeker.average`
 
@@ -43,8 +42,7 @@ Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `
 class GroupSeeker:
     """Finds a group and averages with it until there is an outcome, or no patience left.
 
-    `when_no_group_is_found` is called in the thread that trains when no group has been found for long; what
-    it raises ends training.
+    `when_no_group_is_found` is called when no group has been found for long; what it raises ends training.
     """
 
     def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
@@ -84,23 +82,20 @@ class GroupSeeker:
         deadline = started + self.patience_s()
         outcome: Outcome | None = None
         reasons: dict[str, None] = {}
-        while True:
+        while outcome is None:
             try:
-                if self._tracker.is_behind:
-                    raise RoundFailed("the others took this step without this peer")
                 outcome = self.try_once(deadline)
-                break
             except RoundFailed as failure:
                 reasons[failure.message] = None
                 if isinstance(vote := failure.__cause__, NotCommitted) and vote.proof:
                     # Others may have committed the average that this peer voted for.
                     self._tracker.vouch(self.position.after(vote.samples, vote.proof))
                 self._say_that_there_is_no_group()
-            if self._company.may_step_alone:
-                return None, self._step_for_followers()
-            if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
-                break
-            time.sleep(POLL_S)  # a round may fail at once, again and again
+                if self._company.may_step_alone:
+                    return None, self._step_for_followers()
+                if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
+                    break
+                time.sleep(POLL_S)  # a round may fail at once, again and again
         traffic = self._parts.gradients.traffic
         attempt = Round(
             samples=outcome.samples if outcome else {},
@@ -119,27 +114,25 @@ class GroupSeeker:
         What was set aside is then unchanged.
         """
         company, alive, tracker = self._company, self._parts.alive, self._tracker
+        if tracker.is_behind:
+            raise RoundFailed(OVERTAKEN)
         patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
         control = self._start_round(company.groupmates, company.quorum, patience)
-        looked_at = refreshed_at = time.monotonic()
+        refreshed_at = time.monotonic()
         try:
             while not is_over(control):
                 if alive.ailment:
                     raise RoundFailed(alive.ailment)
                 if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
-                    # Ends by itself within the longest exchange, and can't be called back.
-                    if time.monotonic() - looked_at > self._limits.allreduce_s + ANSWER_S:
-                        raise RoundFailed("the DHT's process did not say how the round ended")
-                    continue
-                looked_at = time.monotonic()
+                    continue  # it ends by itself within the longest exchange, and can't be called back
                 if alive.must_stop:
                     raise RoundFailed(alive.ailment or "this peer is leaving")
-                if looked_at < refreshed_at + max(REFRESH_S, tracker.fetch_every_s):
+                if time.monotonic() < refreshed_at + max(REFRESH_S, tracker.fetch_every_s):
                     continue
-                refreshed_at = looked_at
+                refreshed_at = time.monotonic()
                 tracker.refresh()
                 if tracker.is_behind:
-                    raise RoundFailed("the others took this step without this peer")
+                    raise RoundFailed(OVERTAKEN)
                 if company.may_step_alone:
                     raise RoundFailed("the others have left")
                 if time.monotonic() >= deadline:
@@ -207,14 +200,13 @@ class GroupSeeker:
         names = ", ".join(map(short_name, sorted(missing)))
         solo_s = self._parts.rules.solo_after_s
         when = "never" if solo_s == float("inf") else f"after {solo_s:.0f} s"
-        warn = partial(
-            self._parts.events.warn,
+        self._parts.events.warn(
             "no-group",
             f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
             "come. This peer trains on and tries again with longer times.",
             f"nothing to do; it steps alone {when} (swarm.solo)",
         )
-        self._parts.notices += [warn, self._when_no_group_is_found]
+        self._when_no_group_is_found()
 
 
 def is_over(control: StepControl | MPFuture[Any]) -> bool:

@@ -67,7 +67,6 @@ class Stepper:
             parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
             self._blocked_s += time.monotonic() - self._blocked_since
             parts.adaptation.begin_batch()
-            self._tell_notices()
 
     def start_batch_over(self) -> None:
         """See `SwarmOptimizer.start_batch_over`."""
@@ -87,10 +86,6 @@ class Stepper:
 
     def _report(self, num_samples: int) -> None:
         self._tracker.report_local_progress(self._position.history.step, num_samples)
-
-    def _tell_notices(self) -> None:
-        while self._parts.notices:
-            self._parts.notices.popleft()()
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply or undo one that is over; wait if training can't go on."""
@@ -124,10 +119,8 @@ class Stepper:
             f"a round for step {step} with {others} other peer(s)", self._seeker.patience_s()
         ):
             while not wait([running], POLL_S).done and not alive.ailment and time.monotonic() < leave_at:
-                self._tell_notices()
                 if alive.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
-        self._tell_notices()
 
     def _settle(self) -> bool:
         """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
@@ -144,31 +137,31 @@ class Stepper:
             logger.debug(f"Round not committed: {self.last_round.reason}")
             position.method.take_back()
             return False
-        self.my_step_samples = self.step_samples = position.method.samples_aside
+        self.my_step_samples, own = position.method.samples_aside, self._tracker.own_id
         brought = parts.work.aside(self.my_step_samples)
-        if outcome is None:
+        if outcome is None:  # a step alone, of which nobody else is to know the past
             position.method.load()
-            group = frozenset({self._tracker.own_id})
-            position.commit(position.after(self.step_samples, secrets.token_bytes(16)), (brought,), None)
-        else:
-            self.step_samples, group = sum(outcome.samples.values()), frozenset(outcome.group)
-            history = position.after(self.step_samples, outcome.proof)
-            self._take_note(outcome, history.step)
-            position.commit(history, outcome.trained, outcome)
+            samples, proof = {own: self.my_step_samples}, secrets.token_bytes(16)
+            outcome = Outcome(samples, (own,), left_out={}, states={}, proof=proof, trained=(brought,))
+        self.step_samples = sum(outcome.samples.values())
+        history = position.after(self.step_samples, outcome.proof)
+        self._take_note(outcome, history.step)
+        position.commit(history, outcome)
         now = time.monotonic()
         if self.last_round is not None:
             blocked_s = self._blocked_s + now - self._blocked_since
             self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
         self._blocked_s, self._blocked_since = 0.0, now
         parts.work.settle(self.my_step_samples, brought)
-        self._tracker.companions = group
-        if parts.equality.is_lost and len(group) > 1:
+        self._tracker.companions = frozenset(outcome.group)
+        if parts.equality.is_lost and len(outcome.group) > 1:
             self._make_equal()
         return True
 
     def _take_note(self, outcome: Outcome, step: int) -> None:
         """Take note of what a committed round says of its members."""
-        self._seeker.note_commit()
+        if len(outcome.group) > 1:
+            self._seeker.note_commit()
         for peer, why in outcome.left_out.items():
             who = "This peer's" if peer == self._tracker.own_id else f"Peer {peer}'s"
             self._parts.events.warn(

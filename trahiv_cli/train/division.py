@@ -59,7 +59,7 @@ class DividedSampler(Divided, Sampler[int]):
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the data with the swarm's other peers."""
-        self.leases = optimizer.divide_data(self.number)
+        self.leases = optimizer.divide_data(Leases, self.number)
 
     def __len__(self) -> int:
         """Samples in all whole batches of the dataset."""
@@ -91,7 +91,7 @@ class DividedStream(Divided, IterableDataset[Any]):
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the shards with the swarm's other peers."""
-        self.leases = optimizer.divide_stream(self.number)
+        self.leases = optimizer.divide_data(ShardLeases, self.number)
 
     def __iter__(self) -> Iterator[Any]:
         """Give the next samples."""

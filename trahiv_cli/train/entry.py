@@ -79,7 +79,7 @@ def enter(
         raise
     step, peers = optimizer.local_epoch, 1 + len(tracker.others)
     events.emit("joined", step=step, peers=peers, source=entry.source, why=entry.why)
-    if step == 0 and not optimizer.gathering.gather(min_peers, wait_s):
+    if step == 0 and not optimizer.catch_up.gather(min_peers, wait_s):
         events.warn(
             "min-peers",
             f"{1 + len(tracker.others)} of {min_peers} peers came in {wait_s:.0f} s; training begins.",
@@ -108,7 +108,7 @@ def enter_swarm(
         if (outer := optimizer.state_averager.outer) is not None:
             newest.load_outer(outer)
         optimizer.enter_step(newest.state.history, newest.state.ledger)
-        optimizer.gathering.wait_for(expected, OTHERS_S)
+        optimizer.catch_up.wait_for(expected, OTHERS_S)
     tracker.refresh()
     if own and not tracker.is_behind:
         others = len(tracker.others)

@@ -200,7 +200,7 @@ class SwarmTrainerMixin(_Host):
                 result = super().train(**kwargs)
                 optimizer = self.swarm_optimizer
                 if optimizer is not None and optimizer.local_epoch >= optimizer.max_steps:
-                    optimizer.gathering.wait_for_stragglers(STRAGGLERS_S)
+                    optimizer.catch_up.wait_for_stragglers(STRAGGLERS_S)
                 if optimizer is not None and self._leaving():
                     self.swarm_callback.save_checkpoint()
                     path = self.swarm_callback.checkpoints.finish()

@@ -1,7 +1,6 @@
 """A peer goes through rounds that it missed; else it asks others for the state, and whether to believe it."""
 
 import concurrent.futures
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +8,7 @@ import pytest
 from tests.kit.stepping import Positions, Tracker, after, commits, of_one_weight, report
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import catch_up as catching_up
-from trahiv_cli.optim.catch_up import BELIEVED_S, SAID_S, CatchUp, Gathering
-from trahiv_cli.optim.doubts import Doubts
+from trahiv_cli.optim.catch_up import BELIEVED_S, MAX_DONORS, SAID_S
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.reports import PeerProgress
 
@@ -79,14 +77,13 @@ def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
 def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch):
     monkeypatch.setattr(catching_up, "REFRESH_S", 0.01)
     peer, _ = of_one_weight(Tracker([report("QmB", History())]))
-    gathering = Gathering(peer.parts)
-    assert gathering.gather(2, 10.0) and not gathering.gather(3, 0.05)
-    [said] = [event for event in peer.told if "1 more peer(s)" in event.get("what", "")]
-    assert said["what"] == "1 more peer(s): 2 of 3 are here (this one, ...QmB)"
-    gathering.wait_for(["QmB"], 60.0)
-    gathering.wait_for_stragglers(60.0)
+    waits = peer.catch_up
+    assert waits.gather(2, 10.0) and not waits.gather(3, 0.05)
+    assert [event["what"] for event in peer.told] == ["3 peers to be there (there are 2)"]
+    waits.wait_for(["QmB"], 60.0)
+    waits.wait_for_stragglers(60.0)
     peer.leaves = True
-    gathering.wait_for(["QmC"], 60.0)
+    waits.wait_for(["QmC"], 60.0)
 
 
 # -- the state ------------------------------------------------------------------------------------
@@ -109,27 +106,24 @@ def passing(monkeypatch, clock):
     return clock
 
 
-class Joiner:
+class Reports(Tracker):
+    """Of others, of which most went to `FURTHER`."""
+
+    target, standing, fetch_every_s = FURTHER, None, 0.3
+
+
+def joiner(*tries, others):
     """A peer at step 2 that seeks a state; its averager does what `tries` say, one after the other."""
+    peer, _ = of_one_weight(Reports(others))
+    peer.position.enter(History(2, 20, bytes(16)))
+    left, peer.donors = list(tries), []
 
-    def __init__(self, tries, *others, told=lambda *what, **fields: None):
-        self.asked, self._tries = [], tries
-        self.state = SimpleNamespace(load_state_from_peers=self._load)
-        self.tracker = SimpleNamespace(others=others, target=FURTHER, is_behind=False, fetch_every_s=0.3)
-        self.tracker.doubts, self.tracker.refresh = Doubts(), lambda: None
-        parts = SimpleNamespace(
-            tracker=self.tracker,
-            state=self.state,
-            alive=SimpleNamespace(require=lambda: None, should_leave=lambda: False, must_stop=False),
-            limits=SimpleNamespace(load_state_s=60.0),
-            events=SimpleNamespace(waiting=lambda what, until_s: nullcontext(told)),
-        )
-        position = SimpleNamespace(history=History(2, 20, bytes(16)), adopt=lambda: None)
-        self.load = CatchUp(parts, position, None).load
+    def load(*, donors, report, **_):
+        peer.donors.append(donors)
+        return (left.pop(0) if len(left) > 1 else left[0])(report)
 
-    def _load(self, *, donors, rank, lowest, silence_s, report):
-        self.asked.append(donors)
-        return self._tries[min(len(self.asked), len(self._tries)) - 1](report)
+    peer.state.load_state_from_peers = load
+    return peer
 
 
 def broken(report):
@@ -144,38 +138,33 @@ def there(report):
 
 def test_the_furthest_are_asked_first_and_none_who_can_not_help():
     others = *peers(["old"], OLD), *peers("A", AHEAD), *peers(["QmN"], FURTHER, True), *peers("BCD", FURTHER)
-    firsts = set()
+    peer = joiner(there, others=others)
     for _ in range(60):
-        joiner = Joiner([there], *others)
-        assert joiner.load() is True
-        [donors] = joiner.asked
-        assert set(donors[:3]) == set("BCD") and donors[3:] == ["A"]
-        firsts.add(donors[0])
-    assert firsts == set("BCD"), "not all joiners ask the same one"
+        peer.position.enter(History(2, 20, bytes(16)))
+        assert peer.catch_up.load()
+    assert all(set(donors[:3]) == set("BCD") and donors[3:] == ["A"] for donors in peer.donors)
+    assert {donors[0] for donors in peer.donors} == set("BCD"), "not all joiners ask the same one"
 
 
 @pytest.mark.parametrize("fails", [lambda report: False, broken], ids=["nobody gives it", "it is of no use"])
 def test_it_gives_up_when_nothing_of_use_came_for_too_long(passing, fails):
     with pytest.raises(RoundFailed, match="came for 60 s") as failed:
-        Joiner([fails], *peers("A", AHEAD)).load()
+        joiner(fails, others=peers("A", AHEAD)).catch_up.load()
     assert 50 <= passing.now <= 61 and "load_state_timeout" in failed.value.hint
 
 
 def test_a_download_that_goes_on_is_not_given_up_and_how_far_it_is_is_told(passing):
-    news = []
-
     def a_part(report):
         passing.now += 50
         report(1, 10, 1)
         return False
 
-    def tell(*what, **fields):
-        news.append((*what, fields))
-
-    assert Joiner([a_part] * 5 + [there], *peers("A", AHEAD), told=tell).load() is True and passing.now > 250
-    what = "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
+    peer = joiner(*[a_part] * 5, there, others=peers("A", AHEAD))
+    assert peer.catch_up.load() and passing.now > 250
+    told = [event for event in peer.told if event["event"] == "download"][-1]
+    assert told["what"] == "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
     fields = {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}
-    assert news[-1] == ("download", what, 60.0, fields)
+    assert {name: told[name] for name in fields} == fields
 
 
 # -- whether what came is believed ----------------------------------------------------------------
@@ -214,24 +203,27 @@ def test_a_state_is_believed_when_others_say_that_it_is_theirs(
     said, left = [], [standings[0], *standings]
 
     def give(report):
-        said.append(joiner.state.is_believed(state, common, "D"))
+        said.append(peer.state.is_believed(state, common, "D"))
         return True
 
     def refresh():  # each time that others are asked, they may stand otherwise
-        if len(left) > 1:
-            left.pop(0)
-        joiner.tracker.standing = left[0]
+        peer.tracker.standing = left.pop(0) if len(left) > 1 else left[0]
 
-    joiner = Joiner([give], *peers("D", FURTHER))
-    joiner.tracker.target, joiner.tracker.refresh = AHEAD, refresh
-    joiner.load()
+    peer = joiner(give, others=peers("D", FURTHER))
+    peer.tracker.target, peer.tracker.refresh = AHEAD, refresh
+    peer.catch_up.load()
     assert said == [is_believed] and low <= passing.now <= high
 
 
-def test_where_others_hold_something_else_who_gave_it_is_asked_last(passing):
+def test_where_others_hold_something_else_who_gave_it_is_asked_last_and_not_many_are_asked(passing):
     def not_theirs(report):
-        joiner.tracker.standing = DIFFERENT
-        return joiner.state.is_believed(FURTHER, b"digest", "D")
+        return peer.state.is_believed(FURTHER, b"digest", peer.donors[-1][0])
 
-    joiner = Joiner([not_theirs, there], *peers("D", FURTHER), *peers("A", AHEAD))
-    assert joiner.load() and joiner.asked == [["D", "A"], ["A", "D"]]
+    peer = joiner(not_theirs, there, others=[*peers("D", FURTHER), *peers("A", AHEAD)])
+    peer.tracker.standing = DIFFERENT
+    assert peer.catch_up.load() and peer.donors == [["D", "A"], ["A", "D"]]
+    peer = joiner(not_theirs, others=peers("ABCDEF", FURTHER))
+    peer.tracker.standing = DIFFERENT
+    with pytest.raises(RoundFailed, match="4 peers gave states that others do not hold"):
+        peer.catch_up.load()
+    assert len({donors[0] for donors in peer.donors}) == len(peer.donors) == MAX_DONORS

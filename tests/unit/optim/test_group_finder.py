@@ -30,8 +30,15 @@ def _seconds_are_those_of_the_loop(monkeypatch):
         monkeypatch.setattr(module, "time", clock)
 
 
-class Servicer(group_finder.GroupFinder, ServicerBase):
-    """A finder that others call without an averager between."""
+class Peer(group_finder.GroupFinder, ServicerBase):
+    """One peer of a test, whom others call without an averager between."""
+
+    def __init__(self, p2p, name, patience_s, is_client):
+        self.id, self.wanted, self.is_client = id_of(name), 2, is_client
+        dht = SimpleNamespace(peer_id=self.id, signing_key=key_of(name))
+        more = {"client_mode": is_client, "request_timeout": min(LIMIT_S, patience_s)}
+        more |= {"servicer_type": Peer, "prefix": "test", "min_matchmaking_time": patience_s}
+        super().__init__(p2p, b"schema", dht, **more)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -39,46 +46,31 @@ class Servicer(group_finder.GroupFinder, ServicerBase):
         async for answer in super().rpc_join_group(request, context):
             yield answer
 
-
-class Peer:
-    """One peer of a test: its finder, and how it looks for a group."""
-
-    def __init__(self, network, name, patience_s, is_client):
-        self.id, self.quorum, self.is_client = id_of(name), 2, is_client
-        self.p2p = network.p2p_of(self.id)
-        self.finder = Servicer(
-            self.p2p,
-            b"schema",
-            SimpleNamespace(peer_id=self.id, signing_key=key_of(name)),
-            servicer_type=Servicer,
-            prefix="test",
-            client_mode=is_client,
-            min_matchmaking_time=patience_s,
-            request_timeout=min(LIMIT_S, patience_s),
-        )
-
-    def expect(self, others, *, quorum=2, suffix=b""):
+    def know(self, others, *, quorum=2, suffix=b""):
         """Know of `others` and want a group of `quorum`."""
-        self.quorum = quorum
+        self.wanted = quorum
         ids = [other.id for other in others if other is not self]
-        self.finder.expect(ids, [other.id for other in others if other.is_client], quorum, suffix)
+        self.expect(ids, [other.id for other in others if other.is_client], quorum, suffix)
 
     def look(self, limit_s=LIMIT_S):
         """Look for a group in the background."""
-        claim = Claim(state=self.id.to_bytes()[:8], quorum=self.quorum)
+        claim = Claim(state=self.id.to_bytes()[:8], quorum=self.wanted)
         control = SimpleNamespace(deadline=get_dht_time() + limit_s, data_for_gather=claim.to_bytes())
-        return asyncio.create_task(self.finder.look_for_group(control))
+        return asyncio.create_task(self.look_for_group(control))
 
 
 async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
     """Peers in the order in which they would lead, all knowing each other."""
     network = Network()
-    peers = [Peer(network, f"peer {number}", patience_s, number in clients) for number in range(count)]
+    peers = []
+    for number in range(count):
+        p2p = network.p2p_of(id_of(f"peer {number}"))
+        peers.append(Peer(p2p, f"peer {number}", patience_s, number in clients))
+        if number not in clients:  # or nobody could call it
+            await peers[-1].add_p2p_handlers(p2p, namespace="test")
     peers.sort(key=lambda peer: hashlib.sha256(b"schema" + peer.id.to_bytes()).digest())
     for peer in peers:
-        if not peer.is_client:  # or nobody could call it
-            await peer.finder.add_p2p_handlers(peer.p2p, namespace="test")
-        peer.expect(peers, quorum=quorum)
+        peer.know(peers, quorum=quorum)
     return peers
 
 
@@ -114,9 +106,9 @@ async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
     assert len({(group.group_id, group.peer_ids, group.gathered) for group in groups}) == 1
     assert groups[0].peer_ids[0] == peers[0].id  # the first in order leads
     for peer, said in zip(groups[0].peer_ids, groups[0].gathered, strict=True):
-        assert peers[0].finder.claim_of(peer, said).state == peer.to_bytes()[:8]
+        assert peers[0].claim_of(peer, said).state == peer.to_bytes()[:8]
     for peer in peers:
-        peer.expect(peers, suffix=b"next")
+        peer.know(peers, suffix=b"next")
     await require(peers, *look(peers))
 
 
@@ -148,7 +140,7 @@ async def test_a_leader_that_comes_late_is_waited_for(patience_s, late_s, soon_s
 async def test_peers_whose_views_differ_come_together(patience_s, quorum, views):
     peers = await swarm(len(views), patience_s)
     for peer, known in zip(peers, views, strict=True):
-        peer.expect([peers[int(place)] for place in known], quorum=quorum)
+        peer.know([peers[int(place)] for place in known], quorum=quorum)
     await require(peers, *look(peers))
 
 
@@ -163,7 +155,7 @@ async def test_one_that_left_while_others_looked_is_in_no_group(ended):
         await asyncio.sleep(0)
     left = [peer for peer in peers if peer is not peers[ended]]
     for peer in peers:
-        peer.expect(left)
+        peer.know(left)
     await require(left, *searches.values(), *(peer.look() for peer in left if peer not in searches))
 
 
@@ -172,7 +164,7 @@ async def test_one_that_left_while_others_looked_is_in_no_group(ended):
 async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
     peers = await swarm(3)
     for peer in peers[:2]:
-        peer.finder.blame.suspect(peers[2].id)
+        peer.blame.suspect(peers[2].id)
     searches = look(peers[2:]) if comes else []
     if comes:
         await asyncio.sleep(TINY_S / 2)  # until they wait at the door
@@ -188,7 +180,7 @@ async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
 async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(patience_s, wants, clients):
     peers = await swarm(3 - bool(clients), patience_s, clients=clients)
     for peer, quorum in zip(peers, wants, strict=False):
-        peer.expect(peers, quorum=quorum)
+        peer.know(peers, quorum=quorum)
     await require(None, *look(peers[:2], SHORT_S))
 
 
@@ -196,7 +188,7 @@ async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(pat
 async def test_peers_at_different_steps_never_meet():
     peers = await swarm(4, SHORT_S)
     for peer, step in zip(peers, (b"1", b"2", b"1", b"3"), strict=True):
-        peer.expect(peers, suffix=step)
+        peer.know(peers, suffix=step)
     one, alone, other, gone = look(peers, 8 * SHORT_S)
     await require(peers[:3:2], one, other)
     await require(None, alone, gone)
@@ -210,7 +202,7 @@ async def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
     stale = peers[place].look()
     await asyncio.sleep(SHORT_S)
     for peer in peers:
-        peer.expect(peers, suffix=b"next")
+        peer.know(peers, suffix=b"next")
     await require(None, stale)
     await require(peers, *look(peers))
 
@@ -219,7 +211,7 @@ async def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
 async def test_a_search_ends_at_its_deadline_and_one_for_a_round_alone_at_once_and_clients_are_led():
     peers = await swarm(3, clients=(0, 1))
     await require(None, peers[0].look(0.0), peers[1].look(TINY_S))
-    peers[0].expect((), quorum=1)
+    peers[0].know((), quorum=1)
     await require(peers[:1], peers[0].look(0.0))
-    peers[0].expect(peers)
+    peers[0].know(peers)
     await require(peers, *look(peers))

@@ -1,4 +1,4 @@
-"""Sets of positions against Python's own sets, and what a run has trained of its data."""
+"""What a run has committed, and trained of its data; sets of positions against Python's own sets."""
 
 from __future__ import annotations
 
@@ -6,9 +6,39 @@ import random
 
 import pytest
 
+from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import MAX_POSITION, MAX_SPANS, SHARD, Ledger, Spans
 
 ALL = (0, MAX_POSITION)
+START, DIGEST = History(), bytes(DIGEST_BYTES)
+
+
+def past(*proofs, samples=8, steps=1):
+    history = START
+    for proof in proofs:
+        history = history.extend(samples=samples, proof=proof, steps=steps)
+    return history
+
+
+def test_equal_pasts_are_equal_and_arrive_and_others_differ_for_ever():
+    history = past(b"p").extend(samples=5, proof=b"q", steps=3)
+    assert (history.step, history.samples, len(history.digest)) == (4, 13, DIGEST_BYTES)
+    assert History.from_wire(past(b"p", b"q").to_wire()) == past(b"p", b"q")
+    pasts = [past(*proofs) for proofs in ([b"p", b"q"], [b"q", b"p"], [b"p", b"r"], [b"r", b"q"], [b"pq"])]
+    pasts += [past(b"p"), past(b"p", samples=9), past(b"p", steps=2)]
+    for _ in range(20):
+        assert len({one.digest for one in pasts}) == len(pasts)
+        pasts = [one.extend(samples=8, proof=b"same") for one in pasts]
+
+
+def test_rank_grows_along_a_history_and_with_samples_rather_than_steps():
+    cut = past(b"p")
+    small = cut.extend(samples=30, proof=b"s").extend(samples=30, proof=b"s")
+    assert START.rank < cut.rank < small.rank < cut.extend(samples=100, proof=b"l").rank
+    assert past(b"q").rank != cut.rank, "equal samples are ordered alike by everybody"
+
+
+# -- what was trained -----------------------------------------------------------------------------
 
 
 def some(seed, bound=40):
@@ -36,23 +66,28 @@ def test_spans_are_sets(seed):
     assert gaps[-1][1] == MAX_POSITION
 
 
-@pytest.mark.parametrize(
-    "data",
-    [None, 3, "0 1", {}, [0], [1, 1], [2, 1], [0, 2, 1, 3], [0, 1, 1, 2], [-1, 1], [0, MAX_POSITION + 1]]
-    + [[0.0, 1.0], [True, 2], [None, 1], list(range(2 * MAX_SPANS + 2))],
+NO_SPANS = [None, 3, "0 1", {}, [0], [1, 1], [2, 1], [0, 2, 1, 3], [0, 1, 1, 2], [-1, 1]]
+NO_SPANS += [[0, MAX_POSITION + 1], [0.0, 1.0], [True, 2], [None, 1], list(range(2 * MAX_SPANS + 2))]
+NO_LEDGERS = (
+    None,
+    [],
+    [[0, 1]],
+    [[0, 1], -1],
+    [[0, 1], "0"],
+    [[0, 1], 0, 0],
+    *([data, 0] for data in NO_SPANS),
 )
-def test_what_is_no_spans_is_refused_also_in_a_ledger(data):
-    for read in (Spans.from_wire, lambda data: Ledger.from_wire([data, 0])):
-        with pytest.raises(ValueError, match="spans of positions"):
-            read(data)
+NO_HISTORIES = [1, 8], [-1, 8, DIGEST], [1, -8, DIGEST], [1.0, 8, DIGEST], [1, 8, DIGEST + b"x"]
+NO_HISTORIES += [1, 8, "0" * DIGEST_BYTES], [1, 8, DIGEST, 0]
 
 
-def test_a_ledger_travels_and_what_is_none_is_refused():
-    ledger = Ledger(Spans.of([(0, 9), (10, 15)]), duplicates=3)
-    assert Ledger.from_wire(ledger.to_wire()) == ledger
-    for data in (None, [], [[0, 1]], [[0, 1], -1], [[0, 1], "0"], [[0, 1], 0, 0]):
-        with pytest.raises(ValueError, match="not a ledger"):
-            Ledger.from_wire(data)
+@pytest.mark.parametrize(
+    ("kind", "refused"), [(Spans, NO_SPANS), (Ledger, NO_LEDGERS), (History, NO_HISTORIES)]
+)
+def test_what_is_none_is_refused(kind, refused):
+    for data in refused:
+        with pytest.raises(ValueError, match="not|overlap"):
+            kind.from_wire(data)
 
 
 def test_positions_of_a_committed_round_are_covered_once_in_any_order():
@@ -61,7 +96,7 @@ def test_positions_of_a_committed_round_are_covered_once_in_any_order():
         assert Ledger().extend(order) == Ledger(Spans.of([(0, 13)]), duplicates=3)
     ledger = Ledger(Spans.of([(0, 20)]), duplicates=1)
     ledger = ledger.extend([Spans.of([(15, 25)]), Spans.of([(24, 26)]), Spans()])
-    assert ledger == Ledger(Spans.of([(0, 26)]), duplicates=7)
+    assert ledger == Ledger(Spans.of([(0, 26)]), duplicates=7) == Ledger.from_wire(ledger.to_wire())
     assert ledger.passes(10) == (2, 6) and ledger.extend([Spans.of([(28, 30)])]).passes(10) == (2, 8)
 
 

@@ -1,13 +1,18 @@
-"""Whose word counts when a state is reported, offered, or was downloaded."""
+"""Whose word counts when samples or a state are reported, offered, or were downloaded."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
+from tests.kit.stepping import reported
+from trahiv_cli.optim import majority
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.majority import FORK_S, ROUNDS_TOLD, STATES_TOLD, Fork, Past, Standing, Way, went_by
+from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork, Standing
+from trahiv_cli.optim.reports import ROUNDS_TOLD, STATES_TOLD, Past
+from trahiv_cli.swarm.records import disbelieve
 
 START = History()
+APART_S, FAILING_S, PASSED_OVER_S = majority.APART_S, majority.FAILING_S, majority.PASSED_OVER_S
 
 
 def line(length, branch=b"", after=(START,), samples=10):
@@ -17,12 +22,6 @@ def line(length, branch=b"", after=(START,), samples=10):
         proof = b"%d" % number + branch
         histories.append(histories[-1].extend(samples=samples, proof=proof))
     return histories
-
-
-@dataclass(frozen=True)
-class Peer:
-    history: History
-    way: Way
 
 
 def past_of(*histories, states=()):
@@ -37,13 +36,12 @@ def past_of(*histories, states=()):
 
 def peer(*histories, states=(), vouched=None):
     """One that came through these, said what was held at some of them, and voted for one more round."""
-    return Peer(histories[-1], Way.from_wire(**past_of(*histories, states=states).to_wire(vouched)))
+    return reported("Qm", histories[-1], **past_of(*histories, states=states).to_wire(vouched))
 
 
 def standing(own, *witnesses, **more):
-    there = [witness.history for witness in witnesses]
     mates = [witness for witness in witnesses if witness.history == own]
-    return Standing(**{"own": own, "witnesses": witnesses, "there": there, "mates": mates} | more)
+    return Standing(**{"own": own, "witnesses": witnesses, "mates": mates} | more)
 
 
 MAIN = line(6)
@@ -62,20 +60,19 @@ def at(length, count=1):
 
 def test_a_peer_went_by_the_states_that_it_tells_as_far_as_they_fit_and_by_no_others():
     [told] = at(7)
-    assert all(went_by(told, history) is True for history in MAIN)
-    assert all(went_by(told, history) is False for history in OTHER[3:])
-    assert went_by(told, LIE) is None, "it may come there"
-    assert went_by(peer(*MAIN[4:]), MAIN[2]) is None, "it came later"
-    silent = Peer(MAIN[3], Way())
-    assert [went_by(silent, one) for one in (MAIN[3], OTHER[3], MAIN[2])] == [True, False, None]
+    assert all(told.went_by(history) is True for history in MAIN)
+    assert all(told.went_by(history) is False for history in OTHER[3:])
+    assert told.went_by(LIE) is None, "it may come there"
+    assert peer(*MAIN[4:]).went_by(MAIN[2]) is None, "it came later"
+    silent = reported("Qm", MAIN[3])
+    assert [silent.went_by(one) for one in (MAIN[3], OTHER[3], MAIN[2])] == [True, False, None]
     far = line(ROUNDS_TOLD + 9)
     told = peer(*far, states=[(far[1], b"before.."), (far[1], b"after...")])
-    assert len(told.way.rounds) == ROUNDS_TOLD and {state[2] for state in told.way.states} == {b"after..."}
-    assert went_by(told, far[-ROUNDS_TOLD]) is True and went_by(told, far[3]) is None
-    assert went_by(told, far[1]) is True, "it gave that state, though it is long ago"
-    for rounds, states in ((b"1", b""), (b"", b"12345"), (b"x" * 13, b"")):
-        with pytest.raises(ValueError, match="way"):
-            Way.from_wire(rounds, states)
+    assert len(told.rounds) == ROUNDS_TOLD and {state[2] for state in told.states} == {b"after..."}
+    assert told.went_by(far[-ROUNDS_TOLD]) is True and told.went_by(far[3]) is None
+    assert told.went_by(far[1]) is True, "it gave that state, though it is long ago"
+    for nonsense in ({"rounds": b"1"}, {"states": b"12345"}, {"rounds": b"x" * 13, "states": b""}):
+        assert reported("Qm", MAIN[3], **nonsense) == reported("Qm", MAIN[3]), "it keeps nobody from training"
 
 
 def test_what_a_joiner_fetches_is_told_for_longer_than_what_rounds_hold():
@@ -84,11 +81,14 @@ def test_what_a_joiner_fetches_is_told_for_longer_than_what_rounds_hold():
     past.attest(far[0], b"held at 0", is_given=True)
     for history in far[1:]:
         past.attest(history, b"digest of this one")
-    told = Way.from_wire(**past.to_wire()).states
-    assert {step for step, *_ in told} == {0, *range(2 * STATES_TOLD + 2, 3 * STATES_TOLD + 1)}
+    told = reported("Qm", far[-1], **past.to_wire()).states
+    assert {step for step, *_ in told} == {
+        0,
+        *range(2 * STATES_TOLD + 2, 3 * STATES_TOLD + 1),
+    }
     for history in far:  # those that were given make room for later ones
         past.attest(history, b"12345678", is_given=True)
-    told = Way.from_wire(**past.to_wire()).states
+    told = reported("Qm", far[-1], **past.to_wire()).states
     assert len(told) == STATES_TOLD and max(step for step, *_ in told) == 3 * STATES_TOLD
 
 
@@ -135,8 +135,8 @@ def test_who_came_later_abstains_and_one_that_stays_behind_keeps_newcomers_from_
 def test_nobody_went_by_a_history_of_other_samples():
     """The digest of a history says how many are behind it, and nobody can tell by looking at it."""
     honest, made_up = at(7, 3), replace(MAIN[-1], samples=2**31)
-    liar = Peer(made_up, honest[0].way)
-    assert went_by(honest[0], made_up) is False
+    liar = replace(honest[0], history=made_up)
+    assert honest[0].went_by(made_up) is False
     for own in (START, MAIN[-1]):
         assert standing(own, *honest, liar, holds_on=own is not START).target == MAIN[-1]
         assert not standing(own, *honest, liar).believes(made_up)
@@ -185,3 +185,103 @@ def test_who_is_fewer_comes_back(clock, which):
     for clock.now, others in looks:
         seen.append(fork.look(standing(own, *others), past))
     assert seen == [None] * (len(looks) - 1) + [goes_to]
+
+
+# -- what is believed of a report -----------------------------------------------------------------
+
+TARGET, ANY = 100, 10**9
+
+
+@pytest.fixture
+def newcomer(clock):
+    clock.now = 1000.0
+    return Doubts(clock)
+
+
+@pytest.fixture
+def established(clock, newcomer):
+    """One that has committed ten rounds with B, one in ten seconds, and stands at step 10."""
+    return commit(newcomer, clock, *range(1, 11))
+
+
+def commit(doubts, clock, *steps, interval_s=10.0):
+    for step in steps:
+        clock.now += interval_s
+        doubts.commit(step, {"A": 60, "B": 40}, TARGET)
+    return doubts
+
+
+def is_far(doubts, step, *others, own=10, steps_a_round=1):
+    steps = {"M": step} | {f"peer {number}": other for number, other in enumerate(others)}
+    return "M" in doubts.unbelieved(steps, own, steps_a_round)
+
+
+def test_a_step_further_than_the_swarm_can_be_is_not_believed(established, clock):
+    for others in ((), (10,), (10, 10, 11)):
+        assert not any(is_far(established, step, *others) for step in (0, 9, 10, 11, 12))
+        assert all(is_far(established, step, *others) for step in (50, 1000, 10**6, 2**31))
+    assert is_far(established, ANY, ANY, 10, 10) and not is_far(established, ANY, ANY), "most are believed"
+    assert is_far(established, 100) and not is_far(established, 100, steps_a_round=50), "rounds may be longer"
+    assert is_far(established, 3000)
+    clock.now += 8 * 3600.0
+    assert not is_far(established, 3000), "the others were away for long"
+
+
+def test_who_was_in_no_round_with_others_yet_believes_those_who_are_there(newcomer, clock):
+    newcomer.commit(1, {"A": 100}, TARGET)
+    newcomer.commit(2, {"A": 100, "M": 0}, TARGET)
+    assert not is_far(newcomer, ANY, own=2) and not is_far(newcomer, ANY, 500, own=2)
+    assert not is_far(newcomer, 500 + majority.NEWCOMERS_STEPS, 500, 500, own=2)
+    assert is_far(newcomer, ANY, 500, 500, own=2)
+    assert newcomer.believed_samples("B", ANY, TARGET) == ANY and not newcomer.is_together
+    assert not is_far(commit(newcomer, clock, 3), 100, own=3), "one round says nothing of the pace"
+
+
+def test_samples_count_as_far_as_a_peer_has_brought_as_many(established, monkeypatch):
+    def believed(peer, *reported, target=TARGET):
+        return [established.believed_samples(peer, one, target) for one in reported]
+
+    assert believed("B", 0, 40, 160, 161, ANY) == [0, 40, 160, CREDIT_MARGIN * 40, CREDIT_MARGIN * 40]
+    assert believed("M", 7, ANY) == [7, TARGET - 1], "it can't reach a step alone"
+    established.commit(11, {"A": 60, "B": 0, "C": 40, "M": 0}, TARGET)
+    assert believed("B", ANY) == [CREDIT_MARGIN * 20] and believed("M", 50) == [0]
+    established.commit(12, {"A": 60, "B": 40, "M": 30}, TARGET)
+    assert believed("M", 50) == [50]
+    for steps in (50, 1, 250, 1):  # rounds of other lengths gain a liar nothing
+        assert believed("B", ANY, target=steps * TARGET) == [CREDIT_MARGIN * 40 * steps]
+        established.commit(13, {"A": 60 * steps, "B": 40 * steps}, steps * TARGET)
+    monkeypatch.setattr(majority, "MOST_REMEMBERED", 5)
+    established.commit(14, dict.fromkeys("abcdefgh", 1), TARGET)
+    assert believed("c", 9) == [9] and believed("d", 9) == [CREDIT_MARGIN], "what is remembered is bounded"
+
+
+def fail_for(doubts, clock, seconds, peer, others):
+    """Have a peer give no state for so long; say whether it is passed over then."""
+    for _ in range(int(seconds) + 1):
+        doubts.gave_nothing([peer], others)
+        clock.now += 1.0
+    return peer in doubts.unbelieved({peer: 0, "B": 0}, 0, 1)
+
+
+def test_who_gives_no_state_is_passed_over_for_a_while_if_the_others_are_more(established, clock, caplog):
+    disbelieve.cache_clear()
+    assert not fail_for(established, clock, FAILING_S - 2, "M", "MBC"), "it may have been started anew"
+    assert fail_for(established, clock, 3, "M", "MBC")
+    clock.now += PASSED_OVER_S
+    assert established.unbelieved({"M": 0}, 0, 1) == []
+    fail_for(established, clock, 2 * FAILING_S, "M", "MBC")
+    assert not fail_for(established, clock, 10 * FAILING_S, "C", "C"), "the only other"
+    assert not fail_for(Doubts(clock), clock, 2 * FAILING_S, "M", "MB"), "the others are not more"
+    assert fail_for(established, clock, 2 * FAILING_S, "M", "MB"), "it was in rounds with B"
+    assert caplog.messages == ["Peer M is not believed: it gives nobody the state that it reports."], "once"
+
+
+@pytest.mark.parametrize(("interval_s", "holds_s"), [(10.0, APART_S), (APART_S, 8 * APART_S)])
+def test_a_peer_holds_to_its_state_for_a_while(newcomer, clock, interval_s, holds_s):
+    commit(newcomer, clock, 1, 2, interval_s=interval_s)
+    clock.now += holds_s - 1
+    assert newcomer.is_together
+    clock.now += 1
+    assert not newcomer.is_together
+    newcomer.join()
+    assert newcomer.is_together, "what it took over"

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections import deque
+from functools import partial
 
 import bitsandbytes
 import pytest
@@ -23,21 +23,15 @@ from tests.kit.stepping import (
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import seeker as seeking
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
-from trahiv_cli.optim.doubts import CREDIT_MARGIN
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import MAX_POSITION, Ledger, Spans
+from trahiv_cli.optim.majority import CREDIT_MARGIN
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.state import common_digest
 
 torch.set_num_threads(1)
-
-INNER = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
-    "adamw_8bit": lambda p: bitsandbytes.optim.AdamW8bit(p, lr=0.01, weight_decay=0.1),
-    "lion_32bit": lambda p: bitsandbytes.optim.Lion(p, lr=0.01, weight_decay=0.1),
-}
 
 ENOUGH = seeking.ACCUMULATE_AT_MOST * LIMITS.target_batch_size
 """Samples with which a peer trains no further without a group."""
@@ -52,13 +46,13 @@ def divided(*args, **kwargs):
     return peer, weight, Positions(peer)
 
 
-@pytest.mark.parametrize("name", INNER)
-def test_a_step_where_the_weights_are_is_the_step_of_an_offloaded_copy(name):
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion])
+def test_a_step_where_the_weights_are_is_the_step_of_an_offloaded_copy(cls):
     def trained(offload):
         """Take steps alone, of two lent batches each."""
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7,))]
-        peer, norms = Peer(weights, INNER[name], offload=offload), []
+        peer, norms = Peer(weights, partial(cls, lr=0.01, weight_decay=0.1), offload=offload), []
         for step in range(1, 4):
             for _ in range(2):
                 assert peer.gradients.expect_batch(4, 4, lend=True) == 1.0
@@ -137,18 +131,6 @@ def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_th
     assert peer.state.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(range(10))
 
 
-def test_a_peer_that_holds_enough_trains_no_further_until_there_is_a_group():
-    def fail_and_leave_at_last(averager):
-        peer.leaves = len(averager.claims) == 5
-        return fails(averager)
-
-    peer, _ = of_one_weight(with_b(), fail_and_leave_at_last, averaging_s=0.0)
-    peer.train()
-    assert len(peer.gradients.claims) == 1
-    peer.train(samples=ENOUGH)
-    assert len(peer.gradients.claims) == 5 and peer.history.step == 0
-
-
 def test_who_was_left_out_is_named_to_a_person():
     left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
     peer, _ = of_one_weight(with_b(), commits(left_out=left_out, samples={"QmC": 3}))
@@ -201,15 +183,14 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
     peer.train(samples=ENOUGH)
     said = [event for event in peer.told if event["event"] == "warning"]
     assert len(said) == len(peer.asked_for_help) >= 2 and time.monotonic() - began >= 0.4
+    assert peer.history.step == 0 and len(peer.gradients.claims) > 2, "it trains no further without a group"
     assert said[0]["code"] == "no-group" and "step 1" in said[0]["message"]
     assert said[0]["hint"].endswith(f"{words} (swarm.solo)")
     assert "...23456B, ...23456C can't be reached" in said[0]["message"]
 
 
-@pytest.mark.parametrize(
-    ("states", "every", "asked_at"),
-    [("xxy", 1, []), ("xxx", 1, []), ("yxx", 1, [1]), ("yxx", 2, [2])],
-    ids=["most hold mine", "all do", "most hold theirs", "at the step that is for it"],
+@pytest.mark.parametrize(  # what this one, B and C hold
+    ("states", "every", "asked_at"), [("xxy", 1, []), ("xxx", 1, []), ("yxx", 1, [1]), ("yxx", 2, [2])]
 )
 def test_the_weights_that_most_hold_are_adopted(states, every, asked_at, monkeypatch):
     held = dict(zip(("QmMe", "QmB", "QmC"), (state.encode() for state in states), strict=True))
@@ -244,38 +225,24 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
 LIMIT_S = 10.0
 
 
-class Gate:
-    """Rounds that end one by one, each when it is let through."""
-
-    def __init__(self, *ends):
-        self._ends, self._passes, self._over = deque(ends), threading.Semaphore(0), threading.Semaphore(0)
-
-    def __call__(self, averager):
-        self._passes.acquire(timeout=LIMIT_S)
-        try:
-            return self._ends.popleft()(averager)
-        finally:
-            self._over.release()
-
-    def let_through(self):
-        """Let the present round end, and wait until it has."""
-        self._passes.release()
-        assert self._over.acquire(timeout=LIMIT_S)
-
-
 def beside(*ends, **changes):
-    """A peer in mode overlap with QmB whose rounds end as is told."""
-    gate = Gate(*ends)
-    return *of_one_weight(with_b(), gate, Pace(mode="overlap"), **changes), gate
+    """A peer in mode overlap with QmB whose rounds end as is told, each when it is let through."""
+    left, gate = iter(ends), threading.Semaphore(0)
+
+    def end(averager):
+        gate.acquire(timeout=LIMIT_S)
+        return next(left)(averager)
+
+    return *of_one_weight(with_b(), end, Pace(mode="overlap"), **changes), gate
 
 
-def until(peer, condition, samples=1):
+def until(peer, condition):
     """Train until a round's thread has ended and what it left was applied; say how many batches it took."""
     deadline, count = time.monotonic() + LIMIT_S, 0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-        peer.train(samples=samples)
+        peer.train(samples=1)
         count += 1
     return count
 
@@ -285,8 +252,7 @@ def test_training_goes_on_during_a_round_and_a_later_step_applies_it():
     peer.train(samples=16)
     peer.train(samples=1)
     assert peer.history.step == 0 and peer.state.agreed[0].tolist() == [0.0, 0.0]
-    gate.let_through()
-    assert peer.history.step == 0, "the weights move when training asks"
+    gate.release()
     count = until(peer, lambda: peer.history.step == 1)
     assert weight.tolist() == [-0.25, -0.25]
     assert peer.stepper.my_step_samples == 16, "those that were there when it began"
@@ -296,37 +262,19 @@ def test_training_goes_on_during_a_round_and_a_later_step_applies_it():
     assert len(peer.gradients.claims) == 1, "no round begins at the last step"
 
 
-def test_a_failed_round_leaves_the_agreed_weights_and_its_gradients_go_into_the_next():
+def test_a_failed_round_leaves_the_agreed_weights_and_training_waits_for_the_next_once_it_holds_enough():
     peer, weight, gate = beside(fails, commits(), averaging_s=0.0)
     peer.train(samples=9)
-    gate.let_through()
+    gate.release()
     until(peer, lambda: peer.stepper.last_round is not None)
     assert not peer.stepper.last_round.committed and weight.tolist() == [0.0, 0.0]
     held = peer.tracker.samples
     peer.train(samples=1)
-    gate.let_through()
-    until(peer, lambda: peer.history.step == 1)
-    assert [claim.samples for claim in peer.gradients.claims] == [9, held + 1]
-
-
-def test_training_waits_for_a_round_once_it_holds_enough():
-    peer, _, gate = beside(commits())
-    peer.train(samples=ENOUGH - 8)
     assert peer.history.step == 0
-    threading.Timer(0.2, gate.let_through).start()
-    peer.train(samples=8)
+    threading.Timer(0.2, gate.release).start()
+    peer.train(samples=ENOUGH - held - 1)
     assert peer.history.step == 1
-
-
-def test_what_a_round_has_to_tell_is_told_by_the_thread_that_trains(monkeypatch):
-    monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.0)
-    peer, _, gate = beside(fails, averaging_s=0.0)
-    threads = []
-    peer.parts.events.add(lambda event: threads.append(threading.current_thread()))
-    peer.train()
-    gate.let_through()
-    until(peer, lambda: bool(threads))
-    assert peer.codes == ["no-group"] and set(threads) == {threading.current_thread()}
+    assert [claim.samples for claim in peer.gradients.claims][:2] == [9, held + 1], "the next has begun"
 
 
 # -- joiners, and local steps -------------------------------------------------------------------------
@@ -349,24 +297,19 @@ def test_a_peer_alone_has_its_step_kept_while_somebody_fetches_its_state():
 
 def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
     pace = Pace(mode="diloco", local_steps=4, outer_learning_rate=1.0, outer_momentum=0.0)
-    drifted = {"QmMe": b"x", "QmB": b"y"}
-    peer, weight = of_one_weight(with_b(), commits(0.25, states=drifted), pace)
-    assert peer.tracker.target_batch_size == 4 * 8
+    peer, weight = of_one_weight(with_b(), commits(0.25))
+    peer.train()
+    begun, target = peer.history, 4 * 8
+    peer.position.set_pace(pace)
+    peer.position.enter(begun)
+    assert peer.tracker.target_batch_size == target
+    assert peer.tracker.doubts.believed_samples("QmB", 10**9, target) == CREDIT_MARGIN * 5 * 4, "its share"
     for count in range(1, 8):
         peer.train(samples=4)
-        assert weight.tolist() == [-0.5 * count] * 2, "its half of the batch is a step of its own"
-    assert peer.gradients.claims == [] and peer.history == History()
+        assert weight.tolist() == [-0.25 - 0.5 * count] * 2, "its half of the batch is a step of its own"
+    assert len(peer.gradients.claims) == 1 and peer.history == begun
+    peer.gradients.end = commits(0.25, states={"QmMe": b"x", "QmB": b"y"})
     peer.train(samples=4)
-    [claim] = peer.gradients.claims
-    assert claim.samples == 32 and weight.tolist() == [-0.25, -0.25]
-    assert peer.history == History().extend(samples=13, proof=b"proof", steps=4)
+    assert peer.gradients.claims[-1].samples == 32 and weight.tolist() == [-0.5, -0.5]
+    assert peer.history == begun.extend(samples=13, proof=b"proof", steps=4)
     assert peer.codes == ["drift"], "somebody's memory failed, and nothing is loaded"
-
-
-def test_in_the_first_round_of_local_steps_others_samples_count_as_a_share_of_it():
-    peer, _ = of_one_weight(with_b(), commits())
-    peer.train()
-    peer.position.set_pace(Pace(mode="diloco", local_steps=4))
-    peer.position.enter(peer.history)
-    believed = peer.tracker.doubts.believed_samples("QmB", 10**9, peer.tracker.target_batch_size)
-    assert believed == CREDIT_MARGIN * 5 * 4
