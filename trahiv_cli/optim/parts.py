@@ -88,11 +88,12 @@ class Company:
 
 
 class Equality:
-    """Digests the tensors that all peers of a history hold alike, once for each step."""
+    """Digests the tensors that all peers of a history hold alike, each once while it does not change."""
 
     def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
         self._state, self._tracker = state, tracker
         self._digest = b""
+        self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by index
         self._claimed: dict[str, bytes] = {}  # by id, in the last round that found its members unequal
 
     def digest(self, weights: Sequence[torch.Tensor]) -> bytes:
@@ -103,15 +104,16 @@ class Equality:
         """
         if not self._digest:
             common, history = self._state.common_tensors(), self._state.history
-            digests: dict[int, bytes] = {}  # by the tensor's identity
-            values = host_values(common, self._state.lock_state.changes)
-            for tensor, value in zip(common, values, strict=True):
+            new = [index for index in range(len(common)) if index not in self._digests]
+            values = host_values([common[index] for index in new], self._state.lock_state.changes)
+            for index, value in zip(new, values, strict=True):
                 if not are_finite([value]):
                     raise NotFinite(
                         f"The weights of this peer are not finite at step {history.step}; nothing was sent.",
                         hint="run the same command again: it takes the swarm's state, or the last checkpoint",
                     )
-                digests[id(tensor)] = digest_of([value])
+                self._digests[index] = digest_of([value])
+            digests = {id(tensor): self._digests[index] for index, tensor in enumerate(common)}
             self._digest = joint_digest(digests[id(weight)] for weight in weights)[:STATE_DIGEST_BYTES]
             self._tracker.attest(history, common_digest(digests.values(), self._state.own_metadata()))
         return self._digest
@@ -119,6 +121,17 @@ class Equality:
     def begin_step(self) -> None:
         """The history has moved: what is held in common is to be said anew."""
         self._digest = b""
+
+    def forget(self, indices: range | None = None) -> None:
+        """These weights have changed, and their outer momenta; None: all tensors."""
+        outer = self._state.outer
+        if indices is None or outer is None:
+            self._digests = {}
+            return
+        first_momentum = len(self._state.common_tensors()) - len(outer.momentum)
+        for index in indices:
+            self._digests.pop(index, None)
+            self._digests.pop(first_momentum + index, None)
 
     def compare(self, claimed: Mapping[str, bytes]) -> None:
         """Note what the members of a round claimed to hold before it, if that was not the same."""

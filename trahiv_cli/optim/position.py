@@ -67,6 +67,7 @@ class Position:
             self._state.local_epoch, self._state.history = history.step, history
             self._state.ledger = ledger or self._state.ledger
             self._state._update_scheduler()
+        self._parts.equality.forget()
         with self._parts.tracker.pause_updates():
             self._parts.tracker.update_history(history, is_next=False)
         self._parts.tracker.announce()
@@ -108,6 +109,7 @@ class Position:
         if pace == self.pace:
             return
         before, self._state.pace = self.method, pace
+        self._parts.equality.forget()
         if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
         elif isinstance(before, LocalSteps) or pace.has_local_steps:
@@ -123,6 +125,7 @@ class Position:
             round_size = self.method.steps * parts.limits.target_batch_size * parts.work.unit
             state.ledger = state.ledger.extend(trained, MOST_ROUNDS_AHEAD * round_size)
             move()
+            parts.equality.forget(self.method.places)
             state.local_epoch, state.history = history.step, history
             state._update_scheduler()
             parts.tracker.update_history(history, self.method.samples_held)
