@@ -31,7 +31,6 @@ from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
-from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-vote"]
 """Moments of a round: it begins; the group stands and nothing was sent; half of the parts for one member
@@ -110,10 +109,10 @@ class give_state_slowly:
     dies_after: int = 10**6
 
     def install(self) -> None:
-        send, num_sent = CorrectedStateAverager.rpc_send_state, 0
+        send, num_sent = ExactStateAverager.rpc_send_state, 0
 
         @functools.wraps(send)
-        async def sends_so(averager: CorrectedStateAverager, request: Any, context: Any) -> Any:
+        async def sends_so(averager: ExactStateAverager, request: Any, context: Any) -> Any:
             nonlocal num_sent
             async with aclosing(send(averager, request, context)) as messages:  # type: ignore[type-var]
                 async for message in messages:
@@ -123,7 +122,7 @@ class give_state_slowly:
                         os.killpg(os.getpgrp(), signal.SIGKILL)
                     yield message
 
-        CorrectedStateAverager.rpc_send_state = sends_so  # type: ignore[method-assign]
+        ExactStateAverager.rpc_send_state = sends_so  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

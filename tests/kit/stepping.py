@@ -14,11 +14,11 @@ from hivemind.averaging.control import AveragingStage
 
 from tests.kit.averagers import gradient_averager, state_averager
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.majority import Doubts, Standing
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.parts import Limits, Parts

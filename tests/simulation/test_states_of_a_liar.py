@@ -24,11 +24,11 @@ from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.majority import Standing
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.reports import Past
+from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, digest_of_bytes, read_state, unpacked
-from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 torch.set_num_threads(1)
 
@@ -73,7 +73,7 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
         )
         before = joiner.own_metadata(), joiner.main_parameters[0].tolist()
         given = lie | {"donor": LIAR}, [tensor.clone() for tensor in tensors]
-        monkeypatch.setattr(CorrectedStateAverager, "fetch_state", lambda *_, given=given: given)
+        monkeypatch.setattr(ExactStateAverager, "fetch_state", lambda *_, given=given: given)
         try:
             is_adopted = joiner.load_state_from_peers(
                 donors=[LIAR], rank=HISTORY.rank, lowest=History().rank, silence_s=1.0

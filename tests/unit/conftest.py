@@ -22,11 +22,11 @@ def clock():
 def download(monkeypatch):
     """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
     # Only tests that adopt something load it.
-    from trahiv_cli.swarm.state_averager import CorrectedStateAverager
+    from trahiv_cli.optim.state import ExactStateAverager
 
     def adopt(averager, given):
-        monkeypatch.setattr(CorrectedStateAverager, "fetch_state", lambda self, wish, report: given)
-        own = averager.rank
+        monkeypatch.setattr(ExactStateAverager, "fetch_state", lambda self, wish, report: given)
+        own = averager.history.rank
         return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0)
 
     return adopt

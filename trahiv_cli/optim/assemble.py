@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import START_CODEC
+from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.codecs import CODECS
@@ -241,39 +242,6 @@ def _carry_overrides(optimizer: Any, params: Iterable[torch.Tensor]) -> None:
     for module, name, settings in optimizer.mng.module_weight_config_triple:
         if (own := stepped.get(id(getattr(module, name)))) is not None:
             optimizer.mng.override_config(own, key_value_dict=settings)
-
-
-def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state tensors, as a state download needs them, without taking a step.
-
-    hivemind steps with zero gradients (optim/state_averager.py:707): AdamW then decays the weights once
-    and counts a step too many. Here that step has no learning rate and no decay, and is not counted.
-    """
-    groups, params = optimizer.param_groups, list(_params(optimizer.param_groups))
-    for group in groups:
-        # Where Triton is installed, optimi chooses it for weights on a CPU, too: it asks before it has listed
-        # them (torch-optimi 0.3.3, stableadamw.py:150), and the kernel then finds no driver.
-        if group.get("triton", False) is None and not all(param.is_cuda for param in group["params"]):
-            group["triton"] = False
-    kept = [{str(key): group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
-    grads = [param.grad for param in params]
-    for group, values in zip(groups, kept, strict=True):
-        group.update(dict.fromkeys(values, 0.0))
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    try:
-        optimizer.step()
-    finally:
-        for group, values in zip(groups, kept, strict=True):
-            group.update(values)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-    for holder in (*optimizer.state.values(), *groups):  # optimi counts for each group
-        step = holder.get("step")
-        if isinstance(step, torch.Tensor):
-            step.zero_()
-        elif step is not None:
-            holder["step"] = 0
 
 
 def _params(groups: Iterable[dict[str, Any]]) -> Iterable[torch.Tensor]:

@@ -101,7 +101,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             super().__init__(
                 dht=dht,
                 # Not shared before this peer has a state worth sharing (`enter_step`); initialized already
-                # by `assemble.initialize_state`, also where that leaves no tensors, as for plain SGD.
+                # by `inner.initialize_state`, also where that leaves no tensors, as for plain SGD.
                 averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
                 grad_averager_factory=partial(
                     ExactGradientAverager, rules=rules, interest=self._interest, **options

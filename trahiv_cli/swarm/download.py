@@ -175,7 +175,7 @@ class ChunkBoard:
 class Downloader:
     """Fetches states through an averager, one at a time; one that broke off goes on with the next try.
 
-    `donors` has the `ask` and `fetch` of `CorrectedStateAverager`. `own` makes this peer's own snapshot;
+    `donors` has the `ask` and `fetch` of `ExactStateAverager`. `own` makes this peer's own snapshot;
     `report` is called whenever something has come.
     """
 

@@ -38,12 +38,12 @@ from safetensors.torch import load_file, save_file
 from trahiv_cli.assets.export import sync
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, views_of
-from trahiv_cli.swarm.state_averager import adopt_optimizer_state
 from trahiv_cli.telemetry.events import Events
 
 WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"

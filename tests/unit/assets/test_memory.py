@@ -18,7 +18,7 @@ from trahiv_cli.assets.memory import (
 from trahiv_cli.assets.model import build_outline, estimate, require_memory
 from trahiv_cli.assets.rehearsal import Count, activation_bytes
 from trahiv_cli.errors import OutOfMemory
-from trahiv_cli.optim.assemble import initialize_state
+from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.recipe.schema import OptimName, TrainingSection
 
 

@@ -1,17 +1,24 @@
-"""What is given to joiners, and what they adopt of it: all, or nothing."""
+"""What is given to joiners, and what they adopt of it: all, or nothing. hivemind's averager does neither."""
+
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind import compression
-from hivemind.compression import CompressionInfo
+from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 
 from tests.kit.averagers import giving_averager
 from tests.kit.states import state_of
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim import state as module
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics, read_tensor
+from trahiv_cli.swarm.snapshot import views_of
 
 torch.set_num_threads(1)
 
@@ -20,9 +27,10 @@ OTHER = History(5, 25, b"c" * 16)
 """Of the other half of a swarm that was cut in two: more steps, fewer samples."""
 
 
-def averager_of(history, *, fill=1.0, has_local_steps=False):
-    parameter = torch.nn.Parameter(torch.full((3,), fill))
-    averager = giving_averager(torch.optim.SGD([parameter], lr=0.1), history, "QmA")
+def averager_of(history, *, fill=1.0, has_local_steps=False, width=3, kind=torch.optim.SGD):
+    parameter = torch.nn.Parameter(torch.full((width,), fill))
+    extra = (torch.full((4,), fill),)
+    averager = giving_averager(kind([parameter], lr=0.1), history, "QmA", extra_tensors=extra)
     averager.move_schedule(history.step)
     if has_local_steps:
         averager.outer = OuterState(averager.main_parameters, learning_rate=0.7, momentum=0.9)
@@ -30,11 +38,73 @@ def averager_of(history, *, fill=1.0, has_local_steps=False):
     return averager
 
 
+def adam_at(step, **more):
+    """Make one whose optimizer has statistics."""
+    averager = averager_of(History(step, 10 * step), **{"kind": torch.optim.AdamW} | more)
+    [parameter] = averager.main_parameters
+    parameter.grad = parameter.detach() + 0.5
+    averager.optimizer.step()
+    return averager
+
+
+def statistics(averager):
+    [held] = averager.optimizer.state.values()
+    return {name: value.tolist() for name, value in held.items()}
+
+
 def everything(averager):
     [parameter] = averager.main_parameters
     rates = [group["lr"] for group in averager.optimizer.param_groups]
     assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
     return averager.history, averager.local_epoch, parameter.tolist(), rates, averager.donor
+
+
+# -- given ----------------------------------------------------------------------------------------
+
+
+def test_the_state_that_is_given_away_does_not_change_any_more():
+    donor = adam_at(0)
+    _, [flat], infos = donor.get_current_state()
+    tensors = views_of(flat, infos)
+    before = [tensor.tolist() for tensor in tensors]
+    donor.optimizer.step()
+    assert [tensor.tolist() for tensor in tensors] == before and flat.is_shared()
+    roles = [info.role for info in infos]
+    assert roles == [TensorRole.PARAMETER, TensorRole.UNSPECIFIED, *[TensorRole.OPTIMIZER] * 3]
+
+
+def test_the_state_that_hivemind_gives_away_still_changes():
+    inner = adam_at(0).optimizer
+    dht = SimpleNamespace(client_mode=False)
+    donor = TrainingStateAverager(dht=dht, optimizer=inner, prefix="run", start=False)
+    donor.get_group_bits = lambda: "0"
+    _, tensors, _ = donor.get_current_state()
+    before = [tensor.tolist() for tensor in tensors]
+    inner.step()
+    assert [tensor.tolist() for tensor in tensors] != before
+
+
+def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
+    donor, done, copied = averager_of(AHEAD), [], module.copy_into
+
+    def step():
+        with donor.lock_state:
+            done.append("step")
+
+    def copy(*what):
+        stepping.start()
+        stepping.join(timeout=0.05)
+        copied(*what)
+        done.append("copy")
+
+    stepping = threading.Thread(target=step)
+    monkeypatch.setattr(module, "copy_into", copy)
+    donor.get_current_state()
+    stepping.join()
+    assert done == ["copy", "step"]
+
+
+# -- adopted --------------------------------------------------------------------------------------
 
 
 def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
@@ -49,6 +119,51 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     assert "donor" not in metadata, "equal states are given in the same bytes"
     assert download(joiner, (metadata | {"donor": "QmB"}, tensors)) is True
     assert everything(joiner) == (AHEAD, 3, [2.0] * 3, [0.025], "QmB")
+
+
+def test_a_joiner_has_the_statistics_and_all_tensors_of_its_donor(download):
+    donor, joiner = adam_at(5), adam_at(0, fill=0.0)
+    assert download(joiner, state_of(donor)) is True
+    assert everything(joiner)[:3] == everything(donor)[:3] and statistics(joiner) == statistics(donor)
+    assert joiner.extra_tensors[0].tolist() == donor.extra_tensors[0].tolist()
+    assert download(joiner, None) is False, "nobody offers one"
+
+
+BROKEN = {
+    "another model": lambda meta, tensors: state_of(adam_at(5, width=4)),
+    "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
+    "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
+    "no step": lambda meta, tensors: ({k: v for k, v in meta.items() if k != "epoch"}, tensors),
+    "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
+    "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
+    "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
+    "another optimizer": lambda *_: state_of(adam_at(5, kind=torch.optim.Adagrad)),
+    "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
+    joiner = adam_at(0)
+    before = everything(joiner), statistics(joiner)
+    with pytest.raises(RoundFailed):
+        download(joiner, BROKEN[broken](*state_of(adam_at(5))))
+    assert (everything(joiner), statistics(joiner)) == before
+
+
+@pytest.mark.parametrize(
+    ("adopt", "is_kept"),
+    [(adopt_optimizer_state, True), (load_optimizer_state, False)],
+    ids=["ours", "upstream still"],
+)
+def test_adopted_state_lies_where_the_optimizer_s_state_was(adopt, is_kept):
+    """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
+    donor, heir = adam_at(0).optimizer, adam_at(0, fill=0.0).optimizer
+    [held] = heir.state.values()
+    before = dict(held)
+    adopt(heir, *dump_optimizer_state(donor))
+    [adopted] = heir.state.values()
+    assert all(adopted[name] is before[name] for name in ("exp_avg", "exp_avg_sq")) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -101,6 +216,24 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
     joiner.state_compression = compression.Float16Compression()  # of rounded weights nobody can say
     download(joiner, (metadata, tensors))
     assert asked[2] == (AHEAD, b"", "")
+
+
+# -- the learning rate's schedule -----------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
+def test_a_schedule_is_moved_in_one_step():
+    walking, jumping = adam_at(0), adam_at(0)
+    walking, schedule, walked = walking.scheduler, jumping.scheduler, []
+    for _ in range(14):
+        walked.append((walking.get_last_lr(), walking.last_epoch, walking._step_count))
+        walking.optimizer.step()
+        walking.step()
+    for step in (5, 7, 13, 13, 0, 4, 12, 1):
+        jumping.move_schedule(step)
+        assert (schedule.get_last_lr(), schedule.last_epoch, schedule._step_count) == walked[step]
+    jumping.move_schedule(10**9)
+    assert schedule.last_epoch == 10**9
 
 
 # -- statistics in 8 bits -------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from hivemind.utils.nested import nested_flatten
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.optim.assemble import initialize_state
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace

@@ -184,7 +184,7 @@ class CorrectedAverager(DecentralizedAverager):
         *("_allow_state_sharing", "_running_groups", "_parent_pid", "_ready", "_ended"),
     )
 
-    rpc_download_state: Any = None  # not served: `CorrectedStateAverager` has its own
+    rpc_download_state: Any = None  # not served: `ExactStateAverager` has its own
 
     def __init_subclass__(cls) -> None:
         """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""

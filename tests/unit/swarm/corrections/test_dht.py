@@ -18,6 +18,7 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 
 from tests.kit.identities import key_of
 from trahiv_cli.errors import SwarmError
+from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.corrections.dht import (
     NODES_ASKED,
     CorrectedAverager,
@@ -27,7 +28,6 @@ from trahiv_cli.swarm.corrections.dht import (
     give_states,
 )
 from trahiv_cli.swarm.door import Door
-from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 
 def test_a_forked_process_s_collector_leaves_alone_what_it_inherits_and_few_nodes_are_asked(monkeypatch):
@@ -90,10 +90,10 @@ def test_an_averager_that_nobody_takes_over_is_not_waited_for(is_running, timeou
 
 def test_an_averager_serves_its_own_handlers_and_not_upstream_s_download():
     DecentralizedAverager._collect_rpc_handlers()
-    CorrectedStateAverager._collect_rpc_handlers()
-    served = {handler.method_name for handler in CorrectedStateAverager._rpc_handlers}
-    assert served == {"rpc_offer_state", "rpc_send_state", "rpc_join_group", "rpc_aggregate_part"}
-    assert CorrectedStateAverager._stub_type.__name__ == "CorrectedStateAveragerStub"
+    ExactStateAverager._collect_rpc_handlers()
+    served = {handler.method_name for handler in ExactStateAverager._rpc_handlers}
+    assert served == {"rpc_offer_state", "rpc_send_state"}
+    assert ExactStateAverager._stub_type.__name__ == "ExactStateAveragerStub"
 
 
 @pytest.mark.parametrize(

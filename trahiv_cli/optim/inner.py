@@ -1,0 +1,90 @@
+"""The inner optimizer's state: made before its first step, and adopted in the memory that it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hivemind.utils import nested_flatten, nested_pack
+
+
+def initialize_state(optimizer: torch.optim.Optimizer) -> None:
+    """Create the optimizer's state tensors, as a state download needs them, without taking a step.
+
+    hivemind steps with zero gradients (optim/state_averager.py:707): AdamW then decays the weights once
+    and counts a step too many. Here that step has no learning rate and no decay, and is not counted.
+    """
+    groups = optimizer.param_groups
+    params = [param for group in groups for param in group["params"]]
+    for group in groups:
+        # Where Triton is installed, optimi chooses it for weights on a CPU, too: it asks before it has listed
+        # them (torch-optimi 0.3.3, stableadamw.py:150), and the kernel then finds no driver.
+        if group.get("triton", False) is None and not all(param.is_cuda for param in group["params"]):
+            group["triton"] = False
+    kept = [{str(key): group[key] for key in ("lr", "weight_decay") if key in group} for group in groups]
+    grads = [param.grad for param in params]
+    for group, values in zip(groups, kept, strict=True):
+        group.update(dict.fromkeys(values, 0.0))
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    try:
+        optimizer.step()
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+    for holder in (*optimizer.state.values(), *groups):  # optimi counts for each group
+        step = holder.get("step")
+        if isinstance(step, torch.Tensor):
+            step.zero_()
+        elif step is not None:
+            holder["step"] = 0
+
+
+@torch.no_grad()
+def adopt_optimizer_state(
+    optimizer: torch.optim.Optimizer, layout: Sequence[Any], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Adopt a state that hivemind's `dump_optimizer_state` laid out, in the memory of the optimizer's own.
+
+    optim/state_averager.py:732 replaces the state's tensors: bitsandbytes' paged ones by others that stay on
+    the GPU, bytes by floats. Here `tensors`, on the CPU, go into those that the optimizer has
+    (`initialize_state`), which keep dtype, device and memory.
+
+    ValueError if this is not the state of such an optimizer over such parameters; nothing was changed.
+    """
+    try:
+        given = [tensors[e["index"]] if e["type"] == "tensor" else e["value"] for e in layout]
+    except (LookupError, TypeError) as error:
+        raise ValueError("parts of the optimizer's state are missing") from error
+    own = list(nested_flatten(optimizer.state_dict()))
+    num_tensors = sum(isinstance(value, torch.Tensor) for value in own)
+    if [*map(_kind, given)] != [*map(_kind, own)] or len(tensors) != num_tensors:
+        raise ValueError("the optimizer's state has another layout, or tensors of other shapes or types")
+    states = {param: _tensors_in(state) for param, state in optimizer.state.items()}
+    groups = [_tensors_in(group) for group in optimizer.param_groups]
+    values = [torch.empty(0) if isinstance(value, torch.Tensor) else value for value in given]
+    optimizer.load_state_dict(nested_pack(values, structure=optimizer.state_dict()))
+    for param, held in states.items():
+        optimizer.state[param].update(held)
+    for group, held in zip(optimizer.param_groups, groups, strict=True):
+        group.update(held)
+    for mine, theirs in zip(own, given, strict=True):
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(theirs)
+
+
+def _kind(value: Any) -> object:
+    """Return what must be equal in two states of one optimizer."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # What is no number is a setting, which all peers have alike.
+    return ("a number", math.isfinite(value)) if is_number else (type(value), value)
+
+
+def _tensors_in(holder: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in holder.items() if isinstance(value, torch.Tensor)}
