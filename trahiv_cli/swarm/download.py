@@ -9,7 +9,7 @@
    again; what a slow or dead peer owes is fetched from the others.
 
 A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
-keeps the snapshot (`KEEP_S`). Whether a state is adopted is decided in `state_averager.py`.
+keeps the snapshot (`KEEP_S`). Whether a state is adopted is decided in `optim/state.py`.
 """
 
 from __future__ import annotations

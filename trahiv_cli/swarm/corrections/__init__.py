@@ -7,7 +7,7 @@
 
 Every correction names the upstream place (file:line of 1.1.12); `tests/unit/swarm/corrections/` fails once
 upstream no longer needs it. Another version is refused at import. How a state is copied and adopted is
-corrected in `state_averager.py`.
+corrected in `optim/state.py`.
 """
 
 from __future__ import annotations
