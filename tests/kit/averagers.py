@@ -13,7 +13,7 @@ from tests.kit.identities import id_of
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.snapshot import JoinerActivity
 

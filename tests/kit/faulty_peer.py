@@ -27,9 +27,8 @@ from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.optim.rounds import Round
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node

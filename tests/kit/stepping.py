@@ -20,12 +20,11 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.majority import Doubts, Standing
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.pace import DEFAULT_PACE, DEFAULT_RULES, Pace, RoundRules
 from trahiv_cli.optim.parts import Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.rounds import Outcome
-from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.alive import Alive

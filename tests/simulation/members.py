@@ -21,8 +21,8 @@ from trahiv_cli.optim.ballot import Ballots
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.rounds import Exchange, Outcome
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE

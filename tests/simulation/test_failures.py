@@ -16,7 +16,7 @@ from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import NotCommitted
-from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.pace import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 

@@ -14,7 +14,7 @@ from tests.simulation.faults import Fault
 from tests.simulation.liars import Lie, claim, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim.averager import MOST_PATIENCE_S
-from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.pace import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 

@@ -36,9 +36,9 @@ from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.auto import usual_rate
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballot, Ballots, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.optim.group_finder import GroupFinder
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decoded
 from trahiv_cli.optim.rounds import Exchange, Outcome
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim, outliers
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS

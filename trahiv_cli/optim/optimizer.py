@@ -32,11 +32,10 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.local_steps import LocalSteps
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.pace import DEFAULT_PACE, DEFAULT_RULES, Pace, RoundRules
 from trahiv_cli.optim.parts import Limits, Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.progress import SwarmTracker
-from trahiv_cli.optim.rules import DEFAULT_RULES, RoundRules
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.stepper import Stepper

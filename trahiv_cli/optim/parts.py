@@ -17,8 +17,8 @@ from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Work
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.progress import SwarmTracker
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import are_finite, state_to_adopt
 from trahiv_cli.optim.state import ExactStateAverager, common_digest
 from trahiv_cli.swarm.alive import Alive

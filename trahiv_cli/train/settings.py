@@ -20,8 +20,7 @@ from transformers import IntervalStrategy, Trainer, TrainingArguments, get_sched
 from transformers.trainer_utils import SaveStrategy, has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
-from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 

@@ -24,8 +24,7 @@ from trahiv_cli.optim.assemble import (
     initialize_state,
 )
 from trahiv_cli.optim.auto import START_CODEC
-from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
 from trahiv_cli.telemetry.events import Events
 

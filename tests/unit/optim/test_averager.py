@@ -8,8 +8,8 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import averager as averaging
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.averager import patience_s
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.rounds import Exchange, Round
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.schema import SwarmSection
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from tests.kit.stepping import Tracker, after, report
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.parts import Company
-from trahiv_cli.optim.rules import RoundRules
 
 HERE, BEHIND, FAR_BEHIND, AHEAD = (after(step) for step in (5, 4, 0, 6))
 ANOTHER_HISTORY = after(5, branch=b"!")

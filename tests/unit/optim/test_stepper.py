@@ -26,9 +26,8 @@ from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import MAX_POSITION, Ledger, Spans
 from trahiv_cli.optim.majority import CREDIT_MARGIN
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.state import common_digest
 
 torch.set_num_threads(1)

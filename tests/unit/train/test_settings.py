@@ -11,7 +11,7 @@ from tests.kit.fakes import FakeNode
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.rules import RoundRules
+from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.recipe.agreement import with_run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import SwarmSection
