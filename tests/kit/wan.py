@@ -78,7 +78,7 @@ class Line:
     def __init__(self, rate_mbit: float) -> None:
         self._queue: deque[tuple[float, bytes]] = deque()
         self._free_at = -math.inf
-        self.waiting_bytes = self.carried_bytes = self.dropped_packets = 0
+        self.waiting_bytes = self.carried_bytes = 0
         self.set_rate(rate_mbit)
 
     def set_rate(self, rate_mbit: float) -> None:
@@ -89,7 +89,6 @@ class Line:
     def offer(self, at: float, packet: bytes) -> None:
         """Queue a packet that comes at time `at`, or drop it if the queue is full. Times must not go back."""
         if self.waiting_bytes + len(packet) > self.limit_bytes:
-            self.dropped_packets += 1
             return
         self.waiting_bytes += len(packet)
         self._queue.append((at, packet))
@@ -129,11 +128,6 @@ class Counters:
     """Sent over the uplink, IP headers included, also what was lost behind it."""
 
     down_bytes: list[int]
-    dropped_packets: int
-    """Found a queue full."""
-
-    cpu_s: float
-    """Time on a core, with what the kernel does in the router's name: the receiver's TCP, for the most."""
 
 
 class Router:
@@ -246,8 +240,6 @@ class Router:
         return Counters(
             up_bytes=[line.carried_bytes for line in self._up],
             down_bytes=[line.carried_bytes for line in self._down],
-            dropped_packets=sum(line.dropped_packets for line in (*self._up, *self._down)),
-            cpu_s=time.process_time(),
         )
 
     def end_processes(self) -> None:
