@@ -19,8 +19,8 @@ from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
+from tests.kit.lies import message_edits
 from tests.simulation.board import Board, Dht, id_of
-from tests.simulation.messages import changes
 from trahiv_cli.swarm.clock import swarm_time
 
 KEY = DHTID.generate(source="run_addresses")
@@ -95,15 +95,6 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> tuple[Node, Node]:
     return honest, liar
 
 
-def lies(whole: Any, other: Any) -> Any:
-    """The message with one field changed, and what was changed."""
-    for what, change in changes(whole, other):
-        lie = type(whole)()
-        lie.CopyFrom(whole)
-        change(lie)
-        yield what, lie
-
-
 WHAT = ("ping", "find", "store")
 
 
@@ -112,8 +103,9 @@ def test_requests(nodes, what):
     honest, liar = nodes
     assert not isinstance(honest.ask(what, liar.request(what), liar), Exception)
     played = 0
-    for field, request in lies(liar.request(what), honest.request(what)):
-        honest.ask(what, request, liar)
+    own = liar.request(what)
+    for field, change in message_edits(own, honest.request(what)):
+        honest.ask(what, change(own), liar)
         played += 1
         held = honest.protocol.storage.get(KEY).value
         assert held.get(honest.place).value == honest.record, field
@@ -145,8 +137,8 @@ def test_answers(monkeypatch, nodes, what):
 
     assert call(whole) is not None
     played = 0
-    for field, answer in lies(whole, other):
-        found = call(answer)
+    for field, change in message_edits(whole, other):
+        found = call(change(whole))
         played += 1
         assert protocol.storage.get(KEY).value.get(honest.place).value == honest.record, field
         if what == "find" and found:
