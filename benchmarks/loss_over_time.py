@@ -159,8 +159,8 @@ def is_due(share: float, before: float) -> bool:
 def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
     """Enter the swarm, say so; once told to, train; then evaluate as often as told to.
 
-    Sends through `pipe`: its address, as `News`; `Trained`; for each evaluation all `Point`s, with times on the
-    clock that all processes share; an error that ends it, as `News`.
+    Sends through `pipe`: its address, as `News`; `Trained`; for each evaluation all `Point`s, with times on
+    the clock that all processes share; an error that ends it, as `News`.
     """
     become_peer(entry)
     try:

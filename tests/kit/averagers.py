@@ -15,7 +15,8 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.state import ExactStateAverager
-from trahiv_cli.swarm.snapshot import JoinerActivity
+from trahiv_cli.swarm.snapshot import JoinerActivity, views_of
+from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 
 def gradient_averager(
@@ -81,3 +82,9 @@ def giving_averager(inner: torch.optim.Optimizer, history: History, peer: Any, *
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
     return averager
+
+
+def state_of(averager: CorrectedStateAverager) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Copy an averager's state as joiners get it: metadata and tensors."""
+    metadata, [flat], infos = averager.get_current_state()
+    return metadata, views_of(flat, infos)

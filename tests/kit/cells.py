@@ -79,7 +79,7 @@ def cells_of(options: argparse.Namespace, measure: Callable[[str, Scenario], Any
 
 
 def run_cells(cells: Iterable[Cell], file: Path | None) -> list[Any]:
-    """Measure all one after the other, tell of each on stderr, and write everything to a file, if one is named.
+    """Measure all one after the other, tell of each on stderr, and write it all to a file, if one is named.
 
     Returns:
         What was measured, without cells in which a peer was ended by an error.

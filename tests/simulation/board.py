@@ -126,14 +126,10 @@ def _record(key: str, place: bytes, value: bytes, until: float) -> DHTRecord:
     return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(place), value, until)
 
 
-def node_of(dht: Dht, name: str) -> Node:
-    """The peer's node, without its constructor, which forks."""
-    node = object.__new__(Node)
-    node.__dict__.update(
-        dht=dht,
-        peer_id=id_of(name),
-        standing=Credentials(INVITED),
-        book=PolicyBook(OWNER.public),
-        place=dht.place,
-    )
-    return node
+class InMemory(Node):
+    """The node of the peer of a name, without the constructor, which forks."""
+
+    def __init__(self, board: Board, name: str) -> None:
+        self.dht: Any = Dht(board, name)
+        self.peer_id, self.place = id_of(name), self.dht.place
+        self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)

@@ -6,14 +6,14 @@ import asyncio
 import contextvars
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Settings
 from tests.simulation.liars import Lie
-from tests.simulation.network import Message
+from tests.simulation.network import Tamper
 from tests.simulation.strands import Strand
 from tests.simulation.world import OWNER, Dht, World
 from trahiv_cli.errors import RoundFailed
@@ -46,7 +46,7 @@ class Peer(faulty_peer.Peer):
         self.is_running, self.is_ready = True, False
         self.slowness = 1.0  # times which a batch takes longer
         self.spoils: float | None = None  # what the next batch's gradients are multiplied by
-        self.tamper: Callable[[Message], list[bytes]] | None = None
+        self.tamper: Tamper | None = None
         """What a liar makes of the messages that it sends."""
         self.optimizer: SwarmOptimizer | None = None
         self._checkpoints = Checkpoints(world.folder / name, keep=1)

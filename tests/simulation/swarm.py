@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
 
 from tests.kit.faulty_peer import Event, Settings
 from tests.kit.promises import Promises, find_lost_steps
@@ -27,6 +28,7 @@ from tests.simulation.liars import Lie
 from tests.simulation.network import Message, VirtualLoop
 from tests.simulation.peer import Peer
 from tests.simulation.world import DELAY_S, World
+from trahiv_cli.swarm.snapshot import digest_of_bytes
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5
@@ -156,7 +158,7 @@ class Run:
             return DELAY_S
         return DELAY_S * max(self._peer_of(one).slowness for one in (sender, receiver))
 
-    def _tamper(self, message: Message) -> list[bytes]:
+    def _tamper(self, message: Message) -> list[bytes] | None:
         if self.plan.lies and (tamper := self._peer_of(message.sender).tamper):
             return tamper(message)
         for waiting in self._waiting:
@@ -170,17 +172,23 @@ class Run:
             self._waiting.remove(waiting)
             if fault.kind in ("corrupt", "misshapen"):
                 self.struck[fault.kind] += 1
-                if fault.kind == "misshapen":
-                    return [liars.rewritten(message.content, lambda values: values[:-1])]
-                return [liars.rewritten(message.content, self._with_a_flipped_bit, has_checksum=False)]
+                return [self._spoiled(message.content, has_its_shape=fault.kind == "corrupt")]
             self.world.loop.call_soon(self._strike, fault, peer)
             break
         return [message.content]
 
-    def _with_a_flipped_bit(self, values: bytes) -> bytes:
-        flipped, dice = bytearray(values), self.world.dice
-        flipped[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
-        return bytes(flipped)
+    def _spoiled(self, content: bytes, has_its_shape: bool) -> bytes:
+        """A part with one bit flipped; or cut, with the checksum of that."""
+        part, dice = averaging_pb2.AveragingData.FromString(content), self.world.dice
+        values = bytearray(part.tensor_part.buffer)
+        if not values:
+            return content
+        if has_its_shape:
+            values[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
+        else:
+            part.peer_id = digest_of_bytes(values := values[:-1])
+        part.tensor_part.buffer = bytes(values)
+        return bytes(part.SerializeToString())
 
     def _look(self) -> None:
         """Strike what is due."""

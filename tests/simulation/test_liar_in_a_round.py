@@ -23,7 +23,7 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.kit.identities import id_of, key_of
 from tests.kit.lies import lies, message_edits, tree_of
-from tests.simulation.network import Message, Network, VirtualLoop
+from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.optim import blame, group_finder
 from trahiv_cli.optim.averager import EXCHANGE
 from trahiv_cli.optim.ballot import Ballots, Vote
@@ -42,11 +42,8 @@ VALUES, PART_BYTES = 32, 16  # numbers that are averaged, and the bytes of them 
 SAMPLES = 8  # that a member brings to a round
 TRIES = 6
 
-Tamper = Callable[[Message], list[bytes]]
-"""What comes of a message: itself, nothing, something else, or more than one."""
-
-Edit = Callable[[bytes], list[bytes]]
-"""The same of its content."""
+Edit = Callable[[bytes], list[bytes] | None]
+"""What comes of a message's content; see `Tamper`."""
 
 
 class Control:
@@ -267,7 +264,7 @@ def judge(swarm: Swarm, cases: Iterable[tuple[str, dict[str, Any]]]) -> None:
 def altered(swarm: Swarm, call: str, is_answer: bool, edit: Edit) -> Tamper:
     """Have the liar's messages of a kind changed."""
 
-    def tamper(message: Message) -> list[bytes]:
+    def tamper(message: Message) -> list[bytes] | None:
         is_meant = (message.sender, message.call, message.is_answer) == (swarm.liar.id, call, is_answer)
         return edit(message.content) if is_meant else [message.content]
 
@@ -280,6 +277,7 @@ def edited(kind: Any, change: Callable[[Any], Any]) -> Edit:
 
 WHOLE: dict[str, Edit] = {
     "missing": lambda content: [],
+    "nothing more": lambda content: None,
     "empty": lambda content: [b""],
     "doubled": lambda content: [content, content],
     "cut off": lambda content: [content[: len(content) // 2]],

@@ -78,44 +78,26 @@ SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
 SILENT = liars.fall_silent(FROM_STEP)
 
 
-@pytest.fixture
-def several_parts(monkeypatch):
-    """Several parts for each member, of which a liar sends only the first."""
-    for name in ("WIDTH", "HIDDEN"):
+@pytest.mark.parametrize("lies", [[SILENT], [SLOW, SILENT]], ids=["silent", "slow-and-silent"])
+def test_who_has_round_after_round_fail_is_let_into_no_more(lies, monkeypatch):
+    for name in ("WIDTH", "HIDDEN"):  # several parts for each member
         monkeypatch.setattr(world, name, getattr(faulty_peer, name))
-
-
-@pytest.mark.parametrize(
-    "lies",
-    [
-        pytest.param([SILENT], id="silent"),
-        pytest.param([SLOW, SILENT], id="slow-and-silent"),
-        pytest.param([liars.send(liars.inflate, is_answer=True, from_step=FROM_STEP)], id="inflated"),
-    ],
-)
-def test_who_has_round_after_round_fail_is_let_into_no_more(lies, several_parts):
     run = play(4, 20, *lies)
     failed = [len(run.said("failed", name)) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
 
 
-def test_who_breaks_each_exchange_off_is_named_and_neither_ends_nor_stops_the_honest(several_parts):
-    run = play(4, 20, liars.break_off(FROM_STEP))
-    liar = run.world.peers["3"].peer_id
-    assert any(liar in said["reason"] for name in "012" for said in run.said("failed", name))
-    assert all(run.steps(name)[-1]["step"] >= 20 for name in "012")
-
-
 @pytest.mark.parametrize(
     ("lie", "is_told"),
     [
-        pytest.param(claim({"samples": 2**62, "trained": [0, 2**62]}), True, id="trained-all"),
-        pytest.param(claim({"samples": 4096}, num_isolated=4096), False, id="trained-scattered"),
-        pytest.param(claim({"samples": 2**64 - 1}), True, id="endless-samples"),
-        pytest.param(SLOW, False, id="slow"),
-        pytest.param(claim({"quorum": 10**6}), True, id="endless-quorum"),
-        pytest.param(claim({"quorum": 60_000}), True, id="large-quorum"),
+        (claim({"samples": 2**62, "trained": [0, 2**62]}), True),
+        (claim({"samples": 4096}, num_isolated=4096), False),
+        (claim({"samples": 2**64 - 1}), True),
+        (SLOW, False),
+        (claim({"quorum": 10**6}), True),
+        (claim({"quorum": 60_000}), True),
     ],
+    ids=["all", "scattered", "endless samples", "slow", "endless quorum", "large quorum"],
 )
 def test_a_claim_neither_ends_nor_splits_nor_stops_the_honest_and_newcomers_are_let_in(lie, is_told):
     """They read the ledger into which the liar's positions were entered."""

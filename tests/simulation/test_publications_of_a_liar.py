@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.fuzz import RECIPE
 from tests.kit.lies import VALUES, lies
-from tests.simulation.board import INVITED, OWNER, Board, Dht, id_of, node_of
+from tests.simulation.board import INVITED, OWNER, Board, InMemory, id_of
 from trahiv_cli.recipe.agreement import agreement, fingerprint
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm import clock as clock_module
@@ -33,7 +33,7 @@ RUN = "run-1"
 @pytest.fixture
 def nodes():
     board = Board()
-    return {name: node_of(Dht(board, name), name) for name in (*HONEST, LIAR, NEWCOMER)}
+    return {name: InMemory(board, name) for name in (*HONEST, LIAR, NEWCOMER)}
 
 
 def told(nodes, key, caplog):

@@ -8,8 +8,7 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.averagers import giving_averager, state_averager
-from tests.kit.states import state_of
+from tests.kit.averagers import giving_averager, state_averager, state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as states
 from trahiv_cli.optim.codecs import CODECS, EightBitStatistics

@@ -10,7 +10,7 @@ from hivemind.compression import TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.kit.states import state_of
+from tests.kit.averagers import state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import state_averager as module
 from trahiv_cli.swarm.snapshot import JoinerActivity, views_of
