@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -81,18 +81,6 @@ def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.i
     return tell
 
 
-def rewrite_claims(peer: Any) -> None:
-    """Say in rounds that it leads that no other gradient is finite."""
-    finder = peer.optimizer.grad_averager._matchmaking
-    form_group = finder._form_group
-
-    def lying(search: Any, members: Any) -> Any:
-        forged = sign(finder._key, finder._about(search.schema), Claim(samples=8, norm=math.inf).to_bytes())
-        return form_group(search, {one: replace(member, statement=forged) for one, member in members.items()})
-
-    finder._form_group = lying
-
-
 def fall_silent(from_step: int) -> Lie:
     """Send no more than the first part of a share, from a step on, though the stream stays open."""
 
@@ -126,33 +114,3 @@ def vote_twice(peer: Any) -> None:
         return await exchange_votes(other, group_id, ballot, statement)
 
     averager._exchange_votes = exchange
-
-
-def make_a_state_up(at_step: int) -> Lie:
-    """From a step on: make weights up, be a round ahead of all others with them, and give them away."""
-
-    def tell(peer: Any) -> None:
-        optimizer = peer.optimizer
-        step = optimizer.step
-
-        def lying(*args: Any, **kwargs: Any) -> Any:
-            others = [other.history for other in optimizer.tracker.others]
-            if optimizer.local_epoch < at_step or not others:
-                return step(*args, **kwargs)
-            optimizer.grad_averager.reset_accumulated_grads_()
-            best = max(others, key=lambda history: history.rank)
-            if optimizer.history.rank <= best.rank:
-                made_up = best.extend(samples=64, proof=peer.world.dice.randbytes(8))
-                history = replace(made_up, step=best.step + 1)
-                averager = optimizer.state_averager
-                with torch.no_grad(), averager.lock_state, optimizer.tracker.pause_updates():
-                    for weight in averager.main_parameters:
-                        weight.add_(1.0)
-                    averager.history, averager.local_epoch = history, history.step
-                    optimizer.parts.equality.begin_step()
-                    optimizer.tracker.update_history(history)
-            return None
-
-        optimizer.step = lying
-
-    return tell

@@ -30,10 +30,6 @@ TURN_S = 1e-9
 look for ever whether it is."""
 
 
-class WaitsForEver(RuntimeError):
-    """Nothing can happen any more, and somebody still waits."""
-
-
 class _Jump(selectors.SelectSelector):
     """Waits for nothing: it sets the clock to when the next thing is due."""
 
@@ -41,7 +37,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise WaitsForEver
+            raise RuntimeError("nothing can happen any more, and somebody still waits")
         self.loop.now += TURN_S
         if timeout > TURN_S:
             self.loop.now = self.loop._scheduled[0].when()  # `now + timeout` would round

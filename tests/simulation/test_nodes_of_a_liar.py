@@ -20,7 +20,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from tests.kit.lies import message_edits
-from tests.simulation.board import Board, Dht, id_of
+from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.swarm.clock import swarm_time
 
 KEY = DHTID.generate(source="run_addresses")
@@ -30,7 +30,7 @@ class Node:
     """One node's protocol with its record of the key."""
 
     def __init__(self, board: Board, name: str) -> None:
-        dht = Dht(board, name)
+        dht = Dht(board, key_of(name))
         self.id, self.place, self.protocol = PeerID.from_base58(id_of(name)), dht.place, dht.protocol
         dht.store("run_addresses", [f"of {name}"], swarm_time() + 60, subkey=dht.place, return_future=True)
         self.record, self.until = board.records["run_addresses"][dht.place]

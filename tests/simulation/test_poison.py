@@ -1,4 +1,4 @@
-"""One peer of a few brings poison, nonsense, lies or a state that it made up: the others train on."""
+"""One peer of a few brings poison, nothing more, or a claim that is a lie: the others train on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Settings
-from tests.simulation import liars, world
+from tests.simulation import world
 from tests.simulation.faults import Fault
-from tests.simulation.liars import Lie, claim, poison
+from tests.simulation.liars import Lie, claim, fall_silent, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim.averager import MOST_PATIENCE_S
 from trahiv_cli.optim.rules import RoundRules
@@ -21,8 +21,6 @@ pytestmark = pytest.mark.usefixtures("undisturbed")
 ROUNDS = 40
 BAND = 0.05
 """How much larger the honest peers' loss may be, as a share of what it is without poison."""
-
-FROM_STEP = 4
 
 
 def play(num_peers: int, rounds: int, *lies: Lie, faults: tuple[Fault, ...] = (), **settings: object) -> Run:
@@ -52,11 +50,10 @@ def naming(run: Run, number: int) -> list[bool]:
     ]
 
 
-POISONS: dict[str, tuple[tuple[Lie, ...], RoundRules, bool]] = {
-    "nan-behind-a-sound-norm": ((poison(norm=math.nan, claimed=1.0),), RoundRules(), True),
-    "turned-round": ((poison(factor=-10.0),), RoundRules(robust_mean=True, norm_limit=0.0), False),
-    "enlarged": ((poison(factor=-1000.0),), RoundRules(), True),
-    "claims-rewritten": ((poison(factor=-1000.0), liars.rewrite_claims), RoundRules(), True),
+POISONS: dict[str, tuple[Lie, RoundRules, bool]] = {
+    "nan-behind-a-sound-norm": (poison(norm=math.nan, claimed=1.0), RoundRules(), True),
+    "turned-round": (poison(factor=-10.0), RoundRules(robust_mean=True, norm_limit=0.0), False),
+    "enlarged": (poison(factor=-1000.0), RoundRules(), True),
 }
 
 
@@ -64,8 +61,8 @@ def test_poison_moves_nobody_and_would_without_the_rules():
     fast = {"learning_rate": 1e-2}
     honest = loss(play(5, ROUNDS, **fast))
     assert honest < 0.8, "they learn"
-    for name, (lies, rules, is_told) in POISONS.items():
-        poisoned = play(5, ROUNDS, *lies, rules=rules, **fast)
+    for name, (lie, rules, is_told) in POISONS.items():
+        poisoned = play(5, ROUNDS, lie, rules=rules, **fast)
         assert loss(poisoned) < (1 + BAND) * honest, name
         assert all(naming(poisoned, 4)) or not is_told, name
     unruled = play(5, ROUNDS, poison(factor=-10.0), rules=RoundRules(norm_limit=0.0), **fast)
@@ -75,7 +72,7 @@ def test_poison_moves_nobody_and_would_without_the_rules():
 SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
 """It claims a link of a byte in five weeks, for which others wait."""
 
-SILENT = liars.fall_silent(FROM_STEP)
+SILENT = fall_silent(from_step=4)
 
 
 @pytest.mark.parametrize("lies", [[SILENT], [SLOW, SILENT]], ids=["silent", "slow-and-silent"])
@@ -106,13 +103,3 @@ def test_a_claim_neither_ends_nor_splits_nor_stops_the_honest_and_newcomers_are_
     assert any(naming(run, 3)) or not is_told
     for name in ("1", "4 late"):
         assert run.steps(name)[-1]["step"] >= 20, "it trains along"
-
-
-def test_a_state_that_one_of_four_made_up_moves_nobody_and_no_newcomer():
-    run = play(4, 20, liars.make_a_state_up(at_step=FROM_STEP), faults=(Fault("late", 10, 0),))
-    assert run.world.peers["3"].optimizer.local_epoch > FROM_STEP + 1, "it lies"
-    assert run.said("loaded", "0", "1", "2") == []
-    assert run.steps("4 late")[-1]["step"] >= 20
-    trained = {said["digest"]: said["weights"] for said in run.steps("0")}
-    [ready] = run.said("ready", "4 late")
-    assert trained[ready["digest"]] == ready["weights"], "it holds what the others trained"

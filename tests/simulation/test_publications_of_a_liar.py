@@ -1,12 +1,10 @@
-"""Whatever one member publishes of itself, or says that the time is, others read of the rest the same."""
+"""Whatever one member publishes of itself, others read of the rest the same."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import zlib
-from multiprocessing.sharedctypes import RawValue
 
 import pytest
 
@@ -15,10 +13,8 @@ from tests.kit.lies import VALUES, lies
 from tests.simulation.board import INVITED, OWNER, Board, InMemory, id_of
 from trahiv_cli.recipe.agreement import agreement, fingerprint
 from trahiv_cli.recipe.record import to_wire
-from trahiv_cli.swarm import clock as clock_module
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion, is_address_of
 from trahiv_cli.swarm.alike import publish_likeness, require_alike
-from trahiv_cli.swarm.clock import TOLERATED_S, Answer, swarm_time, take_over
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
 from trahiv_cli.swarm.node import addresses_key, likeness_key, recipe_key, runs_key
 from trahiv_cli.swarm.policy import PolicyBook, mark_of
@@ -116,12 +112,3 @@ def test_policies(nodes, caplog, clock, tmp_path):
         newcomer = PolicyBook(OWNER.public)
         MemberList(nodes[NEWCOMER], Credentials(INVITED), newcomer, clock).turn()
         assert newcomer.policy == book.policy == nodes["A"].book.policy, lie
-
-
-def test_times(monkeypatch):
-    monkeypatch.setattr(clock_module, "_ahead", RawValue(ctypes.c_double, 0.0))
-    numbers = [value for value in VALUES if isinstance(value, (int, float))]
-    for theirs in (*numbers, swarm_time() + 3600, swarm_time() - 3600):
-        now = swarm_time()
-        assert abs(take_over(Answer(t, now, now) for t in (now, float(theirs), now, now))) <= TOLERATED_S
-        assert abs(swarm_time() - now) < TOLERATED_S, theirs

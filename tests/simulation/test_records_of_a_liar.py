@@ -36,7 +36,7 @@ class Peer:
     """What a peer knows of the others, the data and the history; between them, what the optimizer does."""
 
     def __init__(self, board, name, clock):
-        self.id, self.dht, self.ledger = id_of(name), Dht(board, name), Ledger()
+        self.id, self.dht, self.ledger = id_of(name), Dht(board, key_of(name)), Ledger()
         keywords = {"private_key": key_of(name), "start": False, "is_out": lambda peer: False}
         self.tracker = SwarmTracker(self.dht, "run", TARGET, **keywords)
         self.tracker.shutdown_complete.set()
