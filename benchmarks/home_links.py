@@ -115,9 +115,6 @@ class Result:
     first_step_s: float | None
     """From the moment when both began to train."""
 
-    difference: float | None
-    """Between weights of peers in joint steps: the largest of 1024 weights and all steps."""
-
     def __str__(self) -> str:
         """Say the most important, for a person who waits."""
         return f"{self.utilisation:.3f} ({self.steps} steps in {self.seconds:.0f} s)"
@@ -155,7 +152,6 @@ def _result(
         fell_after_s=fell_at - window.start if fell_at else None,
         adapted_after=adaptation(told, fell_at) if fell_at else None,
         first_step_s=joint[0].at - began if joint else None,
-        difference=max((one.difference for one in joint), default=None),
     )
 
 
@@ -234,8 +230,8 @@ def tables(results: Sequence[Result]) -> str:
     lines += [
         "",
         "| link | side | kB a sample | blocked | longest stall, s | `step()`, ms | bound "
-        "| first joint step, s | joint steps | failed rounds | weights differ by |",
-        "|---" * 11 + "|",
+        "| first joint step, s | joint steps | failed rounds |",
+        "|---" * 10 + "|",
     ]
     for link in links:
         for side in sides:
@@ -250,7 +246,6 @@ def tables(results: Sequence[Result]) -> str:
                 f"{median_of(one.first_step_s for one in runs):.0f}",
                 f"{median_of(float(one.steps) for one in runs):g}",
                 f"{median_of(float(len(one.reasons)) for one in runs):g}",
-                f"{median_of(one.difference for one in runs):.1e}",
             )
             lines.append(f"| {link} | {side} | {' | '.join(numbers)} |")
     return "\n".join(lines)

@@ -52,11 +52,11 @@ class Committed:
     is_share: bool
     """`samples` are this peer's alone; otherwise all that went into the step."""
 
-    weights: Sample
-    """Some of the peer's, with trahiv after the step, with hivemind before it."""
-
     held: int
     """Samples that this peer has computed by then, and that are in no committed step yet."""
+
+    weights: Sample = ()
+    """With hivemind some of the peer's before the step; with trahiv the digest says that they are equal."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,6 @@ class Joint:
     held: int
     """Samples computed by then that are in no committed step yet, of all peers."""
 
-    difference: float
-    """Of the peers' weights, the largest."""
-
 
 @dataclass(frozen=True)
 class Window:
@@ -156,12 +153,12 @@ def find_joint(told: Sequence[Told]) -> list[Joint]:
     for key in set.intersection(*(set(one.committed) for one in told)):
         views = [one.committed[key] for one in told]
         apart = [max(values) - min(values) for values in zip(*(v.weights for v in views), strict=True)]
-        if views[0].is_share and statistics.median(apart) > LEARNING_RATE:
+        if apart and statistics.median(apart) > LEARNING_RATE:
             continue
         samples = sum(v.samples for v in views) if views[0].is_share else views[0].samples
         at = max(v.at for v in views)
         held = sum(v.held + one.computed(v.at, at) for v, one in zip(views, told, strict=True))
-        joint.append(Joint(at, samples, held, max(apart)))
+        joint.append(Joint(at, samples, held))
     return sorted(joint, key=lambda one: one.at)
 
 

@@ -130,7 +130,6 @@ class OurPeer:
         dht = DhtSection(host_maddrs=[entry.listens_at], nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
         self.address = self._node.addresses()[0].maddr
-        self._params = weights
         self._news: deque[News] = deque()
         self._paces: deque[str] = deque()
         usual: dict[str, Any] = {
@@ -184,8 +183,7 @@ class OurPeer:
             self._digest = own.history.digest
             held = own.tracker.local_progress.samples_accumulated
             if own.step_taken == own.local_epoch:
-                key, weights = self._digest.hex(), _some(self._params)
-                yield "committed", Committed(now, key, own.step_samples, False, weights, held)
+                yield "committed", Committed(now, self._digest.hex(), own.step_samples, False, held)
             else:
                 yield "adopted", now
         while self._paces:
@@ -224,7 +222,7 @@ class ObservedOptimizer(hivemind.Optimizer):
             self.news.append(("failures", "a group of one"))
         else:
             held = self.grad_averager.local_samples_accumulated  # begun rounds have taken theirs
-            step = Committed(time.monotonic(), str(epoch), samples, True, weights, held)
+            step = Committed(time.monotonic(), str(epoch), samples, True, held, weights)
             self.news.append(("committed", step))
 
     def load_state_from_peers(self, **keywords: Any) -> None:

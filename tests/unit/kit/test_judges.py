@@ -119,7 +119,7 @@ def told(*steps, calls=(), is_share=False):
     return Told(
         calls=list(calls),
         committed={
-            key: Committed(at, key, samples, is_share, (weight,) * 3, *(held or (0,)))
+            key: Committed(at, key, samples, is_share, *(held or (0,)), (weight,) * 3)
             for key, at, samples, weight, *held in steps
         },
     )
@@ -152,7 +152,7 @@ def test_samples_computed_until_the_others_have_committed_are_held():
 
 def every(seconds, count, held=0):
     """Steps of 100 samples, of which each finds ten more held than the one before."""
-    return [Joint(20.0 + number * seconds, 100, held + 10 * number, 0.0) for number in range(count)]
+    return [Joint(20.0 + number * seconds, 100, held + 10 * number) for number in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Whom a peer has met, written down; when it publishes its addresses, reads others', and calls on others.
 
-What is no list of addresses is left out: `tests/simulation/test_publications_of_a_liar.py`.
+What is no list of addresses is left out: `tests/simulation/test_records_of_a_liar.py`.
 """
 
 import json
