@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.kit.identities import id_of
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
@@ -20,19 +20,20 @@ from trahiv_cli.swarm.state_averager import CorrectedStateAverager
 
 
 def gradient_averager(
-    weights: Sequence[torch.Tensor], cls: type[ExactGradientAverager] = ExactGradientAverager, **more: Any
+    weights: Sequence[torch.Tensor],
+    cls: type[ExactGradientAverager] = ExactGradientAverager,
+    name: str = "A",
+    times: Mapping[str, Any] = MappingProxyType({"next_chunk_timeout": 5.0}),
+    **more: Any,
 ) -> ExactGradientAverager:
-    """Make one for float32 weights on the CPU that has accumulated nothing; `more` are its attributes."""
+    """Make one for float32 weights on the CPU that has accumulated nothing.
+
+    `times`, and the like, are those of its rounds; `more` are its attributes.
+    """
     gradients = [weight.grad for weight in weights]
-    averager = cls(
-        weights,
-        dht=SimpleNamespace(peer_id=id_of("A"), client_mode=False),
-        prefix="run",
-        start=False,
-        interest=JoinerActivity(),
-        rules=RoundRules(),
-        next_chunk_timeout=5.0,
-    )
+    dht = SimpleNamespace(peer_id=id_of(name), signing_key=key_of(name), client_mode=False)
+    own = {"prefix": "run", "start": False, "interest": JoinerActivity(), "rules": RoundRules()}
+    averager = cls(weights, dht=dht, **own, **times)
     for weight, gradient in zip(weights, gradients, strict=True):  # hivemind's has given them zeros
         weight.grad = gradient
     vars(averager).update(more)

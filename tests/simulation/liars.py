@@ -20,7 +20,7 @@ from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.statements import sign
 
 Lie = Callable[[Any], None]
-"""Makes a liar of a `tests.simulation.peer.Peer`."""
+"""Makes a liar of a `tests.simulation.swarm.Peer`."""
 
 CLAIMED = [field.name for field in fields(Claim)]
 """What a claim says, in the order in which it travels."""

@@ -21,23 +21,30 @@ from hivemind.p2p import P2P
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
+from tests.kit.averagers import gradient_averager
 from tests.kit.identities import id_of, key_of
 from tests.kit.lies import lies, message_edits, tree_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.optim import blame, group_finder
 from trahiv_cli.optim.averager import EXCHANGE
 from trahiv_cli.optim.ballot import Ballots, Vote
-from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import Exchange, Outcome
-from trahiv_cli.optim.rules import RoundRules
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import streams
-from trahiv_cli.swarm.snapshot import JoinerActivity, unpacked
+from trahiv_cli.swarm.snapshot import unpacked
 from trahiv_cli.swarm.statements import content_of, sign
 
-AVERAGING_TIMEOUT_S, MATCHMAKING_S, CHUNK_S = 60.0, 5.0, 10.0  # the defaults of a swarm
+AVERAGING_TIMEOUT_S, CHUNK_S = 60.0, 10.0
+TIMES = {
+    "allreduce_timeout": AVERAGING_TIMEOUT_S,
+    "next_chunk_timeout": CHUNK_S,
+    "min_matchmaking_time": 5.0,
+    "request_timeout": 2.5,
+}
+"""The defaults of a swarm."""
+
 VALUES, PART_BYTES = 32, 16  # numbers that are averaged, and the bytes of them that travel in one message
 SAMPLES = 8  # that a member brings to a round
 TRIES = 6
@@ -46,17 +53,16 @@ Edit = Callable[[bytes], list[bytes] | None]
 """What comes of a message's content; see `Tamper`."""
 
 
-class Control:
+class Control(asyncio.Future):
     """What the optimizer's process holds of a round; see hivemind's `StepControl`."""
 
     allow_retries = triggered = False
     stage: Any = None
+    weight = 1.0
 
     def __init__(self, claim: bytes, deadline: float) -> None:
-        self._data_for_gather, self.deadline, self.weight = claim, deadline, 1.0
-        self.result: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.set_result, self.set_exception = self.result.set_result, self.result.set_exception
-        self.done, self.cancelled = self.result.done, self.result.cancelled
+        super().__init__()
+        self._data_for_gather, self.deadline = claim, deadline
 
     @property
     def data_for_gather(self) -> bytes:
@@ -77,20 +83,8 @@ class Member:
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.id = name, number, id_of(name)
-        dht = SimpleNamespace(peer_id=self.id, signing_key=key_of(name), client_mode=False)
-        self.averager = ExactGradientAverager(
-            [torch.nn.Parameter(torch.zeros(VALUES))],
-            dht=dht,
-            prefix="run",
-            start=False,
-            interest=JoinerActivity(),
-            rules=RoundRules(),
-            next_chunk_timeout=CHUNK_S,
-            allreduce_timeout=AVERAGING_TIMEOUT_S,
-            min_matchmaking_time=MATCHMAKING_S,
-            request_timeout=0.5 * MATCHMAKING_S,
-            part_size_bytes=PART_BYTES,
-        )
+        weight = torch.nn.Parameter(torch.zeros(VALUES))
+        self.averager = gradient_averager([weight], name=name, times=TIMES | {"part_size_bytes": PART_BYTES})
 
     async def enter(self, network: Network, history: History) -> None:
         """Begin anew, at a history, with nothing held against anybody."""
@@ -134,7 +128,7 @@ class Member:
             else:  # the averager would read it, and fill in the norm
                 EXCHANGE.set(exchange)
                 await DecentralizedAverager._step(averager, step=control, future_for_init=init)
-            self.commit(control.result.result())
+            self.commit(control.result())
         except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
