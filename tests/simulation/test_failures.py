@@ -311,14 +311,10 @@ def test_who_has_round_after_round_fail_is_let_into_no_more(lies, monkeypatch):
     [
         (claim({"samples": 2**62, "trained": [0, 2**62]}), True),
         (claim({"samples": 4096}, num_isolated=4096), False),
-        (claim({"samples": 2**64 - 1}), True),
-        (SLOW, False),
-        (claim({"quorum": 10**6}), True),
-        (claim({"quorum": 60_000}), True),
     ],
-    ids=["all", "scattered", "endless samples", "slow", "endless quorum", "large quorum"],
+    ids=["all", "scattered"],
 )
-def test_a_claim_neither_ends_nor_splits_nor_stops_the_honest_and_newcomers_are_let_in(lie, is_told):
+def test_positions_that_a_claim_made_up_keep_no_newcomer_out(lie, is_told):
     """They read the ledger into which the liar's positions were entered."""
     killed = Fault("kill", 8, 1, seconds=3.0, homecoming="empty-handed")
     run = play(killed, Fault("late", 12, 0), num_peers=4, rounds=20, lies=[lie])
