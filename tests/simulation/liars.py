@@ -29,8 +29,8 @@ FAR_AHEAD = 4096
 """Of the positions that honest peers have trained after some steps."""
 
 
-def poison(norm: float = 1.0, factor: float | None = None, claimed: float | None = None) -> Lie:
-    """Bring another gradient in every round: the true one times `factor`, or one of this norm.
+def poison(factor: float, claimed: float | None = None) -> Lie:
+    """Bring another gradient in every round: the true one times `factor`.
 
     `claimed` is the norm that the peer says it brings; None: that which it brings.
     """
@@ -40,12 +40,11 @@ def poison(norm: float = 1.0, factor: float | None = None, claimed: float | None
         prepare = averager._prepare_contribution
 
         def poisoned(exchange: Any) -> float:
-            honest = float(prepare(exchange))
-            times = norm / max(honest, 1e-30) if factor is None else factor
+            norm = abs(factor) * float(prepare(exchange))
             with averager.get_tensors() as tensors, torch.no_grad():
                 for tensor in tensors:
-                    tensor.mul_(times)
-            return abs(times) * honest if claimed is None else claimed
+                    tensor.mul_(factor)
+            return norm if claimed is None else claimed
 
         averager._prepare_contribution = poisoned
 

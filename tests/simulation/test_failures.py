@@ -271,9 +271,9 @@ def naming(run: Run, number: int) -> list[bool]:
 
 
 POISONS: dict[str, tuple[Lie, RoundRules, bool]] = {
-    "nan-behind-a-sound-norm": (poison(norm=math.nan, claimed=1.0), RoundRules(), True),
-    "turned-round": (poison(factor=-10.0), RoundRules(robust_mean=True, norm_limit=0.0), False),
-    "enlarged": (poison(factor=-1000.0), RoundRules(), True),
+    "nan-behind-a-sound-norm": (poison(math.nan, claimed=1.0), RoundRules(), True),
+    "turned-round": (poison(-10.0), RoundRules(robust_mean=True, norm_limit=0.0), False),
+    "enlarged": (poison(-1000.0), RoundRules(), True),
 }
 
 
@@ -287,7 +287,7 @@ def test_poison_moves_nobody_and_would_without_the_rules():
         poisoned = trained(rules, lie)
         assert loss(poisoned) < (1 + BAND) * honest, name
         assert all(naming(poisoned, 4)) or not is_told, name
-    unruled = trained(RoundRules(norm_limit=0.0), poison(factor=-10.0))
+    unruled = trained(RoundRules(norm_limit=0.0), poison(-10.0))
     assert loss(unruled) > (1 + BAND) * honest
 
 
