@@ -41,6 +41,10 @@ class Code(int):
     """A number of an enumeration; the others are tried, too."""
 
 
+class Repeated(list):
+    """Elements of one kind, of which the first and the last are changed."""
+
+
 def edits(tree: Any, *others: Any) -> Iterator[tuple[str, Edit]]:
     """Every field of a message with every value: what it is, and what does it to any message of the kind.
 
@@ -56,6 +60,8 @@ def edits(tree: Any, *others: Any) -> Iterator[tuple[str, Edit]]:
             yield from ((f": {what}", edit) for what, edit in of_kind.items())
     inner = enumerate(tree) if isinstance(tree, list) else tree.items() if isinstance(tree, dict) else ()
     for key, value in inner:
+        if isinstance(tree, Repeated) and 0 < key < len(tree) - 1:
+            continue
         yield f"{key}: missing", lambda it, key=key: put(it, key, lambda own: [])
         if isinstance(tree, list):
             yield f"{key}: twice", lambda it, key=key: put(it, key, lambda own: [own, own])
@@ -113,5 +119,6 @@ def tree_of(message: Message) -> dict[str, Any]:
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
         is_list = hasattr(value, "extend")
-        tree[field.name] = [value_of(field, one) for one in value] if is_list else value_of(field, value)
+        own = Repeated(value_of(field, one) for one in value) if is_list else value_of(field, value)
+        tree[field.name] = own
     return tree
