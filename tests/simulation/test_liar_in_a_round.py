@@ -10,6 +10,7 @@ the numbers that it averages; what it trains is not simulated.
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,7 @@ def swarm() -> Iterator[Swarm]:
             patch.setattr(module, "time", clock)
         patch.setattr(P2P, "receive_protobuf", staticmethod(streams.receive_protobuf))
         yield Swarm()
+    gc.collect()  # what waited for ever, and would tell of that in the midst of something else
 
 
 def judge(swarm: Swarm, cases: Iterable[tuple[str, dict[str, Any]]]) -> None:
