@@ -1,6 +1,6 @@
 """How busy home links leave two peers: trahiv's modes beside plain hivemind.
 
-    .venv/bin/python benchmarks/home_links.py [--links 100 20 5] [--sides NAME ...] [--runs 3] [--parallel 2]
+    .venv/bin/python benchmarks/home_links.py [--links 100 20 5] [--sides NAME ...] [--runs 3]
     .venv/bin/python benchmarks/home_links.py --links falling lossy far unlike --seconds 180 --runs 1
 
 Two peers train 8M parameters (the LoRA of a 7B) on hosts of a simulated network (`tests/kit/wan.py`): one
@@ -34,7 +34,6 @@ Below the tables stand the reasons for which rounds failed, what mode auto said 
 joint steps and seconds after the links fell it went over to one that sends less. What a loss costs depends
 on TCP's congestion control (`--congestion`).
 
-Links below 100 Mbit/s may be simulated several at a time (`--parallel`): paced peers mostly sleep.
 Needs root.
 """
 
@@ -55,7 +54,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from tests.kit.cells import Scenario, add_options, run_cells
+from tests.kit.cells import Scenario, add_options, cells_of, run_cells
 from tests.kit.figures import (
     Adapted,
     Joint,
@@ -116,13 +115,6 @@ class Result:
     first_step_s: float | None
     """From the moment when both began to train."""
 
-    difference: float | None
-    """Between weights of peers in joint steps: the largest of 1024 weights and all steps."""
-
-    dropped_packets: int
-    router_cpu: float
-    """Share of a core, over the window."""
-
     def __str__(self) -> str:
         """Say the most important, for a person who waits."""
         return f"{self.utilisation:.3f} ({self.steps} steps in {self.seconds:.0f} s)"
@@ -160,9 +152,6 @@ def _result(
         fell_after_s=fell_at - window.start if fell_at else None,
         adapted_after=adaptation(told, fell_at) if fell_at else None,
         first_step_s=joint[0].at - began if joint else None,
-        difference=max((one.difference for one in joint), default=None),
-        dropped_packets=last.dropped_packets - first.dropped_packets,
-        router_cpu=(last.cpu_s - first.cpu_s) / seconds,
     )
 
 
@@ -241,8 +230,8 @@ def tables(results: Sequence[Result]) -> str:
     lines += [
         "",
         "| link | side | kB a sample | blocked | longest stall, s | `step()`, ms | bound "
-        "| first joint step, s | joint steps | failed rounds | weights differ by |",
-        "|---" * 11 + "|",
+        "| first joint step, s | joint steps | failed rounds |",
+        "|---" * 10 + "|",
     ]
     for link in links:
         for side in sides:
@@ -257,7 +246,6 @@ def tables(results: Sequence[Result]) -> str:
                 f"{median_of(one.first_step_s for one in runs):.0f}",
                 f"{median_of(float(one.steps) for one in runs):g}",
                 f"{median_of(float(len(one.reasons)) for one in runs):g}",
-                f"{median_of(one.difference for one in runs):.1e}",
             )
             lines.append(f"| {link} | {side} | {' | '.join(numbers)} |")
     return "\n".join(lines)
@@ -289,7 +277,7 @@ def main() -> None:
     add_options(parser, list(SIDES), runs=3)
     parser.add_argument("--seconds", type=float, default=120, help="least length of the window")
     options = parser.parse_args()
-    results = run_cells(options, partial(measure, seconds=options.seconds))
+    results = run_cells(cells_of(options, partial(measure, seconds=options.seconds)), options.json)
     print(tables(results))
     for line in (line for one in results for line in story(one)):
         print(line)

@@ -1,6 +1,6 @@
 """How long a second peer takes to join over a home link: trahiv beside plain hivemind.
 
-    .venv/bin/python benchmarks/joining.py [--links 100 20 5] [--sides NAME ...] [--parallel 2]
+    .venv/bin/python benchmarks/joining.py [--links 100 20 5] [--sides NAME ...]
 
 Peers, links and sides are those of `home_links.py`: 8M parameters and AdamW, so 96 MB of weights
 and moments. The first peer trains alone; in the middle of its second round the second one's process is
@@ -36,7 +36,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from tests.kit.cells import Scenario, add_options, run_cells
+from tests.kit.cells import Scenario, add_options, cells_of, run_cells
 from tests.kit.figures import Told, find_joint
 from tests.kit.paced_peers import LORA, SIDES, Peers
 from tests.kit.wan import address_of
@@ -93,13 +93,13 @@ def joining_of(
     """
     donor, joiner = told
     joint = next((one.at for one in find_joint(told)), None)
-    adopted = [one.at for one in joiner.adopted if one.at <= (joint or limit)]
+    adopted = [at for at in joiner.adopted if at <= (joint or limit)]
     begun = (at for at, took in joiner.calls if adopted and at - took >= adopted[-1])
     sample = next(begun, None)
     until = sample or limit
-    coming = [one for one in joiner.downloading if one.num_bytes > 0]
-    first = coming[0] if coming else None
-    last = next((one for one in coming if one.num_bytes == one.total_bytes), None)
+    coming = [one for one in joiner.downloading if one[1] > 0]
+    first_at, _, state_bytes = coming[0] if coming else (None, None, None)
+    last_at = next((at for at, num_bytes, total in coming if num_bytes == total), None)
 
     def since(at: float | None) -> float | None:
         return None if at is None else at - started
@@ -111,12 +111,12 @@ def joining_of(
     return Joining(
         side=name,
         link=link,
-        first_byte_s=since(first.at) if first else None,
-        last_byte_s=since(last.at) if last else None,
+        first_byte_s=since(first_at),
+        last_byte_s=since(last_at),
         sample_s=since(sample),
         joint_s=since(joint),
         downloads=len(adopted),
-        state_bytes=first.total_bytes if first else None,
+        state_bytes=state_bytes,
         received_bytes=brought(until) - brought(started),
         donor_stall_s=max(
             (took for at, took in donor.calls if started < at <= until), default=until - started
@@ -189,7 +189,7 @@ def main() -> None:
     add_options(parser, DEFAULT_SIDES, runs=1)
     parser.add_argument("--limit", type=float, default=600, help="s after which a joiner is given up")
     options = parser.parse_args()
-    results = run_cells(options, partial(measure, limit_s=options.limit))
+    results = run_cells(cells_of(options, partial(measure, limit_s=options.limit)), options.json)
     print(table(results))
     for one in results:
         for reason, times in Counter(one.reasons).most_common():

@@ -1,12 +1,11 @@
 """What a mode's samples are worth: eval loss against wall time and against samples, on a home link.
 
-    .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3] [--parallel 3]
+    .venv/bin/python benchmarks/loss_over_time.py [--sides NAME ...] [--seeds 3]
 
 Two peers train a Llama of 2.3M parameters on trahiv's own text, on hosts of a simulated network
 (`tests/kit/wan.py`), as in `home_links.py`: 20 Mbit/s up and down, 50 ms round trip. The gradients are
-real. A batch of 8 samples of 64 tokens takes 0.8 s; what the CPU does not need of that is slept. So
-several runs at a time take as long as one, as long as the CPU needs less: **late** is the share of batches
-for which it needed more.
+real. A batch of 8 samples of 64 tokens takes 0.8 s; what the CPU does not need of that is slept: **late** is
+the share of batches for which it needed more.
 
 A step is 80 samples of both peers, as many tokens as a step of `llama.yaml`, or a few more: peers train on
 until they know that these are there. So a run ends with the commit that reaches 80 samples times
@@ -25,13 +24,12 @@ more than modes do. **Wall time** is that from the first sample to the commit of
 counted by the router on both uplinks together, from the first sample to the last step. `--json` keeps the
 loss of each copy, too.
 
-Needs root. The whole table takes an hour and a half on two cores with `--parallel 3`.
+Needs root. The whole table takes about four hours.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import statistics
@@ -41,7 +39,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -51,8 +49,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
 
-from tests.kit.cells import Scenario, run_all, tell_of
-from tests.kit.figures import Ended, PeerEnded, Ready, median_of
+from tests.kit.cells import Cell, Scenario, run_cells
+from tests.kit.figures import PeerEnded, median_of
 from tests.kit.paced_peers import (
     GO,
     OURS,
@@ -64,7 +62,6 @@ from tests.kit.paced_peers import (
     Workload,
     become_peer,
     hear,
-    interrupted,
 )
 from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.optim.pace import Pace
@@ -162,8 +159,8 @@ def is_due(share: float, before: float) -> bool:
 def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
     """Enter the swarm, say so; once told to, train; then evaluate as often as told to.
 
-    Sends through `pipe`: `Ready`; `Trained`; for each evaluation all `Point`s, with times on the clock that
-    all processes share; `Ended` if there was an error.
+    Sends through `pipe`: its address, as `News`; `Trained`; for each evaluation all `Point`s, with times on
+    the clock that all processes share; an error that ends it, as `News`.
     """
     become_peer(entry)
     try:
@@ -178,7 +175,7 @@ def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
             max_steps=plan.steps,
         )
         schedule.optimizer = peer.optimizer
-        pipe.send(Ready(peer.address))
+        pipe.send(("address", peer.address))
         if pipe.recv() == GO:
             trained, copies = _train(pipe, peer, trainee, schedule, entry.pace_s)
             pipe.send(trained)
@@ -186,7 +183,7 @@ def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
                 pipe.send(trainee.evaluate(copies))
         peer.close()
     except Exception:
-        pipe.send(Ended(traceback.format_exc()))
+        pipe.send(("ended", traceback.format_exc()))
         raise
 
 
@@ -435,35 +432,33 @@ def _answers(pipes: Sequence[Connection]) -> list[Any]:
 
     Raises:
         PeerEnded: one has ended.
-        KeyboardInterrupt: the benchmark is being ended.
     """
     answers: dict[Connection, Any] = {}
     while len(answers) < len(pipes):
-        if interrupted.is_set():
-            raise KeyboardInterrupt
         for pipe in wait([pipe for pipe in pipes if pipe not in answers], POLL_S):
             assert isinstance(pipe, Connection)
-            answers[pipe] = next(hear(pipe))
-            if isinstance(answers[pipe], Ended):
-                raise PeerEnded(answers[pipe].why)
+            match next(hear(pipe)):
+                case "ended", why:
+                    raise PeerEnded(why)
+                case answer:
+                    answers[pipe] = answer
     return [answers[pipe] for pipe in pipes]
 
 
-def make_bases(folder: Path, seeds: Sequence[int], parallel: int) -> dict[int, Path]:
+def make_bases(folder: Path, seeds: Sequence[int]) -> dict[int, Path]:
     """Train the models to begin with that `folder` does not have; return their files by seed."""
     paths = {seed: folder / f"base-{BASE_STEPS}-steps-seed-{seed}.pt" for seed in seeds}
-
-    def make(seed: int) -> None:
-        process = PROCESSES.Process(target=make_base, args=(str(paths[seed]), seed))
+    for seed, path in paths.items():
+        if path.exists():
+            continue
+        process = PROCESSES.Process(target=make_base, args=(str(path), seed))
         process.start()
-        while process.is_alive():
-            process.join(POLL_S)
-            if interrupted.is_set():
-                process.kill()
+        try:
+            process.join()
+        finally:
+            process.kill()  # nothing, if it has ended by itself
         if process.exitcode:
             raise SystemExit(f"the model to begin with of seed {seed} could not be trained: see above")
-
-    run_all(make, [seed for seed in seeds if not paths[seed].exists()], parallel)
     return paths
 
 
@@ -477,7 +472,6 @@ def main() -> None:
                         help=f"of the swarm, {STEP.target_batch_size} samples each")  # fmt: skip
     parser.add_argument("--start", choices=LEARNING_RATES, default="trained")
     parser.add_argument("--cache", type=Path, help="folder for the trained models to begin with")
-    parser.add_argument("--parallel", type=int, default=1, help="how many runs at a time")
     parser.add_argument("--json", type=Path, help="write all runs here too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -487,24 +481,19 @@ def main() -> None:
         if options.start == "trained":
             cache = (options.cache or Path(folder)).resolve()
             cache.mkdir(parents=True, exist_ok=True)
-            bases = make_bases(cache, seeds, options.parallel)
+            bases = make_bases(cache, seeds)
         rate = LEARNING_RATES[options.start]
         plans = [Plan(seed, options.steps, rate, bases.get(seed)) for seed in seeds]
-        cells = [(side, plan) for side in options.sides for plan in plans]
-        found: dict[int, Run | None] = {}
-
-        def run(number: int) -> None:
-            side, plan = cells[number]
-            found[number] = tell_of(f"{side}, seed {plan.seed}", partial(measure, side, plan))
-
-        run_all(run, range(len(cells)), options.parallel)
-        runs = [one for _, one in sorted(found.items()) if one is not None]
+        cells: list[Cell] = [
+            (f"{side}, seed {plan.seed}", partial(measure, side, plan))
+            for side in options.sides
+            for plan in plans
+        ]
+        runs: list[Run] = run_cells(cells, options.json)
     print(table(runs))
     for run in runs:
         for reason, times in Counter(run.reasons).most_common():
             print(f"- {run.side}, seed {run.seed}: {times} x {reason}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(run) for run in runs], indent=1))
 
 
 if __name__ == "__main__":

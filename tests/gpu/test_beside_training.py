@@ -19,7 +19,11 @@ from trahiv_cli.swarm import host_copies
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import views_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and this machine has none"),
+    pytest.mark.timeout(120),
+]
 
 WORK_CYCLES = 5 * 10**9
 """Some seconds: what these tests copy takes milliseconds."""

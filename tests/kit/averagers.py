@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.kit.identities import id_of
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.state import ExactStateAverager
-from trahiv_cli.swarm.snapshot import JoinerActivity
+from trahiv_cli.swarm.snapshot import JoinerActivity, views_of
 
 
 def gradient_averager(
-    weights: Sequence[torch.Tensor], cls: type[ExactGradientAverager] = ExactGradientAverager, **more: Any
+    weights: Sequence[torch.Tensor],
+    cls: type[ExactGradientAverager] = ExactGradientAverager,
+    name: str = "A",
+    times: Mapping[str, Any] = MappingProxyType({"next_chunk_timeout": 5.0}),
+    **more: Any,
 ) -> ExactGradientAverager:
-    """Make one for float32 weights on the CPU that has accumulated nothing; `more` are its attributes."""
+    """Make one for float32 weights on the CPU that has accumulated nothing.
+
+    `times`, and the like, are those of its rounds; `more` are its attributes.
+    """
     gradients = [weight.grad for weight in weights]
-    averager = cls(
-        weights,
-        dht=SimpleNamespace(peer_id=id_of("A"), client_mode=False),
-        prefix="run",
-        start=False,
-        interest=JoinerActivity(),
-        rules=RoundRules(),
-        next_chunk_timeout=5.0,
-    )
+    dht = SimpleNamespace(peer_id=id_of(name), signing_key=key_of(name), client_mode=False)
+    own = {"prefix": "run", "start": False, "interest": JoinerActivity(), "rules": RoundRules()}
+    averager = cls(weights, dht=dht, **own, **times)
     for weight, gradient in zip(weights, gradients, strict=True):  # hivemind's has given them zeros
         weight.grad = gradient
     vars(averager).update(more)
@@ -81,3 +82,9 @@ def giving_averager(inner: torch.optim.Optimizer, history: History, peer: Any, *
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
     return averager
+
+
+def state_of(averager: ExactStateAverager) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Copy an averager's state as joiners get it: metadata and tensors."""
+    metadata, [flat], infos = averager.get_current_state()
+    return metadata, views_of(flat, infos)

@@ -21,7 +21,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,13 +39,6 @@ STOP_S = 20.0
 
 VANISH_S = 5.0
 """What dies with its parent dies by a signal that the kernel sends: at once, but not at the same time."""
-
-
-def event_in(line: str) -> dict[str, Any]:
-    """Read a line of stdout of `--format json`; anything else on it is an error of the test's subject."""
-    event = json.loads(line)
-    assert isinstance(event, dict) and event["v"] == 1, line
-    return event
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
@@ -95,25 +87,15 @@ def _end(pid: int) -> None:
     psutil.wait_procs(processes, timeout=VANISH_S)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A command that has ended."""
+class Peer:
+    """A `trahiv` that runs, or has run, and what it said so far. What ran to its end has a code."""
 
     code: int
-    out: str
-    err: str
-    events: list[dict[str, Any]]
     seconds: float
+    """How long it ran."""
+
     left: tuple[str, ...]
     """Processes, sockets and temporary files that outlived it; should be empty."""
-
-    @property
-    def errors(self) -> list[dict[str, Any]]:
-        return [event for event in self.events if event["event"] == "error"]
-
-
-class Peer:
-    """A running `trahiv`, and what it said so far."""
 
     def __init__(
         self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path, is_cold: bool = False
@@ -121,10 +103,10 @@ class Peer:
         self.command, self.cwd, self._log = command, cwd, log
         self.events: list[dict[str, Any]] = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
-        self.lines: list[str] = []
-        """All lines on stdout."""
+        self.out = ""
+        """All of stdout."""
         self.noise: list[str] = []
-        """Those that are not an event; there should be none."""
+        """Lines on stdout that are not an event of `--format json`; there should be none."""
 
         self._said, self._is_silent, self._was_told = threading.Condition(), False, False
         with log.open("w") as errors:
@@ -156,6 +138,10 @@ class Peer:
     @property
     def steps(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] == "step"]
+
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == "error"]
 
     def wait_for_group(self, size: int = 2, timeout: float = 90, **fields: Any) -> dict[str, Any]:
         """Wait for the first step that was taken in a group of so many; see `wait_for`."""
@@ -243,10 +229,15 @@ class Peer:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             with self._said:
-                self.lines.append(line)
+                self.out += line
                 try:
-                    self.events.append(event_in(line))
-                except (ValueError, KeyError, AssertionError):
+                    event = json.loads(line)
+                    is_event = event["v"] == 1
+                except (ValueError, KeyError, TypeError):
+                    is_event = False
+                if is_event:
+                    self.events.append(event)
+                else:
                     self.noise.append(line)
                 self._said.notify_all()
         with self._said:
@@ -318,7 +309,7 @@ class Workplace:
         self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
         self.peers: list[Peer] = []
 
-    def run(self, *args: object, timeout: float = 90, prefix: tuple[str, ...] = ()) -> Result:
+    def run(self, *args: object, timeout: float = 90, prefix: tuple[str, ...] = ()) -> Peer:
         """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
         It runs behind `prefix`, a command that becomes it, such as `ip netns exec NAME`.
@@ -326,18 +317,17 @@ class Workplace:
         began = time.monotonic()
         peer = self._started([*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)])
         try:
-            code, seconds = peer.exit_code(timeout), time.monotonic() - began
+            peer.code, peer.seconds = peer.exit_code(timeout), time.monotonic() - began
             left = left_by(peer.pid)
             if not any(other.is_running for other in self.peers):
-                deadline = (
-                    time.monotonic() + VANISH_S
-                )  # torch's keeper of shared memory ends after its clients
+                deadline = time.monotonic() + VANISH_S  # torch's keeper of memory ends after its clients
                 while (files := list(self.temporary.iterdir())) and time.monotonic() < deadline:
                     time.sleep(0.05)
                 left += map(str, files)
+            peer.left = tuple(left)
         finally:
             peer.stop()
-        return Result(code, "".join(peer.lines), peer.err, peer.events, seconds, tuple(left))
+        return peer
 
     def start(
         self,

@@ -25,6 +25,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trahiv_cli.optim.pace import Pace
 
@@ -35,13 +36,6 @@ Sample = tuple[float, ...]
 
 
 # -- what peers tell ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A peer can begin to train."""
-
-    address: str
 
 
 @dataclass(frozen=True)
@@ -58,11 +52,11 @@ class Committed:
     is_share: bool
     """`samples` are this peer's alone; otherwise all that went into the step."""
 
-    weights: Sample
-    """Some of the peer's, with trahiv after the step, with hivemind before it."""
-
     held: int
     """Samples that this peer has computed by then, and that are in no committed step yet."""
+
+    weights: Sample = ()
+    """With hivemind some of the peer's before the step; with trahiv the digest says that they are equal."""
 
 
 @dataclass(frozen=True)
@@ -70,40 +64,13 @@ class Adapted:
     """Mode auto has said by what pace it goes on, and why."""
 
     at: float
-    step: int
     why: str
     before: Pace
     after: Pace
 
 
-@dataclass(frozen=True)
-class Downloading:
-    """How far a download of the others' state is."""
-
-    at: float
-    num_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
-class Adopted:
-    """A peer has taken over the others' state."""
-
-    at: float
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A peer was ended by an error."""
-
-    why: str
-
-
-Call = tuple[float, float]
-"""When a call of `step()`, one for each sample, ended, and how long it took."""
-
-News = Ready | Call | Committed | Adapted | Downloading | Adopted | Ended | str
-"""What a peer tells; a text is why a round failed."""
+News = tuple[str, Any]
+"""What a peer tells: the name of an attribute of `Told` and what is noted there, or `ended` and why."""
 
 
 class PeerEnded(Exception):
@@ -117,37 +84,35 @@ class Told:
     address: str | None = None
     """None until it is ready."""
 
-    calls: list[Call] = field(default_factory=list)
+    calls: list[tuple[float, float]] = field(default_factory=list)
+    """When a call of `step()`, one for each sample, ended, and how long it took."""
+
     committed: dict[str, Committed] = field(default_factory=dict)
     adapted: list[Adapted] = field(default_factory=list)
-    downloading: list[Downloading] = field(default_factory=list)
-    adopted: list[Adopted] = field(default_factory=list)
+    downloading: list[tuple[float, int, int]] = field(default_factory=list)
+    """When how many bytes of the others' state were there, and of how many."""
+
+    adopted: list[float] = field(default_factory=list)
+    """When it had taken over the others' state."""
+
     failures: list[str] = field(default_factory=list)
     """Why rounds failed."""
 
-    def hear(self, one: News) -> None:
+    def hear(self, news: News) -> None:
         """Take note of one piece of news.
 
         Raises:
             PeerEnded: it is that the peer has ended.
         """
-        match one:
-            case Ended(why):
+        match news:
+            case "ended", why:
                 raise PeerEnded(why)
-            case Ready(address):
+            case "address", address:
                 self.address = address
-            case Committed(key=key):
-                self.committed[key] = one
-            case Adapted():
-                self.adapted.append(one)
-            case Downloading():
-                self.downloading.append(one)
-            case Adopted():
-                self.adopted.append(one)
-            case str(reason):
-                self.failures.append(reason)
-            case (float(at), float(took)):
-                self.calls.append((at, took))
+            case "committed", step:
+                self.committed[step.key] = step
+            case what, value:
+                getattr(self, what).append(value)
 
     def computed(self, after: float, until: float) -> int:
         """Count the samples of calls that began after one moment and ended before another."""
@@ -169,9 +134,6 @@ class Joint:
     held: int
     """Samples computed by then that are in no committed step yet, of all peers."""
 
-    difference: float
-    """Of the peers' weights, the largest."""
-
 
 @dataclass(frozen=True)
 class Window:
@@ -191,12 +153,12 @@ def find_joint(told: Sequence[Told]) -> list[Joint]:
     for key in set.intersection(*(set(one.committed) for one in told)):
         views = [one.committed[key] for one in told]
         apart = [max(values) - min(values) for values in zip(*(v.weights for v in views), strict=True)]
-        if views[0].is_share and statistics.median(apart) > LEARNING_RATE:
+        if apart and statistics.median(apart) > LEARNING_RATE:
             continue
         samples = sum(v.samples for v in views) if views[0].is_share else views[0].samples
         at = max(v.at for v in views)
         held = sum(v.held + one.computed(v.at, at) for v, one in zip(views, told, strict=True))
-        joint.append(Joint(at, samples, held, max(apart)))
+        joint.append(Joint(at, samples, held))
     return sorted(joint, key=lambda one: one.at)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from google.protobuf.message import Message
 
 from trahiv_cli.optim.history import MOST_SAMPLES, MOST_STEPS
 from trahiv_cli.optim.ledger import MAX_POSITION, SHARD
@@ -21,38 +23,61 @@ VALUES = [
     *("", "x" * 4096, b"", b"x" * 4096, [], {}, [0, 2**62], {"": 0}),
 ]
 
-Path = tuple[Any, ...]
+Edit = Callable[[Any], Any]
+"""Makes a lie of a field, or of a message, and leaves that as it is."""
+
+OF_A_KIND: dict[type, dict[str, Edit]] = {
+    bytes: {
+        "cut": lambda own: own[:-1],
+        "longer": lambda own: own + b"\0",
+        "turned round": lambda own: own[::-1],
+        "nothing but zeros": lambda own: bytes(len(own)),
+    },
+    list: {"turned round": lambda own: own[::-1], "a thousand times": lambda own: own * 1000},
+}
 
 
-def places(tree: Any, path: Path = ()) -> Iterator[Path]:
-    """Where all fields of a message are, those of its parts included."""
-    yield path
+class Code(int):
+    """A number of an enumeration; the others are tried, too."""
+
+
+class Repeated(list):
+    """Elements of one kind, of which the first and the last are changed."""
+
+
+def edits(tree: Any, *others: Any) -> Iterator[tuple[str, Edit]]:
+    """Every field of a message with every value: what it is, and what does it to any message of the kind.
+
+    Args:
+        tree: the message, of dictionaries and lists, whole.
+        others: messages of the same kind, from which a field may be taken.
+    """
+    values = [*VALUES, *others, *(range(8) if isinstance(tree, Code) else ())]
+    for value in values:
+        yield f": {str(value)[:60]}", lambda _, value=value: value
+    for kind, of_kind in OF_A_KIND.items():
+        if isinstance(tree, kind):
+            yield from ((f": {what}", edit) for what, edit in of_kind.items())
     inner = enumerate(tree) if isinstance(tree, list) else tree.items() if isinstance(tree, dict) else ()
     for key, value in inner:
-        yield from places(value, (*path, key))
-
-
-def changes(tree: Any, path: Path, *others: Any) -> Iterator[Any]:
-    """The message with one field changed, missing, or twice; or as it is in others that have it."""
-    if not path:
-        yield from VALUES
-        yield from others
-        return
-    first, *rest = path
-    theirs = [other[first] for other in others if has(other, first)]
-    if rest:
-        inner = changes(tree[first], tuple(rest), *theirs)
-    else:
-        inner = iter([*VALUES, *theirs])
+        if isinstance(tree, Repeated) and 0 < key < len(tree) - 1:
+            continue
+        yield f"{key}: missing", lambda it, key=key: put(it, key, lambda own: [])
         if isinstance(tree, list):
-            yield [*tree[:first], *tree[first + 1 :]]
-            yield [*tree[: first + 1], *tree[first:]]
-        else:
-            yield {key: value for key, value in tree.items() if key != first}
-    for value in inner:
-        yield (
-            [*tree[:first], value, *tree[first + 1 :]] if isinstance(tree, list) else tree | {first: value}
-        )
+            yield f"{key}: twice", lambda it, key=key: put(it, key, lambda own: [own, own])
+        for what, edit in edits(value, *(other[key] for other in others if has(other, key))):
+            name = f"{key}{what}" if what.startswith(":") else f"{key}.{what}"
+            yield name, lambda it, key=key, edit=edit: put(it, key, lambda own: [edit(own)])
+
+
+def put(tree: Any, key: Any, edit: Callable[[Any], list[Any]]) -> Any:
+    """The message with what comes of one of its fields in its place: nothing, one, or in a list more."""
+    if not has(tree, key):
+        return tree
+    instead = edit(tree[key])
+    if isinstance(tree, list):
+        return [*tree[:key], *instead, *tree[key + 1 :]]
+    return tree | {key: instead[0]} if instead else {one: tree[one] for one in tree if one != key}
 
 
 def has(tree: Any, key: Any) -> bool:
@@ -63,16 +88,37 @@ def has(tree: Any, key: Any) -> bool:
 
 
 def lies(tree: Any, *others: Any) -> Iterator[tuple[str, Any]]:
-    """Every field of a message with every value: what it is, and the message."""
-    for path in places(tree):
-        for changed in changes(tree, path, *others):
-            yield f"{'.'.join(map(str, path)) or 'all of it'}: {str(value_at(changed, path))[:60]}", changed
+    """The message with every edit: what that is, and what comes of it."""
+    return ((what, edit(tree)) for what, edit in edits(tree, *others))
 
 
-def value_at(tree: Any, path: Path) -> Any:
-    """What stands in a field; None if it is missing."""
-    for key in path:
-        if not has(tree, key):
-            return None
-        tree = tree[key]
+def message_edits(message: Message, *others: Message) -> Iterator[tuple[str, Edit]]:
+    """Every field of a protobuf message with every value that it can have; see `edits`."""
+    kind = type(message)
+    for what, edit in edits(tree_of(message), *map(tree_of, others)):
+
+        def change(it: Message, edit: Edit = edit) -> Message:
+            return kind(**edit(tree_of(it)))
+
+        try:
+            change(message)
+        except (TypeError, ValueError, OverflowError):
+            continue  # a field can't have that value
+        yield what, change
+
+
+def tree_of(message: Message) -> dict[str, Any]:
+    """The fields of a protobuf message and of its parts, as its constructor takes them."""
+
+    def value_of(field: Any, value: Any) -> Any:
+        if field.message_type:
+            return tree_of(value)
+        return Code(value) if field.enum_type else value
+
+    tree = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        is_list = hasattr(value, "extend")
+        own = Repeated(value_of(field, one) for one in value) if is_list else value_of(field, value)
+        tree[field.name] = own
     return tree

@@ -11,7 +11,6 @@ import multiprocessing as mp
 import os
 import signal
 import tempfile
-import threading
 import time
 import traceback
 from collections import deque
@@ -28,19 +27,7 @@ import torch
 from hivemind import compression
 from hivemind.utils import MPFuture
 
-from tests.kit.figures import (
-    LEARNING_RATE,
-    Adapted,
-    Adopted,
-    Committed,
-    Downloading,
-    Ended,
-    News,
-    PeerEnded,
-    Ready,
-    Sample,
-    Told,
-)
+from tests.kit.figures import LEARNING_RATE, Adapted, Committed, News, PeerEnded, Sample, Told
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
@@ -143,8 +130,7 @@ class OurPeer:
         dht = DhtSection(host_maddrs=[entry.listens_at], nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
         self.address = self._node.addresses()[0].maddr
-        self._params = weights
-        self._news: deque[Downloading] = deque()
+        self._news: deque[News] = deque()
         self._paces: deque[str] = deque()
         usual: dict[str, Any] = {
             "params": [{"params": weights}],
@@ -174,7 +160,7 @@ class OurPeer:
 
     def _hear(self, event: dict[str, Any]) -> None:
         if event["event"] == "download":
-            self._news.append(Downloading(time.monotonic(), event["bytes"], event["total"]))
+            self._news.append(("downloading", (time.monotonic(), event["bytes"], event["total"])))
         elif event["event"] == "pace":
             self._paces.append(event["message"])
         if "message" in event:
@@ -191,18 +177,17 @@ class OurPeer:
         while self._news:
             yield self._news.popleft()
         if own.last_round is not self._round and own.last_round and not own.last_round.committed:
-            yield own.last_round.reason
+            yield "failures", own.last_round.reason
         self._round = own.last_round
         if own.history.digest != self._digest:
             self._digest = own.history.digest
             held = own.tracker.local_progress.samples_accumulated
             if own.step_taken == own.local_epoch:
-                key, weights = self._digest.hex(), _some(self._params)
-                yield Committed(now, key, own.step_samples, is_share=False, weights=weights, held=held)
+                yield "committed", Committed(now, self._digest.hex(), own.step_samples, False, held)
             else:
-                yield Adopted(now)
+                yield "adopted", now
         while self._paces:
-            yield Adapted(now, own.local_epoch, self._paces.popleft(), self._pace, own.pace)
+            yield "adapted", Adapted(now, self._paces.popleft(), self._pace, own.pace)
             self._pace = own.pace
 
     def close(self) -> None:
@@ -225,26 +210,28 @@ class ObservedOptimizer(hivemind.Optimizer):
         if has_begun:
             self._begun[id(self.scheduled_grads)] = state
         else:
-            self.news.append("no round was begun: it saw nobody, or its group was lost")
+            self.news.append(("failures", "no round was begun: it saw nobody, or its group was lost"))
         return has_begun
 
     def _average_gradients_and_load_into_optimizer(self, control: Any) -> None:
         super()._average_gradients_and_load_into_optimizer(control)
         epoch, samples, weights = self._begun.pop(id(control))
         if not control.done() or control.cancelled() or control.exception() is not None:
-            self.news.append("the gradients were not averaged")
+            self.news.append(("failures", "the gradients were not averaged"))
         elif len(control.result()) < 2:
-            self.news.append("a group of one")
+            self.news.append(("failures", "a group of one"))
         else:
             held = self.grad_averager.local_samples_accumulated  # begun rounds have taken theirs
-            self.news.append(Committed(time.monotonic(), str(epoch), samples, True, weights, held))
+            step = Committed(time.monotonic(), str(epoch), samples, True, held, weights)
+            self.news.append(("committed", step))
 
     def load_state_from_peers(self, **keywords: Any) -> None:
         """Load, and note whether anything came: hivemind goes on if not, and says nothing."""
         before = _some(self.state_averager.main_parameters)
         super().load_state_from_peers(**keywords)
         has_come = _some(self.state_averager.main_parameters) != before
-        self.news.append(Adopted(time.monotonic()) if has_come else "the state did not come")
+        no_state = ("failures", "the state did not come")
+        self.news.append(("adopted", time.monotonic()) if has_come else no_state)
 
 
 class PlainPeer:
@@ -308,7 +295,7 @@ def become_peer(entry: Entry) -> None:
 def run_peer(pipe: Connection, entry: Entry) -> None:
     """Enter the swarm, say so, and once told to, train until something comes through `pipe`.
 
-    Sends `News` through `pipe`, `Ready` first.
+    Sends `News` through `pipe`, its address first.
     """
     become_peer(entry)
     torch.manual_seed(0)
@@ -319,7 +306,7 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
     count = 0
     try:
         peer: Any = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
-        pipe.send(Ready(peer.address))
+        pipe.send(("address", peer.address))
         if pipe.recv() == GO:
             if entry.is_late:
                 peer.take_state()
@@ -333,18 +320,16 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
                 time.sleep(max(0.0, begun + entry.pace_s - time.monotonic()))
                 computed = time.monotonic()
                 peer.optimizer.step(batch_size=1)
-                for one in ((time.monotonic(), time.monotonic() - computed), *peer.news()):
+                call = time.monotonic(), time.monotonic() - computed
+                for one in (("calls", call), *peer.news()):
                     pipe.send(one)
         peer.close()
     except Exception:
-        pipe.send(Ended(traceback.format_exc()))
+        pipe.send(("ended", traceback.format_exc()))
         raise
 
 
 # -- in the parent --------------------------------------------------------------------------------
-
-interrupted = threading.Event()
-"""Set to end all measurements that are running in other threads."""
 
 
 class Peers:
@@ -399,28 +384,25 @@ class Peers:
 
         Raises:
             PeerEnded: one has ended.
-            KeyboardInterrupt: the benchmark is being ended.
         """
-        if interrupted.is_set():
-            raise KeyboardInterrupt
         wait(self.pipes, POLL_S)
         has_stepped = False
         for pipe, told in zip(self.pipes, self.told, strict=True):
             for one in hear(pipe):
                 told.hear(one)
-                has_stepped |= isinstance(one, Committed)
+                has_stepped |= one[0] == "committed"
         return has_stepped
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for pipe in self.pipes:
             with suppress(OSError):
                 pipe.send(STOP)
-        deadline = time.monotonic() + LEAVE_LIMIT_S
+        deadline = time.monotonic() + (0.0 if kind is KeyboardInterrupt else LEAVE_LIMIT_S)
         for process, pipe in zip(self.processes, self.pipes, strict=True):
-            while process.is_alive() and time.monotonic() < deadline and not interrupted.is_set():
+            while process.is_alive() and time.monotonic() < deadline:
                 with suppress(PeerEnded):
                     deque(hear(pipe), maxlen=0)  # or it would wait for room in the pipe
                 process.join(0.05)

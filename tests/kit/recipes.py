@@ -45,15 +45,7 @@ TINY: dict[str, Any] = {
 }
 TEXT = "the quick brown fox jumps over the lazy dog, and the dog does not mind at all.\n" * 50
 
-HUGE = {
-    "model_type": "llama",
-    "vocab_size": 384,
-    "hidden_size": 16384,
-    "intermediate_size": 65536,
-    "num_hidden_layers": 100,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-}
+HUGE = tiny_llama(16384, num_hidden_layers=100, num_attention_heads=128, num_key_value_heads=128)
 """The config of a model that no machine of these tests can hold."""
 
 

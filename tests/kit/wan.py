@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import fcntl
 import heapq
+import itertools
 import math
 import multiprocessing as mp
 import os
@@ -29,12 +30,10 @@ import socket
 import struct
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 MTU = 1500
 QUEUE_S, MIN_QUEUE_BYTES = 0.1, 64 * 1024
@@ -69,71 +68,40 @@ def address_of(host: int) -> str:
 class Line:
     """One direction of a host's link: a drop-tail queue, and behind it a line of a fixed rate.
 
-    Times are seconds on any one clock. A packet leaves when its last byte is on the line.
+    Times are seconds on any one clock, and must not go back.
 
     Args:
         rate_mbit: in 10^6 bits per second.
     """
 
     def __init__(self, rate_mbit: float) -> None:
-        self._queue: deque[tuple[float, bytes]] = deque()
         self._free_at = -math.inf
-        self.waiting_bytes = self.carried_bytes = self.dropped_packets = 0
         self.set_rate(rate_mbit)
 
     def set_rate(self, rate_mbit: float) -> None:
-        """Change the rate for all packets that have not left; what waits already is not dropped."""
+        """Change the rate for all packets that come from now on."""
         self._s_per_byte = 8e-6 / rate_mbit
-        self.limit_bytes = max(MIN_QUEUE_BYTES, int(QUEUE_S * rate_mbit * 1e6 / 8))
+        self._limit_bytes = max(MIN_QUEUE_BYTES, int(QUEUE_S * rate_mbit * 1e6 / 8))
 
-    def offer(self, at: float, packet: bytes) -> None:
-        """Queue a packet that comes at time `at`, or drop it if the queue is full. Times must not go back."""
-        if self.waiting_bytes + len(packet) > self.limit_bytes:
-            self.dropped_packets += 1
-            return
-        self.waiting_bytes += len(packet)
-        self._queue.append((at, packet))
-
-    def take(self, now: float) -> list[tuple[float, bytes]]:
-        """Remove the packets that have left by `now`; each with the time when it did."""
-        gone: list[tuple[float, bytes]] = []
-        queue = self._queue
-        while queue:
-            came_at, packet = queue[0]
-            leaves_at = max(came_at, self._free_at) + len(packet) * self._s_per_byte
-            if leaves_at > now:
-                break
-            queue.popleft()
-            self._free_at = leaves_at
-            self.waiting_bytes -= len(packet)
-            self.carried_bytes += len(packet)
-            gone.append((leaves_at, packet))
-        return gone
-
-    def next_at(self) -> float:
-        """When the next packet leaves; inf if none waits."""
-        if not self._queue:
-            return math.inf
-        came_at, packet = self._queue[0]
-        return max(came_at, self._free_at) + len(packet) * self._s_per_byte
+    def take(self, at: float, num_bytes: int) -> float | None:
+        """Queue a packet, and say when its last byte is on the line; None: the queue is full, it is lost."""
+        begins_at = max(at, self._free_at)
+        if round((begins_at - at) / self._s_per_byte) + num_bytes > self._limit_bytes:
+            return None
+        self._free_at = begins_at + num_bytes * self._s_per_byte
+        return self._free_at
 
 
 # -- the router's process -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Counters:
-    """What the router has counted since its start; lists by host."""
+class Counters(NamedTuple):
+    """What the router has carried since its start, by host."""
 
     up_bytes: list[int]
     """Sent over the uplink, IP headers included, also what was lost behind it."""
 
     down_bytes: list[int]
-    dropped_packets: int
-    """Found a queue full."""
-
-    cpu_s: float
-    """Time on a core, with what the kernel does in the router's name: the receiver's TCP, for the most."""
 
 
 class Router:
@@ -148,16 +116,15 @@ class Router:
                 self._make_host(host, congestion)
         finally:
             _enter(self._home)
-        self._up = [Line(rate_mbit) for _ in range(hosts)]
-        self._down = [Line(rate_mbit) for _ in range(hosts)]
+        self._up, self._down = ([Line(rate_mbit) for _ in range(hosts)] for _ in range(2))
+        self._carried = Counters([0] * hosts, [0] * hosts)
         self._delay_s = delay_ms / 1e3
-        self._under_way: list[list[tuple[float, int, bytes]]] = [[] for _ in range(hosts)]
-        """By receiver, heaps of (when it arrives, number, packet)."""
+        self._due: list[tuple[float, int, bool, int, bytes]] = []
+        """A heap: when which packet has left which host's uplink (False) or downlink (True), by number."""
         self._host_of = {socket.inet_aton(address_of(host)): host for host in range(hosts)}
         self._cut: set[tuple[int, int]] = set()
         """Senders and receivers between which nothing gets through."""
-        self._loss, self._random = loss, random.Random(0)
-        self._sent = 0
+        self._loss, self._random, self._numbers = loss, random.Random(0), itertools.count()
 
     def _make_host(self, host: int, congestion: str) -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
@@ -196,35 +163,33 @@ class Router:
                 time.sleep(TICK_S)
 
     def _read(self, host: int, now: float) -> None:
-        offer, tun, host_of, read = self._up[host].offer, self._tuns[host], self._host_of, os.read
+        take, tun, host_of, read = self._up[host].take, self._tuns[host], self._host_of, os.read
         with contextlib.suppress(BlockingIOError):
             for _ in range(READS_AT_ONCE):
                 packet = read(tun, MTU)
-                if packet[16:20] in host_of:  # not: multicast, IPv6
-                    offer(now, packet)
+                if packet[16:20] not in host_of:  # multicast, IPv6
+                    continue
+                left_at = take(now, len(packet))
+                if left_at is not None:
+                    event = left_at + self._delay_s, next(self._numbers), False, host, packet
+                    heapq.heappush(self._due, event)
 
     def _move(self, now: float) -> float:
         """Bring every packet as far as it has come by `now`; return when to look again."""
-        next_at, write = math.inf, os.write
-        for host, line in enumerate(self._up):
-            for left_at, packet in line.take(now):
-                if self._loss and self._random.random() < self._loss:
-                    continue
-                to = self._host_of[packet[16:20]]
-                if (host, to) in self._cut:
-                    continue
-                self._sent += 1
-                arrives_at = left_at + self._delay_s
-                heapq.heappush(self._under_way[to], (arrives_at, self._sent, packet))
-            next_at = min(next_at, line.next_at())
-        for under_way, line, tun in zip(self._under_way, self._down, self._tuns, strict=True):
-            while under_way and under_way[0][0] <= now:
-                arrived_at, _, packet = heapq.heappop(under_way)
-                line.offer(arrived_at, packet)
-            for _, packet in line.take(now):
-                write(tun, packet)
-            next_at = min(next_at, line.next_at(), under_way[0][0] if under_way else math.inf)
-        return next_at
+        due, carried = self._due, self._carried
+        while due and due[0][0] <= now:
+            at, _, has_left, host, packet = heapq.heappop(due)
+            (carried.down_bytes if has_left else carried.up_bytes)[host] += len(packet)
+            if has_left:
+                os.write(self._tuns[host], packet)
+                continue
+            to = self._host_of[packet[16:20]]
+            if (host, to) in self._cut or (self._loss and self._random.random() < self._loss):
+                continue
+            left_at = self._down[to].take(at, len(packet))
+            if left_at is not None:
+                heapq.heappush(due, (left_at, next(self._numbers), True, to, packet))
+        return due[0][0] if due else math.inf
 
     def _obey(self, pipe: Connection) -> bool:
         """Do one thing that the benchmark asks; say whether it is still there."""
@@ -243,12 +208,7 @@ class Router:
         (self._cut.update if is_cut else self._cut.difference_update)({(one, other), (other, one)})
 
     def counters(self) -> Counters:
-        return Counters(
-            up_bytes=[line.carried_bytes for line in self._up],
-            down_bytes=[line.carried_bytes for line in self._down],
-            dropped_packets=sum(line.dropped_packets for line in (*self._up, *self._down)),
-            cpu_s=time.process_time(),
-        )
+        return self._carried
 
     def end_processes(self) -> None:
         """End all that runs in the namespaces.
@@ -350,7 +310,7 @@ class Wan:
         return process
 
     def set_link(self, host: int, up_mbit: float, down_mbit: float) -> None:
-        """Change the rates of a host's link from now on, also for what waits in its queues."""
+        """Change the rates of a host's link from now on; what waits in its queues leaves at the old ones."""
         self._ask("set_link", host, up_mbit, down_mbit)
 
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:

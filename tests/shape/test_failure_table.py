@@ -11,7 +11,7 @@ TABLE = "| what fails | what the others do | the peer itself |"
 
 KILLED = "simulation/test_failures.py::test_killed"
 DIES = "swarm/test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies"
-FAILS_ALWAYS = "simulation/test_poison.py::test_who_has_round_after_round_fail_is_let_into_no_more"
+FAILS_ALWAYS = "simulation/test_failures.py::test_who_has_round_after_round_fail_is_let_into_no_more"
 
 PROOFS = {
     "killed before it joined a group": (KILLED, DIES),
@@ -29,7 +29,7 @@ PROOFS = {
     ),
     "its gradient is far from the group's": (
         "simulation/test_failures.py::test_its_gradient_is_far_from_the_groups",
-        "simulation/test_poison.py::test_poison_moves_nobody_and_would_without_the_rules",
+        "simulation/test_failures.py::test_poison_moves_nobody_and_would_without_the_rules",
     ),
     "its parts are no tensors of the right shape": (
         "simulation/test_failures.py::test_its_parts_are_no_tensors_of_the_right_shape",

@@ -30,7 +30,7 @@ MAY_CATCH_EVERYTHING = (
 MAY_PRINT = "trahiv_cli/cli/output.py"
 OPTIONS_OF_OTHERS = {
     *("--machine", "--no-block", "--now", "--user"),  # systemctl
-    *("--links", "--parallel", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
+    *("--links", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
 }
 
 

@@ -34,9 +34,7 @@ def key_of(name: str) -> RSAPrivateKey:
 
 
 def id_of(name: str) -> str:
-    found = owner_of(own_place(key_of(name)))
-    assert found is not None
-    return found
+    return str(owner_of(own_place(key_of(name))))
 
 
 def done(value: Any) -> concurrent.futures.Future[Any]:
@@ -50,7 +48,7 @@ class Board:
 
     def __init__(self) -> None:
         self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}
-        self.names: list[str] = []  # of the peers that have a node
+        self.nodes: list[PeerID] = []
 
     def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
         self.records.setdefault(key, {})[place] = signed, until
@@ -60,20 +58,19 @@ class Board:
 
 
 class Dht:
-    """The `hivemind.DHT` of the peer of a name."""
+    """The `hivemind.DHT` of the peer that has a key."""
 
     client_mode = False
 
-    def __init__(self, board: Board, name: str) -> None:
-        self.board, self.peer_id = board, PeerID.from_base58(id_of(name))
-        self.place = own_place(key_of(name), INVITED.certify(self.peer_id.to_bytes()))
-        self.signing_key = key_of(name)
+    def __init__(self, board: Board, key: Any) -> None:
+        self.board, self.peer_id = board, PeerID.from_base58(str(owner_of(own_place(key))))
+        self.place, self.signing_key = own_place(key, INVITED.certify(self.peer_id.to_bytes())), key
         self.told: dict[str, Any] = {}  # what this peer last stored, by key
-        validators = [RSASignatureValidator(key_of(name)), OwnersOnly(OWNER.public), Readable()]
+        validators = [RSASignatureValidator(key), OwnersOnly(OWNER.public), Readable()]
         self.validator = RememberingValidator(validators)
         self.protocol = CorrectedProtocol(_initialized_with_create=True)
         self.protocol.record_validator = self.validator
-        board.names.append(name)
+        board.nodes.append(self.peer_id)
 
     def add_validators(self, validators: Any) -> None:
         self.validator.extend(validators)
@@ -108,7 +105,7 @@ class Dht:
         return MSGPackSerializer.loads(self.validator.strip_value(_record(key, place, signed, until)))
 
     def run_coroutine(self, coroutine: Any, *, return_future: bool) -> Any:
-        known = {PeerID.from_base58(id_of(name)): 0 for name in self.board.names}
+        known = dict.fromkeys(self.board.nodes, 0)
 
         async def visible(latest: bool) -> list[Multiaddr]:
             return [Multiaddr(f"/ip4/203.0.113.7/tcp/31337/p2p/{self.peer_id}")]
@@ -125,14 +122,10 @@ def _record(key: str, place: bytes, value: bytes, until: float) -> DHTRecord:
     return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(place), value, until)
 
 
-def node_of(dht: Dht, name: str) -> Node:
-    """The peer's node, without its constructor, which forks."""
-    node = object.__new__(Node)
-    node.__dict__.update(
-        dht=dht,
-        peer_id=id_of(name),
-        standing=Credentials(INVITED),
-        book=PolicyBook(OWNER.public),
-        place=dht.place,
-    )
-    return node
+class InMemory(Node):
+    """The node of the peer of a name, without the constructor, which forks."""
+
+    def __init__(self, board: Board, name: str) -> None:
+        self.dht: Any = Dht(board, key_of(name))
+        self.peer_id, self.place = id_of(name), self.dht.place
+        self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)

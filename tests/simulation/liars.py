@@ -5,26 +5,22 @@ The product's own code runs in a liar up to the edge: the lie is put in after th
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
-from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from tests.simulation.network import Message
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.swarm.statements import sign
 
 Lie = Callable[[Any], None]
-"""Makes a liar of a `tests.simulation.peer.Peer`."""
+"""Makes a liar of a `tests.simulation.swarm.Peer`."""
 
 CLAIMED = [field.name for field in fields(Claim)]
 """What a claim says, in the order in which it travels."""
@@ -33,8 +29,8 @@ FAR_AHEAD = 4096
 """Of the positions that honest peers have trained after some steps."""
 
 
-def poison(norm: float = 1.0, factor: float | None = None, claimed: float | None = None) -> Lie:
-    """Bring another gradient in every round: the true one times `factor`, or one of this norm.
+def poison(factor: float, claimed: float | None = None) -> Lie:
+    """Bring another gradient in every round: the true one times `factor`.
 
     `claimed` is the norm that the peer says it brings; None: that which it brings.
     """
@@ -44,12 +40,11 @@ def poison(norm: float = 1.0, factor: float | None = None, claimed: float | None
         prepare = averager._prepare_contribution
 
         def poisoned(exchange: Any) -> float:
-            honest = float(prepare(exchange))
-            times = norm / max(honest, 1e-30) if factor is None else factor
+            norm = abs(factor) * float(prepare(exchange))
             with averager.get_tensors() as tensors, torch.no_grad():
                 for tensor in tensors:
-                    tensor.mul_(times)
-            return abs(times) * honest if claimed is None else claimed
+                    tensor.mul_(factor)
+            return norm if claimed is None else claimed
 
         averager._prepare_contribution = poisoned
 
@@ -85,91 +80,23 @@ def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.i
     return tell
 
 
-def rewrite_claims(peer: Any) -> None:
-    """Say in rounds that it leads that no other gradient is finite."""
-    finder = peer.optimizer.grad_averager._matchmaking
-    form_group = finder._form_group
-
-    def lying(search: Any, members: Any) -> Any:
-        forged = sign(finder._key, finder._about(search.schema), Claim(samples=8, norm=math.inf).to_bytes())
-        return form_group(search, {one: replace(member, statement=forged) for one, member in members.items()})
-
-    finder._form_group = lying
-
-
-def send(how: Callable[[Message, int], list[bytes]], is_answer: bool, from_step: int) -> Lie:
-    """Have `how` change each part that the peer sends, or average that it returns, from a step on.
-
-    It is given the step, too.
-    """
+def fall_silent(from_step: int) -> Lie:
+    """Send no more than the first part of a share, from a step on, though the stream stays open."""
 
     def tell(peer: Any) -> None:
-        def tamper(message: Message) -> list[bytes]:
+        begun: set[tuple[Any, int]] = set()
+
+        def tamper(message: Message) -> list[bytes] | None:
             step = peer.optimizer.local_epoch
-            is_part = (message.call, message.is_answer) == ("rpc_aggregate_part", is_answer)
-            return how(message, step) if is_part and step >= from_step else [message.content]
+            if message.call != "rpc_aggregate_part" or message.is_answer or step < from_step:
+                return [message.content]
+            is_first = (message.receiver, step) not in begun
+            begun.add((message.receiver, step))
+            return [message.content] if is_first else None
 
         peer.tamper = tamper
 
     return tell
-
-
-def fall_silent(from_step: int) -> Lie:
-    """Send the first part of each share, from a step on, and then nothing, though the stream stays open."""
-
-    def tell(peer: Any) -> None:
-        averager = peer.optimizer.grad_averager
-        make = averager._make_runner
-
-        async def made(*args: Any, **options: Any) -> Any:
-            runner = await make(*args, **options)
-            generate = runner._generate_input_for_peer
-
-            async def first_alone(index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
-                async with aclosing(generate(index)) as messages:
-                    async for message in messages:
-                        yield message
-                        if peer.optimizer.local_epoch >= from_step:
-                            await asyncio.sleep(3600)
-
-            runner._generate_input_for_peer = first_alone
-            return runner
-
-        averager._make_runner = made
-
-    return tell
-
-
-def break_off(from_step: int) -> Lie:
-    """Close the stream of each share, from a step on, after its first part; in further tries before it."""
-    begun: set[tuple[Any, int]] = set()
-
-    def first_alone(message: Message, step: int) -> list[bytes]:
-        is_first = (message.receiver, step) not in begun
-        begun.add((message.receiver, step))
-        return [message.content] if is_first else []
-
-    return send(first_alone, is_answer=False, from_step=from_step)
-
-
-def inflate(average: Message, step: int) -> list[bytes]:
-    """Make an average, of float32, a million times what it is."""
-
-    def enlarge(values: bytes) -> bytes:
-        return (torch.frombuffer(bytearray(values), dtype=torch.float32) * 1e6).numpy().tobytes()
-
-    return [rewritten(average.content, enlarge)]
-
-
-def rewritten(content: bytes, change: Callable[[bytes], bytes], has_checksum: bool = True) -> bytes:
-    """Change the values in a part, if it has some, with the checksum of that or the one that it had."""
-    part = averaging_pb2.AveragingData.FromString(content)
-    if not part.tensor_part.buffer:
-        return content
-    part.tensor_part.buffer = change(part.tensor_part.buffer)
-    if has_checksum:
-        part.peer_id = digest_of_bytes(part.tensor_part.buffer)
-    return bytes(part.SerializeToString())
 
 
 def vote_twice(peer: Any) -> None:
@@ -186,33 +113,3 @@ def vote_twice(peer: Any) -> None:
         return await exchange_votes(other, group_id, ballot, statement)
 
     averager._exchange_votes = exchange
-
-
-def make_a_state_up(at_step: int) -> Lie:
-    """From a step on: make weights up, be a round ahead of all others with them, and give them away."""
-
-    def tell(peer: Any) -> None:
-        optimizer = peer.optimizer
-        step = optimizer.step
-
-        def lying(*args: Any, **kwargs: Any) -> Any:
-            others = [other.history for other in optimizer.tracker.others]
-            if optimizer.local_epoch < at_step or not others:
-                return step(*args, **kwargs)
-            optimizer.grad_averager.reset_accumulated_grads_()
-            best = max(others, key=lambda history: history.rank)
-            if optimizer.history.rank <= best.rank:
-                made_up = best.extend(samples=64, proof=peer.world.dice.randbytes(8))
-                history = replace(made_up, step=best.step + 1)
-                averager = optimizer.state_averager
-                with torch.no_grad(), averager.lock_state, optimizer.tracker.pause_updates():
-                    for weight in averager.main_parameters:
-                        weight.add_(1.0)
-                    averager.history, averager.local_epoch = history, history.step
-                    optimizer.parts.equality.begin_step()
-                    optimizer.tracker.update_history(history)
-            return None
-
-        optimizer.step = lying
-
-    return tell

@@ -30,10 +30,6 @@ TURN_S = 1e-9
 look for ever whether it is."""
 
 
-class WaitsForEver(RuntimeError):
-    """Nothing can happen any more, and somebody still waits."""
-
-
 class _Jump(selectors.SelectSelector):
     """Waits for nothing: it sets the clock to when the next thing is due."""
 
@@ -41,7 +37,7 @@ class _Jump(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> Any:
         if timeout is None:
-            raise WaitsForEver
+            raise RuntimeError("nothing can happen any more, and somebody still waits")
         self.loop.now += TURN_S
         if timeout > TURN_S:
             self.loop.now = self.loop._scheduled[0].when()  # `now + timeout` would round
@@ -91,14 +87,18 @@ class Message:
     content: bytes
 
 
+Tamper = Callable[[Message], list[bytes] | None]
+"""What comes of a message: itself, nothing, something else, or more than one. None: of all of its stream that
+is not there yet, nothing."""
+
+
 class Network:
     """Carries bytes between the daemons that it knows."""
 
     def __init__(self) -> None:
         self.daemons: dict[PeerID, list[Daemon]] = {}
         """Of each peer: each of its processes has one."""
-        self.tamper: Callable[[Message], list[bytes]] = lambda message: [message.content]
-        """What comes of a message: itself, nothing, something else, or more than one."""
+        self.tamper: Tamper = lambda message: [message.content]
         self.delay_s: Callable[[PeerID, PeerID], float] = lambda sender, receiver: 0.0
         self.is_cut: Callable[[PeerID, PeerID], bool] = lambda one, other: False
         """Whether nothing gets through between two peers now; what is on its way arrives afterwards."""
@@ -215,7 +215,7 @@ class Writer:
     ) -> None:
         self._network, self._empty, self._reader, self._ends = network, empty, reader, ends
         self._written, self._on_the_way = bytearray(), deque[bytes | None]()
-        self._is_closed = False
+        self._is_closed = self._is_silent = False
         for end in ends:
             end.lines[self] = None
 
@@ -231,12 +231,13 @@ class Writer:
             del self._written[: head + size]
             is_plain = marker == P2P.MESSAGE_MARKER
             sent = self._network.tamper(replace(self._empty, content=message)) if is_plain else [message]
-            for one in sent:
+            self._is_silent |= sent is None
+            for one in sent or ():
                 self._send(bytes(marker) + len(one).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + one)
 
     def _send(self, piece: bytes | None) -> None:
         """Send a piece, or the end, behind what is on its way already."""
-        if self._is_closed and piece is not None:
+        if self._is_silent or (self._is_closed and piece is not None):
             return
         delay_s = self._network.delay_s(self._empty.sender, self._empty.receiver)
         self._on_the_way.append(piece)

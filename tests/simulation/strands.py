@@ -28,10 +28,6 @@ STARTED_AT = 1000.0
 """The virtual clocks' time when the loop begins: hivemind subtracts from them."""
 
 
-class WouldBlock(RuntimeError):
-    """Something in the event loop waits for what only the event loop can bring."""
-
-
 class Strand:
     """A thread, or a process, of the simulation, and what it does. It is begun and killed in the loop."""
 
@@ -97,7 +93,7 @@ class Strands:
         """
         me, loop = getcurrent(), self.loop
         if me is self.hub:
-            raise WouldBlock
+            raise RuntimeError("something in the event loop waits for what only the loop can bring")
         is_over = False
 
         def go_on(is_woken: bool) -> None:

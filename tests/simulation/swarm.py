@@ -6,27 +6,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import gc
 import math
+import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
 
+from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Event, Settings
 from tests.kit.promises import Promises, find_lost_steps
 from tests.simulation import liars
 from tests.simulation.faults import Fault
 from tests.simulation.liars import Lie
-from tests.simulation.network import Message, VirtualLoop
-from tests.simulation.peer import Peer
-from tests.simulation.world import DELAY_S, World
+from tests.simulation.network import Message, Tamper, VirtualLoop
+from tests.simulation.strands import Strand
+from tests.simulation.world import DELAY_S, OWNER, Dht, World
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.swarm.snapshot import digest_of_bytes
+from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
+from trahiv_cli.train.entry import enter_swarm
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5
@@ -38,6 +49,91 @@ COLLECT_EVERY = 10
 
 class Wrong(AssertionError):
     """Something that no fault excuses."""
+
+
+class Peer(faulty_peer.Peer):
+    """One peer's life in memory, from its start to its death, without processes.
+
+    Its name is that of its identity, its number that of its data; others can dial it if it `can_be_called`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        number: int,
+        settings: Settings,
+        can_be_called: bool = True,
+        lies: Sequence[Lie] = (),
+    ) -> None:
+        super().__init__(number, settings)
+        self.name, self.number, self.world, self._lies = name, number, world, lies
+        self.tasks: dict[asyncio.Task[Any], None] = {}
+        self.strands: list[Strand] = []
+        self.dht = Dht(world, name)
+        self.dht.client_mode = not can_be_called
+        self.peer_id = self.dht.peer_id.to_base58()
+        self.is_running, self.is_ready = True, False
+        self.slowness = 1.0  # times which a batch takes longer
+        self.spoils: float | None = None  # what the next batch's gradients are multiplied by
+        self.tamper: Tamper | None = None
+        """What a liar makes of the messages that it sends."""
+        self.optimizer: SwarmOptimizer | None = None
+        self._checkpoints = Checkpoints(world.folder / name, keep=1)
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.is_ready = self.is_ready or event == "ready"
+        self.world.hear(self, {"event": event, "time": time.monotonic()} | fields)
+
+    def addresses(self) -> list[Any]:
+        return [SimpleNamespace(maddr="")]
+
+    def start(self) -> None:
+        context = contextvars.copy_context()
+        context.run(OWNER.set, self)
+        context.run(self.world.strands.spawn, self._run)
+
+    def _run(self) -> None:
+        self._newest = self._checkpoints.newest()
+        if self._newest is not None:
+            self._newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
+        self.live(self, is_first=False)
+
+    def kill(self) -> None:
+        """End at once, without a goodbye."""
+        self.is_running, self.dht.is_dead = False, True
+        self.world.network.remove(self.dht.peer_id)
+        for strand in self.strands:
+            strand.kill()
+        for task in tuple(self.tasks):
+            task.cancel()
+
+    def forget(self) -> None:
+        shutil.rmtree(self.world.folder / self.name, ignore_errors=True)
+
+    def save(self) -> None:
+        self._checkpoints.save(CheckpointData.of(self._model, self.optimizer))
+
+    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
+        self.optimizer = optimizer
+        for lie in self._lies:
+            lie(self)
+        while True:
+            try:
+                enter_swarm(optimizer, self._newest, self.world.furthest)
+                return
+            except RoundFailed:  # a person would type the command again
+                time.sleep(1.0)
+
+    def _wait_for_go(self) -> None:
+        pass
+
+    def _compute(self) -> None:
+        time.sleep(self.slowness * self._settings.seconds_per_batch)
+        if self.spoils is not None:
+            for param in self._model.parameters():
+                param.grad.mul_(self.spoils)
+            self.spoils = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +252,7 @@ class Run:
             return DELAY_S
         return DELAY_S * max(self._peer_of(one).slowness for one in (sender, receiver))
 
-    def _tamper(self, message: Message) -> list[bytes]:
+    def _tamper(self, message: Message) -> list[bytes] | None:
         if self.plan.lies and (tamper := self._peer_of(message.sender).tamper):
             return tamper(message)
         for waiting in self._waiting:
@@ -170,17 +266,23 @@ class Run:
             self._waiting.remove(waiting)
             if fault.kind in ("corrupt", "misshapen"):
                 self.struck[fault.kind] += 1
-                if fault.kind == "misshapen":
-                    return [liars.rewritten(message.content, lambda values: values[:-1])]
-                return [liars.rewritten(message.content, self._with_a_flipped_bit, has_checksum=False)]
+                return [self._spoiled(message.content, has_its_shape=fault.kind == "corrupt")]
             self.world.loop.call_soon(self._strike, fault, peer)
             break
         return [message.content]
 
-    def _with_a_flipped_bit(self, values: bytes) -> bytes:
-        flipped, dice = bytearray(values), self.world.dice
-        flipped[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
-        return bytes(flipped)
+    def _spoiled(self, content: bytes, has_its_shape: bool) -> bytes:
+        """A part with one bit flipped; or cut, with the checksum of that."""
+        part, dice = averaging_pb2.AveragingData.FromString(content), self.world.dice
+        values = bytearray(part.tensor_part.buffer)
+        if not values:
+            return content
+        if has_its_shape:
+            values[dice.randrange(len(values))] ^= 1 << dice.randrange(8)
+        else:
+            part.peer_id = digest_of_bytes(values := values[:-1])
+        part.tensor_part.buffer = bytes(values)
+        return bytes(part.SerializeToString())
 
     def _look(self) -> None:
         """Strike what is due."""

@@ -1,20 +1,27 @@
-"""Each failure of the table in docs/rounds.md by itself, in memory: what the others do, and what the peer."""
+"""Each failure of the table in docs/rounds.md by itself, in memory: what the others do, and what the peer.
+
+At the end one peer of a few lies all along: it brings poison, nothing more, or a claim.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from tests.kit import faulty_peer
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
+from tests.simulation import world
 from tests.simulation.faults import Fault
+from tests.simulation.liars import Lie, claim, fall_silent, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
-from trahiv_cli.optim.averager import ExactAverager
+from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.pace import RoundRules
 
@@ -23,8 +30,18 @@ pytestmark = pytest.mark.usefixtures("undisturbed")
 AT_STEP = 4
 
 
-def play(*faults: Fault, num_peers: int = 3, rounds: int = 10, settings: Settings | None = None) -> Run:
-    run = simulate(Plan(num_peers, rounds, faults, settings=settings or Settings()), seed=0)
+def play(
+    *faults: Fault,
+    num_peers: int = 3,
+    rounds: int = 10,
+    settings: Settings | None = None,
+    lies: Sequence[Lie] = (),
+) -> Run:
+    """Play a run; `lies` are those of its last peer."""
+    plan = Plan(num_peers, rounds, faults, settings=settings or Settings())
+    if lies:  # others wait for a liar that says that it is slow
+        plan = replace(plan, lies={num_peers - 1: lies}, patience_s=MOST_PATIENCE_S + 15.0)
+    run = simulate(plan, seed=0)
     assert sum(run.struck.values()) == len(faults)
     return run
 
@@ -226,3 +243,81 @@ def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
     for own in steps[:2]:
         waited_s = statistics.median(said["blocked"] for said in own)
         assert waited_s < WAITED_AT_MOST * statistics.median(b["time"] - a["time"] for a, b in pairwise(own))
+
+
+# -- liars ------------------------------------------------------------------------------------------
+
+BAND = 0.05
+"""How much larger the honest peers' loss may be, as a share of what it is without poison."""
+
+
+def loss(run: Run) -> float:
+    """The largest of the honest peers' on data that they have not seen."""
+    models = [peer._model for peer in run.world.peers.values()][:-1]
+    inputs = torch.randn(512, models[0][0].in_features, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return max(float((model(inputs) - inputs.flip(-1)).square().mean()) for model in models)
+
+
+def naming(run: Run, number: int) -> list[bool]:
+    """Which honest peers have said who lies, or let it into no group."""
+    liar = run.world.peers[str(number)]
+    return [
+        any(liar.peer_id in one["message"] for one in run.said("notice", peer.name))
+        or liar.dht.peer_id in peer.optimizer.grad_averager._matchmaking.blame.excluded_until
+        for peer in run.world.peers.values()
+        if peer is not liar
+    ]
+
+
+POISONS: dict[str, tuple[Lie, RoundRules, bool]] = {
+    "nan-behind-a-sound-norm": (poison(math.nan, claimed=1.0), RoundRules(), True),
+    "turned-round": (poison(-10.0), RoundRules(robust_mean=True, norm_limit=0.0), False),
+    "enlarged": (poison(-1000.0), RoundRules(), True),
+}
+
+
+def test_poison_moves_nobody_and_would_without_the_rules():
+    def trained(rules: RoundRules, *lies: Lie) -> Run:
+        return play(num_peers=5, rounds=40, settings=Settings(learning_rate=1e-2, rules=rules), lies=lies)
+
+    honest = loss(trained(RoundRules()))
+    assert honest < 0.8, "they learn"
+    for name, (lie, rules, is_told) in POISONS.items():
+        poisoned = trained(rules, lie)
+        assert loss(poisoned) < (1 + BAND) * honest, name
+        assert all(naming(poisoned, 4)) or not is_told, name
+    unruled = trained(RoundRules(norm_limit=0.0), poison(-10.0))
+    assert loss(unruled) > (1 + BAND) * honest
+
+
+SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
+"""It claims a link of a byte in five weeks, for which others wait."""
+
+SILENT = fall_silent(from_step=4)
+
+
+@pytest.mark.parametrize("lies", [[SILENT], [SLOW, SILENT]], ids=["silent", "slow-and-silent"])
+def test_who_has_round_after_round_fail_is_let_into_no_more(lies, monkeypatch):
+    for name in ("WIDTH", "HIDDEN"):  # several parts for each member
+        monkeypatch.setattr(world, name, getattr(faulty_peer, name))
+    run = play(num_peers=4, rounds=20, lies=lies)
+    failed = [len(run.said("failed", name)) for name in "012"]
+    assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
+
+
+@pytest.mark.parametrize(
+    ("lie", "is_told"),
+    [
+        (claim({"samples": 2**62, "trained": [0, 2**62]}), True),
+        (claim({"samples": 4096}, num_isolated=4096), False),
+    ],
+    ids=["all", "scattered"],
+)
+def test_positions_that_a_claim_made_up_keep_no_newcomer_out(lie, is_told):
+    """They read the ledger into which the liar's positions were entered."""
+    killed = Fault("kill", 8, 1, seconds=3.0, homecoming="empty-handed")
+    run = play(killed, Fault("late", 12, 0), num_peers=4, rounds=20, lies=[lie])
+    assert any(naming(run, 3)) or not is_told
+    for name in ("1", "4 late"):
+        assert run.steps(name)[-1]["step"] >= 20, "it trains along"

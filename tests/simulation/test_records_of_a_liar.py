@@ -1,31 +1,44 @@
-"""Whatever one member publishes, or answers, three honest ones go on as without it, and newcomers join.
+"""Whatever one member reports or publishes of itself, others go on as without it, and newcomers join.
 
-Each test has the product's own message of the member that lies, and changes it in one field after the other
+Each test has the product's own record of the member that lies, and changes it in one field after the other
 (`tests.kit.lies`). It is signed by that member, and comes to real parts of the others, over a DHT in memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import zlib
 
 import pytest
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.lies import lies
-from tests.simulation.board import Board, Dht, id_of, key_of
+from tests.kit.fuzz import RECIPE
+from tests.kit.lies import VALUES, lies
+from tests.simulation.board import INVITED, OWNER, Board, Dht, InMemory, id_of, key_of
 from trahiv_cli.optim import leases as leasing
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
+from trahiv_cli.recipe.agreement import agreement, fingerprint
+from trahiv_cli.recipe.record import to_wire
+from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
+from trahiv_cli.swarm.addresses import is_address_of
+from trahiv_cli.swarm.alike import publish_likeness, require_alike
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
+from trahiv_cli.swarm.membership import mark_of
+from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
+from trahiv_cli.swarm.roll import Credentials, MemberList, PolicyBook, members_key, policy_key, read_members
 
 SIGNATURE_BYTES = 370
 """Of RSA with 2048 bits, as hivemind writes it."""
 
-HONEST, LIAR = ("A", "B", "C"), "D"
+KEY = "run_progress"
+HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
 TARGET = 24
 ROUND_S = 20.0
 
@@ -34,7 +47,7 @@ class Peer:
     """What a peer knows of the others, the data and the history; between them, what the optimizer does."""
 
     def __init__(self, board, name, clock):
-        self.id, self.dht, self.ledger = id_of(name), Dht(board, name), Ledger()
+        self.id, self.dht, self.ledger = id_of(name), Dht(board, key_of(name)), Ledger()
         keywords = {"private_key": key_of(name), "start": False, "is_out": lambda peer: False}
         self.tracker = SwarmTracker(self.dht, "run", TARGET, **keywords)
         self.tracker.shutdown_complete.set()
@@ -100,15 +113,10 @@ class Swarm:
         assert len({peer.tracker.history for peer in self.honest}) == 1, "one history"
         self.told = [*self.told[-1:], self.liar.dht.told[KEY]][-2:]
 
-    def have_told(self, lie):
-        """Have the liar publish that, and all others read it; say which of them took it for a report."""
-        self.liar.dht.store(KEY, lie, swarm_time() + 60, subkey=self.liar.dht.place, return_future=True)
-        return self.refresh()
-
     def refresh(self):
-        for peer in self.honest:
-            assert peer.tracker.refresh()
-        return [self.liar.id in {other.peer_id for other in peer.tracker.others} for peer in self.honest]
+        """Have all others read the reports; say whether any takes what the liar published for one."""
+        assert all(peer.tracker.refresh() for peer in self.honest)
+        return any(self.liar.id in {other.peer_id for other in peer.tracker.others} for peer in self.honest)
 
     def check(self):
         """Find everybody where it would be without the liar, or within the bounds of docs/security.md."""
@@ -126,7 +134,7 @@ class Swarm:
 
     def newcomer(self):
         """Have one more peer read everything from scratch, and come to the same."""
-        history, one = self.honest[0].tracker.history, Peer(self.board, "N", self.clock)
+        history, one = self.honest[0].tracker.history, Peer(self.board, NEWCOMER, self.clock)
         one.tracker.refresh()
         assert self.honest[0].tracker.past.went_by(one.tracker.target), "from there it follows"
         assert one.tracker.standing.believes(history)
@@ -138,26 +146,11 @@ class Swarm:
         del self.board.records[KEY][one.dht.place]
 
 
-KEY = "run_progress"
-
-
 @pytest.fixture
 def swarm(clock, monkeypatch):
     for name, seconds in {"POLL_S": 0.0005, "PAUSE_S": 0.002, "PATIENCE_S": 5.0}.items():
         monkeypatch.setattr(leasing, name, seconds)  # they are looked for at once
     return Swarm(clock)
-
-
-def named_while(caplog):
-    """Forget whom anybody has named; return a function that says whom the log names since."""
-    caplog.clear()
-    disbelieve.cache_clear()
-
-    def named():
-        text = " ".join(record.getMessage() for record in caplog.records)
-        return {name for name in (*HONEST, LIAR, "N") if id_of(name) in text}
-
-    return named
 
 
 GARBAGE = {
@@ -172,37 +165,129 @@ GARBAGE = {
 }
 
 
-def test_reports_that_nobody_can_read(swarm, caplog):
-    for what, packed in GARBAGE.items():
-        named = named_while(caplog)
-        swarm.liar.dht.put(KEY, packed)
-        assert not any(swarm.refresh()), what
-        swarm.check()
-        swarm.newcomer()
-        swarm.go_on(HONEST)
-        assert named() == {LIAR}, what
-
-
 def test_reports(swarm, caplog):
-    number, told = 0, [("", None)]
+    def named():
+        """Whom the log names."""
+        text = " ".join(record.getMessage() for record in caplog.records)
+        return {name for name in (*HONEST, LIAR, NEWCOMER) if id_of(name) in text}
+
+    number, told = 0, [*GARBAGE.items()]
     while number < len(told):
         older, own = swarm.told
-        told = list(lies(own, swarm.honest[0].dht.told[KEY], older))
+        told = [*GARBAGE.items(), *lies(own, swarm.honest[0].dht.told[KEY], older)]
         what, lie = told[number]
+        is_garbage = number < len(GARBAGE)
+        packed = lie if is_garbage else MSGPackSerializer.dumps(lie)
         number += 1
-        named = named_while(caplog)
+        caplog.clear()
+        disbelieve.cache_clear()
         # Too long a record is refused before its signature is looked at, and a goodbye is no lie.
-        is_silent = lie is None or len(MSGPackSerializer.dumps(lie)) > MAX_RECORD_BYTES - SIGNATURE_BYTES
+        is_silent = lie is None or len(packed) > MAX_RECORD_BYTES - SIGNATURE_BYTES
         try:
-            is_taken = any(swarm.have_told(lie))
+            swarm.liar.dht.put(KEY, packed)
+            is_taken = swarm.refresh()
             swarm.check()
             swarm.clock.now += FORK_S
             swarm.refresh()
             swarm.check()
-            if is_taken:
+            if is_taken or is_garbage:
                 swarm.newcomer()
                 swarm.go_on(HONEST)
             assert named() <= {LIAR}
             assert is_taken or named() or is_silent
         except BaseException as error:
             raise AssertionError(what) from error
+
+
+# -- what is published besides reports --------------------------------------------------------------
+
+LIKENESS = {"model": "ab" * 32, "number of samples": "10"}
+RUN = "run-1"
+
+
+@pytest.fixture
+def nodes():
+    board = Board()
+    return {name: InMemory(board, name) for name in (*HONEST, LIAR, NEWCOMER)}
+
+
+def published(nodes, key, caplog):
+    """Have the liar publish every change of what it published under a key; the log is emptied before each."""
+    own, other = nodes[LIAR].dht.told[key], nodes["A"].dht.told[key]
+    for what, lie in lies(own, other):
+        caplog.clear()
+        disbelieve.cache_clear()
+        nodes[LIAR].publish(key, lie, 60)
+        yield what, lie
+        assert not any(id_of(name) in caplog.text for name in HONEST), what
+
+
+def test_likenesses(nodes, caplog):
+    for name in (*HONEST, LIAR):
+        publish_likeness(nodes[name], RUN, LIKENESS)
+    for what, lie in published(nodes, likeness_key(RUN), caplog):
+        for name in (*HONEST, NEWCOMER):
+            others = [id_of(other) for other in (*HONEST, LIAR) if other != name]
+            require_alike(nodes[name], RUN, LIKENESS, others)
+        is_one = isinstance(lie, dict) and all(isinstance(value, str) for value in lie.values())
+        assert is_one or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
+
+
+def test_recipes_and_runs(nodes, caplog):
+    def require_the_honest_one_s(what):
+        offer = fetch_offer(nodes[NEWCOMER], [id_of("A")], RUN)
+        assert offer.fingerprint == fingerprint(agreement(RECIPE)) and offer.step == 5, what
+
+    for name in (*HONEST, LIAR):
+        publish_recipe(nodes[name], RECIPE, RUN, step=5)
+    for key in (RUNS_KEY, recipe_key(RUN)):
+        for what, _ in published(nodes, key, caplog):
+            require_the_honest_one_s(what)
+    for value in (*VALUES, *({"v": value} for value in VALUES), to_wire(RECIPE) | {"shared": []}):
+        with contextlib.suppress(TypeError):  # JSON has no bytes
+            packed = zlib.compress(json.dumps(value).encode())
+            caplog.clear()
+            disbelieve.cache_clear()
+            nodes[LIAR].publish(recipe_key(RUN), packed, 60)
+            require_the_honest_one_s(value)
+            assert id_of(LIAR) in caplog.text, value
+
+
+def test_addresses(nodes, caplog, tmp_path, clock):
+    key = ADDRESSES_KEY
+    for name in (*HONEST, LIAR):
+        Reunion(nodes[name], key, Acquaintances(None), clock=clock).turn()
+    for number, (what, _) in enumerate(published(nodes, key, caplog)):
+        met = Acquaintances(tmp_path / f"{number}.json")
+        Reunion(nodes[NEWCOMER], key, met, clock=clock).turn()
+        for name in HONEST:
+            assert met.addresses[id_of(name)] == tuple(nodes[name].own_addresses()), what
+        assert all(is_address_of(id_of(LIAR), one) for one in met.addresses.get(id_of(LIAR), ())), what
+        assert Acquaintances(tmp_path / f"{number}.json").addresses == met.addresses, "after a restart"
+
+
+def test_certificates(nodes, caplog, clock):
+    for name in (*HONEST, LIAR):
+        MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
+    expected = {id_of(name): INVITED.grant for name in HONEST}
+    for what, lie in published(nodes, members_key(), caplog):
+        found = read_members(nodes[NEWCOMER], OWNER.public)
+        is_member = found.pop(id_of(LIAR), None) == INVITED.grant
+        assert found == expected and (is_member or id_of(LIAR) in caplog.text or len(str(lie)) > 3000), what
+
+
+def test_policies(nodes, caplog, clock, tmp_path):
+    book = PolicyBook(OWNER.public, tmp_path / "policy")
+    wires = [
+        book.decide(OWNER, lambda policy, n=n: type(policy)(out=policy.out | {mark_of(n)}))
+        for n in (b"1", b"2")
+    ]
+    for name in HONEST:
+        nodes[name].book.offer(wires[1])
+        MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
+    flipped = [wires[1][:at] + bytes([wires[1][at] ^ 1]) + wires[1][at + 1 :] for at in range(len(wires[1]))]
+    for lie in (*VALUES, wires[0], *flipped):
+        nodes[LIAR].publish(policy_key(), lie, 60)
+        newcomer = PolicyBook(OWNER.public)
+        MemberList(nodes[NEWCOMER], Credentials(INVITED), newcomer, clock).turn()
+        assert newcomer.policy == book.policy == nodes["A"].book.policy, lie

@@ -12,9 +12,8 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.averagers import giving_averager
+from tests.kit.averagers import giving_averager, state_of
 from tests.kit.lies import lies
-from tests.kit.states import state_of
 from tests.kit.stepping import reported
 from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed

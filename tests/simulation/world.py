@@ -121,7 +121,7 @@ class Dht(boards.Dht):
     pid = None
 
     def __init__(self, world: World, name: str) -> None:
-        super().__init__(world.board, name)
+        super().__init__(world.board, Key(name))
         self._world = world
         self.tensors_lock = Lock(world.strands)
         # What a record is worth, and what it says, all find as the first peer does.
@@ -210,8 +210,6 @@ class World:
             (LocalTrainingProgress, "parse_obj", classmethod(_once_for_each(_parse))),
             (LocalTrainingProgress, "dict", _once_for_each(LocalTrainingProgress.dict)),
             (Spans, "from_wire", _once_for_each(Spans.from_wire)),
-            (boards, "key_of", key_of),
-            (boards, "id_of", id_of),
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
             (secrets, "SystemRandom", lambda: dice),
             (clock, "_began", EPOCH_S),
@@ -279,15 +277,3 @@ def _once_for_each(read: Callable[..., Any]) -> Callable[..., Any]:
         return known[key][1]
 
     return read_once
-
-
-@lru_cache
-def key_of(name: str) -> Key:
-    return Key(name)
-
-
-@lru_cache
-def id_of(name: str) -> str:
-    found = boards.owner_of(boards.own_place(key_of(name)))
-    assert found is not None
-    return found

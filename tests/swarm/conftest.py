@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.kit import recipes
-from tests.kit.commands import LOOPBACK, Peer, Result, Workplace
+from tests.kit.commands import LOOPBACK, Peer, Workplace
 
 HERE = Path(__file__).parent
 
@@ -62,7 +62,7 @@ def workplace(tmp_path: Path) -> Iterator[Workplace]:
 
 
 @pytest.fixture
-def trahiv(workplace: Workplace) -> Callable[..., Result]:
+def trahiv(workplace: Workplace) -> Callable[..., Peer]:
     """`trahiv("init", ...)` runs the command in `tmp_path` to its end; see `Workplace.run`."""
     return workplace.run
 

@@ -1,6 +1,6 @@
 """How peers find their group: several `GroupFinder`s on the network and the clock of the simulation.
 
-What a leader or a follower may say to do harm: simulation/test_liar_in_a_round.py and test_poison.py.
+What a leader or a follower may say to do harm: simulation/test_liar_in_a_round.py and test_failures.py.
 """
 
 import asyncio

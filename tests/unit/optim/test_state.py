@@ -9,8 +9,7 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 
-from tests.kit.averagers import giving_averager
-from tests.kit.states import state_of
+from tests.kit.averagers import giving_averager, state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as module
 from trahiv_cli.optim.history import History

@@ -1,7 +1,7 @@
 """Whom a peer has met, written down; when it publishes its addresses, reads others', and calls on others.
 
 What is no list of addresses is left out, and what was met is there after a restart:
-`tests/simulation/test_publications_of_a_liar.py`.
+`tests/simulation/test_records_of_a_liar.py`.
 """
 
 import json

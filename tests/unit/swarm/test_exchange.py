@@ -1,6 +1,6 @@
 """The recipe's way through the DHT: how it is packed, and which of the records found is believed.
 
-Noise keeps nobody out: `tests/simulation/test_publications_of_a_liar.py`.
+Noise keeps nobody out: `tests/simulation/test_records_of_a_liar.py`.
 """
 
 import random

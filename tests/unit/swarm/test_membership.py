@@ -1,7 +1,7 @@
 """What proves membership, what an owner decides about it, and how the processes of a peer come to know that.
 
 A policy that was damaged, or is older, is taken over by nobody: see
-`tests/simulation/test_publications_of_a_liar.py`.
+`tests/simulation/test_records_of_a_liar.py`.
 """
 
 import pickle

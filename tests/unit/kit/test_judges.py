@@ -1,0 +1,194 @@
+"""What judges runs and links in tests and benchmarks finds what is wrong: else all would pass for nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.kit.figures import LEARNING_RATE, Committed, Joint, Told, find_joint, find_window, utilisation
+from tests.kit.promises import find_broken_promises, find_lost_steps
+from tests.kit.verdicts import (
+    back_after,
+    find_falls,
+    furthest_of,
+    judge_data,
+    losses_of,
+    total_lost,
+    worst_jump,
+)
+from tests.kit.wan import MIN_QUEUE_BYTES, QUEUE_S, Line
+from trahiv_cli.optim.ledger import Ledger, Spans
+
+# -- promises --------------------------------------------------------------------------------------
+
+
+def ready(peer):
+    return {"event": "ready", "peer": peer, "step": 0, "samples": 0, "digest": "0", "weights": "w0"}
+
+
+def step(digest, parent, number, **changes):
+    """A step of peers A and B, of 8 samples each, as A tells it."""
+    place = {"step": number, "digest": digest, "weights": f"w{digest}", "samples": 16 * number}
+    brought = {"step_samples": 16, "my_samples": 8, "held": 8, "contributed": {"A": 8, "B": 8}}
+    return {"event": "step", "parent": parent, "left_out": {}} | place | brought | changes
+
+
+STEPS = [step("1", "0", 1), step("2", "1", 2)]
+
+
+@pytest.mark.parametrize(
+    ("peers", "last", "broken"),
+    [
+        ("ab", {}, ""),
+        ("ab", {"weights": "x"}, "b holds"),
+        ("ab", {"contributed": {"A": 16}, "left_out": {"B": "its gradient"}}, "b came to 2 by"),
+        ("b", {"held": 16}, "b held 16 samples"),
+        ("b", {"contributed": {"A": 16}}, "b held 8 samples"),
+        ("b", {"contributed": {"A": 16}, "left_out": {"B": "it is not finite"}}, ""),
+        ("b", {"step_samples": 24, "samples": 40}, "b counted 24 samples"),
+        ("b", {"samples": 40}, "step 2 does not add 16"),
+    ],
+)
+def test_a_promise_that_is_broken_is_found(peers, last, broken):
+    everything = {"a": [ready("A"), *STEPS], "b": [ready("B"), STEPS[0], STEPS[1] | last]}
+    told = find_broken_promises({peer: everything[peer] for peer in peers})
+    assert any(one.startswith(broken) for one in told) if broken else told == []
+
+
+def test_a_step_beside_the_longest_history_is_lost():
+    assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), *STEPS]}) == {}
+    assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), step("x", "0", 1)]}) == {"x": ["b"]}
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def taken(number, t=0.0, group=("a", "b"), lost=0):
+    return {"event": "step", "step": number, "t": t, "round": {"group": list(group)}, "data": {"lost": lost}}
+
+
+def joined(source):
+    return {"event": "joined", "source": source}
+
+
+def test_steps_that_were_taken_before_are_falls_and_lost_leases_are_counted_in_all_lives():
+    assert not find_falls([[joined("fresh"), taken(1), joined("swarm"), taken(2)], [taken(2), taken(4)]])
+    falls = find_falls([[taken(1)], [taken(2), joined("checkpoint"), taken(2)]])
+    assert falls == ["peer 1 takes step 2 after step 2"]
+    assert find_falls([[joined("fresh"), taken(1), joined("fresh")]])
+    events = [taken(1, 9, lost=2), taken(2, 12, ["a"], lost=3), joined("swarm"), taken(3, 15, lost=1)]
+    assert (back_after(events, 10.0), back_after(events, 30.0), total_lost(events)) == (5.0, None, 4)
+
+
+def test_losses_and_checkpoints_after_the_same_step_must_be_the_same(tmp_path):
+    def evaluations(losses):
+        return [{"event": "eval", "step": at, "eval_loss": loss} for at, loss in losses.items()]
+
+    equal, different = evaluations({10: 2.0, 20: 1.0}), evaluations({20: 1.001})
+    assert losses_of([equal, equal]) == ({10: 2.0, 20: 1.0}, [])
+    assert "after step 20 peer 1" in losses_of([equal, different])[1][0]
+    assert worst_jump({10: 2.0, 20: 1.0, 30: 1.04, 40: 0.9}) == pytest.approx(1.04)
+    for run, number, spans in (("a", 9, ((0, 5),)), ("b", 10, ((0, 8),)), ("c", 10, ((0, 9),))):
+        folder = tmp_path / run / "checkpoints" / f"step-{number}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"ledger": Ledger(Spans(spans)).to_wire()}))
+    ledger, wrong = furthest_of([tmp_path / run for run in "abc"])
+    assert (ledger.covered, len(wrong)) == (Spans(((0, 8),)), 1)
+    assert furthest_of([tmp_path / run for run in "ab"])[1] == []
+
+
+@pytest.mark.parametrize(
+    ("spans", "duplicates", "wrong"),
+    [
+        (((0, 250),), 3, []),
+        (((0, 190), (195, 250)), 0, []),
+        (((0, 50), (60, 250)), 0, ["0 passes are complete, and the 3th has begun"]),
+        (((0, 250),), 4, ["4 samples were trained twice, 3 leases were lost"]),
+    ],
+)
+def test_a_pass_must_be_whole_and_only_lost_leases_trained_twice(spans, duplicates, wrong):
+    assert judge_data(Ledger(Spans(spans), duplicates), num_samples=100, leases_lost=3) == wrong
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def told(*steps, calls=(), is_share=False):
+    """What a peer tells of steps: key, time, samples, weight, and (else 0) what it held then."""
+    return Told(
+        calls=list(calls),
+        committed={
+            key: Committed(at, key, samples, is_share, *(held or (0,)), (weight,) * 3)
+            for key, at, samples, weight, *held in steps
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "weight", "is_share", "joint"),
+    [
+        ("a", 0.0, False, [(1.5, 48)]),
+        ("b", 0.0, False, []),
+        ("a", 0.0, True, [(1.5, 99)]),
+        ("a", 2 * LEARNING_RATE, True, []),  # of two models
+    ],
+)
+def test_a_step_counts_when_both_have_committed_it_and_from_then_on(others, weight, is_share, joint):
+    ours, theirs = (("a", 1.0, 48, 0.0), (others, 1.5, 51, weight))
+    found = find_joint([told(ours, is_share=is_share), told(theirs, is_share=is_share)])
+    assert [(one.at, one.samples) for one in found] == joint
+
+
+def test_samples_computed_until_the_others_have_committed_are_held():
+    early = told(("a", 1.0, 100, 0.0, 3), calls=[(1.0, 0.2), (1.2, 0.01), (1.4, 0.01), (1.6, 0.01)])
+    late = told(("a", 1.5, 100, 0.0, 4), calls=[(1.5, 0.4)])
+    assert find_joint([early, late])[0].held == 3 + 2 + 4
+    # hivemind tells of its step within `step()`; the sample of that call is in the step.
+    early = told(("3", 1.0, 50, 0.0), calls=[(1.3, 0.8), (1.5, 0.01)], is_share=True)
+    late = told(("3", 1.5, 50, 0.0), calls=[(1.6, 0.8)], is_share=True)
+    assert find_joint([early, late])[0].held == 1
+
+
+def every(seconds, count, held=0):
+    """Steps of 100 samples, of which each finds ten more held than the one before."""
+    return [Joint(20.0 + number * seconds, 100, held + 10 * number) for number in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("joint", "is_closed", "window"),
+    [
+        (every(7.0, 10), True, (20.0, 41.0, 330, 3)),  # whole cycles, and the one that is under way
+        (every(7.0, 4), True, (20.0, 41.0, 330, 3)),  # whatever comes after it
+        (every(7.0, 2, held=30), False, (20.0, 100.0, 70, 1)),  # that stops pays for the time, and loses
+        ([], False, (3.0, 100.0, 0, 0)),
+    ],
+)
+def test_the_window_opens_with_a_joint_step_and_closes_with_one(joint, is_closed, window):
+    found, is_over = find_window(joint, 20.0, 3.0, 100.0)
+    assert is_over == is_closed
+    assert (found.start, found.end, found.samples, found.steps) == window
+    assert utilisation(found, [0.5, 0.5]) == pytest.approx(found.samples / (found.end - found.start) / 4)
+
+
+# -- a line of the simulated network ----------------------------------------------------------------
+
+BYTES = 1250
+"""Of a packet; they take a millisecond at 10 Mbit/s."""
+
+
+def test_packets_leave_one_after_the_other_at_the_rate_that_holds_when_they_come():
+    line = Line(10)
+    assert [line.take(at, BYTES) for at in (5.0, 5.0, 5.0, 7.0)] == pytest.approx(
+        [5.001, 5.002, 5.003, 7.001]
+    )
+    line.set_rate(5)
+    assert line.take(7.0, BYTES) == pytest.approx(7.003)
+
+
+@pytest.mark.parametrize(("rate_mbit", "limit"), [(1, MIN_QUEUE_BYTES), (100, int(QUEUE_S * 100e6 / 8))])
+def test_a_full_queue_drops_what_comes_last_and_an_empty_one_takes_packets_again(rate_mbit, limit):
+    line = Line(rate_mbit)
+    taken = [line.take(0.0, BYTES) is not None for _ in range(limit // BYTES + 3)]
+    assert taken == [True] * (limit // BYTES) + [False] * 3
+    assert line.take(60.0, BYTES) is not None
