@@ -1,6 +1,6 @@
 """What is trained on and what is measured with: the mixture, the held-out share, an order for each peer.
 
-Where rows are read from is `sources.py`, what a sample is `samples.py` and, for TRL's tasks, `formats.py`.
+Where rows are read from is `sources.py`, what a sample is `samples.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.formats import trl_rows
-from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents
+from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents, trl_rows
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
@@ -153,16 +152,13 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
     kinds = [narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
         for column in {**kinds[0], **kind}:
-            ours, theirs = kinds[0].get(column), kind.get(column)
-            if ours == theirs or Value("null") in (ours, theirs):
-                continue
-            why = f"the column {column!r} is {ours} in one and {theirs} in the other"
-            if ours is None or theirs is None:
-                why = f"only {(part if ours is None else opened[0]).name} has the column {column!r}"
-            raise AssetError(
-                f"The datasets {opened[0].name} and {part.name} cannot be mixed: {why}.",
-                f"Rename columns with `{part.place}.columns`; a name that is not read leaves one out.",
-            )
+            ours, theirs = kinds[0].get(column, "missing"), kind.get(column, "missing")
+            if ours != theirs and Value("null") not in (ours, theirs):
+                raise AssetError(
+                    f"The datasets {opened[0].name} and {part.name} cannot be mixed: the column {column!r} "
+                    f"is {ours} in the one and {theirs} in the other.",
+                    f"Rename columns with `{part.place}.columns`; a name that is not read leaves one out.",
+                )
     alike = zip(parts, features, kinds, strict=True)
     return concatenate_datasets(
         [part if feature == kind else part.cast(Features(kind)) for part, feature, kind in alike]

@@ -49,7 +49,7 @@ def show_estimate(recipe: Recipe) -> None:
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
     seen, told = look(stream, 0, "looking at the model and the data ...")
-    from trahiv_cli.assets.memory import savings
+    from trahiv_cli.assets.memory import SAVINGS
     from trahiv_cli.assets.model import estimate, free_bytes
     from trahiv_cli.cli.traffic import traffic_of
 
@@ -68,7 +68,7 @@ def show_estimate(recipe: Recipe) -> None:
     for name, (wanted, available) in places.items():
         if wanted > available:
             said = f"{size(wanted)} are needed, and {size(available)} are free"
-            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", savings(recipe))
+            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", SAVINGS)
 
 
 def size(num_bytes: int, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:

@@ -24,8 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trahiv_cli.assets.hub import HINT as HUB_HINT
-from trahiv_cli.assets.hub import do_without_hub, patience_s
+from trahiv_cli.assets import hub
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
 from trahiv_cli.recipe.paths import is_hub_id, is_local
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
@@ -156,10 +155,10 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
     with ExitStack() as stack:
         stack.enter_context(node)
         with leaving.interruptible():
-            with events.waiting("the hub to answer", until_s=patience_s()):
-                silence = do_without_hub(recipe)
+            with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
+                silence = hub.do_without_hub(recipe)
             if silence:
-                events.warn("hub", silence, hint=HUB_HINT)
+                events.warn("hub", silence, hint=hub.HINT)
             _load_libraries(events)
         from transformers.trainer_callback import PrinterCallback
 
@@ -167,7 +166,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         from trahiv_cli.train.preparing import heeding
         from trahiv_cli.train.tasks import build_trainer
 
-        stack.enter_context(translated_out_of_memory(recipe))
+        stack.enter_context(translated_out_of_memory())
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)

@@ -1,13 +1,12 @@
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, EvalPrediction
+from transformers import EvalPrediction
 
 from tests.unit.assets.conftest import recipe
 from trahiv_cli.assets.collators import build_collator, class_metrics
 
 EOS = 1
-TINY = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 def test_a_batch_pads_by_position_and_learns_the_end_of_text(byte_tokenizer):
@@ -35,22 +34,17 @@ def test_hidden_tokens_are_the_only_labels_and_differ_each_time(bert_tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("task", "labels", "padded", "model"),
-    [
-        ("mlm", ([-100, 8, -100, -100], [-100, 7, -100]), [-100, 7, -100, -100], BertForMaskedLM),
-        ("seq-cls", (1, 0), 0, BertForSequenceClassification),
-    ],
+    ("task", "labels", "padded"),
+    [("mlm", ([-100, 8, -100, -100], [-100, 7, -100]), [-100, 7, -100, -100]), ("seq-cls", (1, 0), 0)],
     ids=["masked before", "classes"],
 )
-def test_a_batch_is_padded_and_a_model_takes_it_as_it_is(bert_tokenizer, task, labels, padded, model):
+def test_a_batch_of_samples_with_labels_is_padded(bert_tokenizer, task, labels, padded):
     rows = zip(([2, 4, 9, 3], [2, 4, 3]), labels, strict=True)
     samples = [{"input_ids": ids, "labels": label} for ids, label in rows]
     batch = build_collator(recipe(task), bert_tokenizer)(samples)
     assert batch["input_ids"].tolist() == [[2, 4, 9, 3], [2, 4, 3, bert_tokenizer.pad_token_id]]
     assert batch["labels"].tolist() == [labels[0], padded]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
-    loss = model(BertConfig(vocab_size=len(bert_tokenizer), **TINY))(**batch).loss
-    assert torch.isfinite(loss)
 
 
 @pytest.mark.parametrize(

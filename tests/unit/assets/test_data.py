@@ -9,7 +9,6 @@ from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 from tests.unit.assets.conftest import STREAMED, splits_of
 from trahiv_cli.assets.samples import DOCUMENTS_PER_BATCH
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.builtin import TEXT, text_files
 from trahiv_cli.recipe.schema import DatasetSection
 
 EOS = 1
@@ -136,11 +135,3 @@ def test_a_mixture_has_the_shares_that_trl_would_give_it(write_rows, build, frac
     with pytest.raises(AssetError, match=words) as caught:
         build(few, many)
     assert "`data.datasets.1.fraction`" in caught.value.hint
-
-
-def test_the_built_in_text_makes_blocks_without_a_cache(build, tmp_path, monkeypatch):
-    files = sorted(text_files(), key=lambda file: file.stat().st_size)[-20:]
-    monkeypatch.setattr("trahiv_cli.recipe.builtin.text_files", lambda: files)
-    splits = build(DatasetSection(path=TEXT), share=0.1, max_length=128)
-    assert len(splits.eval) > 10 and len(splits.train) > 1000
-    assert not (tmp_path / "cache").exists()
