@@ -21,17 +21,17 @@ STORIES = (
     "test_leaving.py::test_no_child_outlives_a_killed_peer",
     "test_restarts.py::test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved",
     "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
-    "test_liars.py::test_who_asks_too_much_and_is_deaf_stops_nobody",
+    "test_faults.py::test_who_asks_too_much_and_is_deaf_stops_nobody",
     "test_closed_swarm.py::test_members_find_each_other_and_their_records",
     "test_closed_swarm.py::test_a_stranger_is_told_that_it_is_not_admitted",
-    "test_download.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
+    "test_faults.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
     "test_nodes.py::test_a_node_reads_what_the_other_published[tcp]",
     "test_nodes.py::test_peers_that_start_again_alone_find_each_other",
-    "test_restart.py::test_a_peer_whose_process_fails_starts_again_and_trains_along[dht-killed]",
-    "test_exactness.py::test_two_peers_equal_one_process_that_sees_both_their_batches[sgd]",
+    "test_restarts.py::test_a_peer_whose_process_fails_starts_again_and_trains_along[dht-killed]",
+    "test_exactness.py::test_two_peers_equal_one_process_that_sees_both_their_batches",
     "test_drop_in.py::test_a_good_run_of_two_says_how_to_join_and_nothing_else",
-    "test_tasks.py::test_two_peers_train_one_model[sft-packed-qlora]",
-    "test_recipes.py::test_a_shipped_recipe_runs[review-classes]",
+    "test_recipes.py::test_two_peers_train_one_model[spanish-qlora]",
+    "test_recipes.py::test_two_peers_train_one_model[review-classes]",
 )
 """Those that stand for all swarm tests in `make test`: one for each room, and for each thing that a process
 alone can show."""
