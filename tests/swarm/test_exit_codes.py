@@ -8,12 +8,15 @@ One row for each code and each place that it comes from; the many other mistakes
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.kit.commands import ROOT
 from tests.kit.recipes import HUGE, write_tiny
 
 pytestmark = pytest.mark.timeout(90)
@@ -75,3 +78,19 @@ def test_what_ends_before_anybody_is_invited_is_said_in_the_run_s_record_too(
     assert re.search(message, error["message"]) and hint in error["hint"]
     assert {path.name for path in (tmp_path / "run").iterdir()} <= BEFORE_AN_INVITATION
     assert '"event": "error"' in (tmp_path / "run" / "events.jsonl").read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize("command", ["scripts/demo", "scripts/test"])
+def test_without_a_python_that_will_do_the_readme_s_commands_say_what_to_install(
+    command, tmp_path, monkeypatch
+):
+    """Said on the way: what the set-up would download and keep. A path with a space changes nothing."""
+    clone = tmp_path / "my clone"
+    shutil.copytree(ROOT / "scripts", clone / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    monkeypatch.setenv("PYTHON", "python2.7")
+    answer = subprocess.run([clone / command], capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 3
+    assert "MB to download" in answer.stderr and "GB of disk" in answer.stderr
+    assert "python2.7" in answer.stderr and "sudo apt install python3" in answer.stderr
+    assert list((clone / ".venv").iterdir()) == []

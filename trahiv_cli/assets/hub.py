@@ -19,6 +19,11 @@ HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_OFFLINE=0 le
 """What to try when the hub does not answer."""
 
 
+def is_of_hub(name: str | None) -> bool:
+    """Tell whether others can find a model or dataset: it is none of ours, and no path of this machine."""
+    return name is not None and not name.startswith(BUILTIN) and not is_local(name)
+
+
 def do_without_hub(recipe: Recipe) -> str:
     """Have libraries use their cache alone if the hub does not answer; they must not be imported yet.
 
@@ -27,9 +32,8 @@ def do_without_hub(recipe: Recipe) -> str:
     """
     names = [recipe.model.model_name_or_path, recipe.model.tokenizer_name_or_path]
     names += [dataset.path for dataset in recipe.data.datasets]
-    needs_hub = any(name and not name.startswith(BUILTIN) and not is_local(name) for name in names)
     has_chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
-    if not needs_hub or has_chosen or urllib.request.getproxies():
+    if not any(map(is_of_hub, names)) or has_chosen or urllib.request.getproxies():
         return ""
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     heard: list[bool] = []

@@ -33,7 +33,6 @@ from trahiv_cli.assets.model_config import KINDS, expand_folder, model_name, rea
 from trahiv_cli.assets.rehearsal import activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
-from trahiv_cli.recipe.near import closest
 from trahiv_cli.recipe.schema import Recipe, TrainingSection
 
 if TYPE_CHECKING:
@@ -259,11 +258,10 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
         try:
             model = get_peft_model(model, config)
         except ValueError as failure:
-            names = ", ".join(sorted(filter(str.isidentifier, layers_of(model))))
+            said = " ".join(str(failure).split())[:300]
             raise AssetError(
-                "LoRA could not be put on the model (`peft.target_modules`): "
-                + " ".join(str(failure).split())[:300],
-                f"`all-linear` fits any model; this one has {names}.",
+                f"LoRA could not be put on the model (`peft.target_modules`): {said}",
+                f"`all-linear` fits any model; this one has {', '.join(layers_of(model))}.",
             ) from failure
         if recipe.training.activation_checkpointing:
             # A frozen embedding's output needs no gradient, and checkpointing would then compute none at all.
@@ -283,11 +281,12 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
     layers = layers_of(model)
     for name in recipe.peft.modules_to_save:  # peft itself passes over those that it does not find
         if name not in layers:
-            hint = f"Did you mean {near!r}?" if (near := closest(name, layers)) else "Check the name."
-            raise AssetError(f"The model has no layer {name!r} (`peft.modules_to_save`).", hint)
+            said = f"The model has no layer {name!r} (`peft.modules_to_save`)."
+            raise AssetError(said, f"It has {', '.join(layers)}.")
     return LoraConfig(task_type=KINDS[recipe.task].peft_task, **recipe.peft.model_dump())
 
 
-def layers_of(model: PreTrainedModel) -> set[str]:
-    """Return the names of a model's layers, without the path to them."""
-    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
+def layers_of(model: PreTrainedModel) -> list[str]:
+    """Name a model's layers, without the path to them."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return sorted(filter(str.isidentifier, names))  # without the numbers in lists

@@ -7,7 +7,6 @@ first one only and then fails in the middle of the data, or trains on something 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -79,7 +78,21 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
         """Cut each; one that leaves nothing to predict is dropped, as its loss would be NaN."""
         return {"input_ids": [ids[:length] for ids in documents if len(ids) > 1]}
 
-    make = _Pack(length) if clm.packing else truncate
+    rest: list[int] = []
+
+    def pack(documents: list[list[int]], indices: list[int]) -> Columns:
+        """Join documents and cut them into blocks; the rest of one batch begins the next.
+
+        `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
+        pass: that is how a second pass over a stream knows to forget the first one's rest.
+        """
+        nonlocal rest
+        tokens = list(chain([] if indices[0] == 0 else rest, *documents))
+        full = len(tokens) - len(tokens) % length
+        rest = tokens[full:]
+        return {"input_ids": [tokens[start : start + length] for start in range(0, full, length)]}
+
+    make = pack if clm.packing else truncate
     samples = mapped(documents, make, ["input_ids"], TOKENS, with_indices=clm.packing)
     if next(iter(samples), None) is None:
         num_tokens = sum(len(document["input_ids"]) for document in documents)
@@ -89,24 +102,6 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
             "Add text, lower `clm.max_length`, or hold out another share (`data.eval.test_split_size`).",
         )
     return samples
-
-
-@dataclass
-class _Pack:
-    """Joins documents and cuts them into blocks, carrying the rest of one batch over to the next.
-
-    `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
-    pass: that is how a second pass over a stream knows to forget the first one's rest.
-    """
-
-    max_length: int
-    rest: list[int] = field(default_factory=list)
-
-    def __call__(self, documents: list[list[int]], indices: list[int]) -> Columns:
-        tokens = list(chain([] if indices[0] == 0 else self.rest, *documents))
-        full = len(tokens) - len(tokens) % self.max_length
-        self.rest = tokens[full:]
-        return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
 
 
 # -- mlm ------------------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trahiv_cli.assets import hub
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
-from trahiv_cli.recipe.paths import is_hub_id, is_local
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
@@ -204,20 +203,19 @@ def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: P
     if step < recipe.training.max_steps:
         return Ended("budget" if callback.has_spent_budget else "signal", step, path)
     from trahiv_cli.assets.export import model_card, write_final
-    from trahiv_cli.assets.sources import hub_names
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:
         trainer.evaluate()
     base = recipe.model.model_name_or_path
     card = model_card(
         recipe_name=recipe.name,
-        base=base if base and is_hub_id(base) and not is_local(base) else None,  # no paths of this machine
+        base=base if hub.is_of_hub(base) else None,
         run_id=run_id(recipe),
         fingerprint=fingerprint(agreement(recipe)),
         step=recipe.training.max_steps,
         samples=callback.samples_seen,
         peers=callback.most_peers,
-        dataset_names=hub_names(recipe.data.datasets),
+        dataset_names=[one.path for one in recipe.data.datasets if hub.is_of_hub(one.path)],
         peft=recipe.peft is not None,
     )
     with optimizer.agreed_weights():

@@ -46,6 +46,8 @@ def said_of(*overrides):
 
 
 def test_the_hub_is_asked_only_for_what_it_has_and_unless_the_user_has_chosen(answer, monkeypatch):
+    names = {"owner/name": True, "squad": True, "builtin/trahiv": False, "texts/*": False, None: False}
+    assert {name: hub.is_of_hub(name) for name in names} == names
     asked = answer(bool)
     for overrides in ((), OF_THE_HUB, ('data.datasets=[{"path": "owner/data"}]',)):
         assert said_of(*overrides) == "" == os.environ["HF_HUB_OFFLINE"]
