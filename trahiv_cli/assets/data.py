@@ -21,11 +21,11 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents, trl_rows
+from trahiv_cli.assets.samples import TOKENIZED, clm_samples, masked, trl_rows
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
-from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.schema import Recipe, section_of
 
 HEAD_ROWS = 5
 """Rows that tell what a stream holds: as many as `datasets` looks at."""
@@ -108,15 +108,10 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
     """Make of each row what can be held out: a document of tokens, or the row as TRL reads it."""
     num_proc = recipe.data.num_proc
     try:
-        if recipe.sft is not None or recipe.dpo is not None:
+        if (tokenized := TOKENIZED.get(recipe.task)) is None:
             return trl_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
-        if recipe.clm is not None:
-            return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
-        if recipe.mlm is not None:
-            documents = mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc)
-        else:
-            assert recipe.seq_cls is not None
-            documents = classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc)
+        section = getattr(recipe, section_of(recipe.task) or "")
+        documents = tokenized(opened, section, tokenizer, num_proc=num_proc)
         if next(iter(documents), None) is not None:
             return documents
     except UnicodeDecodeError as failure:  # the JSON reader of datasets 5.2 takes what is not UTF-8

@@ -7,6 +7,7 @@ first one only and then fails in the middle of the data, or trains on something 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from trahiv_cli.recipe.forms import (
     sft_form,
     unknown_label,
 )
-from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection
+from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection, Task
 
 Columns: TypeAlias = dict[str, list[list[int]]]
 
@@ -96,9 +97,8 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
     samples = mapped(documents, make, ["input_ids"], TOKENS, with_indices=clm.packing)
     if next(iter(samples), None) is None:
         num_tokens = sum(len(document["input_ids"]) for document in documents)
-        wanted = f"one block has {length}" if clm.packing else "one sample has at least 2"
         raise AssetError(
-            f"The {which}text has {num_tokens} tokens, and {wanted}.",
+            f"The {which}text has {num_tokens} tokens, and one sample has {length if clm.packing else 2}.",
             "Add text, lower `clm.max_length`, or hold out another share (`data.eval.test_split_size`).",
         )
     return samples
@@ -190,6 +190,14 @@ def classified(
 
     features = Features({"input_ids": IDS, "labels": Value("int64")})
     return mapped(opened.rows, classify, [text, label], features, with_indices=True, num_proc=num_proc)
+
+
+TOKENIZED: dict[Task, Callable[..., Documents]] = {
+    "clm": clm_documents,
+    "mlm": mlm_documents,
+    "seq-cls": classified,
+}
+"""What makes documents of a dataset, for the tasks that TRL does not tokenize itself."""
 
 
 # -- sft, dpo -------------------------------------------------------------------------------------

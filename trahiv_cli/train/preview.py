@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 from trahiv_cli.assets.collators import IGNORED_LABEL, build_collator
 from trahiv_cli.assets.data import Splits, build_datasets
 from trahiv_cli.assets.model import build_tokenizer
-from trahiv_cli.assets.samples import classified, clm_documents, mlm_documents
+from trahiv_cli.assets.samples import TOKENIZED
 from trahiv_cli.assets.sources import load_rows
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe, section_of
@@ -293,13 +293,12 @@ def _parts(
 
 def _lengths(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Count the tokens of the first rows, as many of each dataset, before anything is cut or joined."""
-    tokenized: Any = {"clm": clm_documents, "mlm": mlm_documents, "seq-cls": classified}[recipe.task]
     uncut = getattr(recipe, section_of(recipe.task) or "").model_copy(update={"max_length": NO_LIMIT})
     count = max(LOOKED_AT // len(recipe.data.datasets), 1)
     for index, source in enumerate(recipe.data.datasets):
         opened = load_rows(source, f"data.datasets.{index}", streaming=recipe.data.streaming)
         opened = replace(opened, rows=_first(opened.rows, count))
-        documents = tokenized(opened, uncut, tokenizer, num_proc=None)
+        documents = TOKENIZED[recipe.task](opened, uncut, tokenizer, num_proc=None)
         yield from (len(document["input_ids"]) for document in documents)
 
 
