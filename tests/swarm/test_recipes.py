@@ -17,7 +17,13 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
@@ -112,7 +118,8 @@ def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
         fields = recipe.sft.model_dump(exclude={"completion_only_loss"} if is_auto else None)
         trainer: Any = SFTTrainer(model, SFTConfig(**common, **fields), **both)
     elif recipe.dpo is not None:
-        trainer = DPOTrainer(model, None, DPOConfig(**common, **recipe.dpo.model_dump()), **both)
+        base = AutoModelForCausalLM.from_pretrained("./model", dtype=recipe.model.dtype)
+        trainer = DPOTrainer(model, base, DPOConfig(**common, **recipe.dpo.model_dump()), **both)
     else:
         trainer = Trainer(
             model,
@@ -134,7 +141,7 @@ def load_plainly(recipe: Recipe, final: Path) -> Any:
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.float32,
         )  # fmt: skip
-    base = loader.from_pretrained(recipe.model.model_name_or_path, dtype=recipe.model.dtype, **options)
+    base = loader.from_pretrained("./model", dtype=recipe.model.dtype, **options)
     return PeftModel.from_pretrained(base, final)
 
 
