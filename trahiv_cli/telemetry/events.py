@@ -133,8 +133,8 @@ class RotatingFile(RotatingFileHandler):
             with contextlib.suppress(FileNotFoundError):
                 is_renamed = not os.path.samestat(os.fstat(self.stream.fileno()), os.stat(self.baseFilename))
             if is_renamed:
-                self.stream.close()
-                self.stream = None
+                full, self.stream = self.stream, None
+                full.close()
         return bool(super().shouldRollover(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name is logging's
