@@ -19,7 +19,7 @@ STORIES = (
     "test_exit_codes.py::test_a_usage_error_ends_with_2_and_names_the_help",
     "test_leaving.py::test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues",
     "test_leaving.py::test_no_child_outlives_a_killed_peer",
-    "test_restarts.py::test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved",
+    "test_restarts.py::test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved[saving]",
     "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
     "test_faults.py::test_who_asks_too_much_and_is_deaf_stops_nobody",
     "test_closed_swarm.py::test_members_find_each_other_and_their_records",
