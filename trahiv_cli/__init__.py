@@ -1,7 +1,7 @@
 """Fine-tune one Transformers model together over the internet.
 
-The face: what `from trahiv_cli import ...` offers. Importing it is light; the module behind a name, and with
-it torch and transformers, loads when the name is first used.
+The face: what `from trahiv_cli import ...` offers; what may be raised is in `trahiv_cli.errors`. Importing it
+is light; the module behind a name, and with it torch and transformers, loads when the name is first used.
 """
 
 from __future__ import annotations
@@ -9,23 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trahiv_cli.errors import (
-    AssetError,
-    Finding,
-    FolderTaken,
-    NotAdmitted,
-    NotFinite,
-    NothingPublished,
-    OutOfMemory,
-    PeerBroken,
-    RecipeError,
-    RecipeMismatch,
-    RoundFailed,
-    SetupError,
-    SwarmError,
-    TrahivError,
-    Unreachable,
-)
+from trahiv_cli import errors
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import load_recipe
@@ -36,27 +20,13 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "AssetError",
-    "Finding",
-    "FolderTaken",
-    "NotAdmitted",
-    "NothingPublished",
-    "NotFinite",
-    "OutOfMemory",
-    "PeerBroken",
-    "RecipeError",
-    "RecipeMismatch",
-    "RoundFailed",
-    "SetupError",
     "SwarmDPOTrainer",
-    "SwarmError",
     "SwarmSFTTrainer",
     "SwarmTrainer",
     "SwarmTrainerMixin",
     "SwarmTrainingArguments",
-    "TrahivError",
-    "Unreachable",
     "__version__",
+    "errors",
     "load_recipe",
 ]
 

@@ -1,8 +1,9 @@
-"""The drop-in as its users write it: no node, no command line, only `hivemind_config`."""
+"""The drop-in as its users write it, in a script and in a notebook: only `hivemind_config`."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.kit.commands import left_by
+from tests.kit.commands import left_by, wait_until
 from tests.kit.stand_ins import DROP_IN, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(180)
 
 
 class Blocks(Dataset):
@@ -47,32 +48,19 @@ class OwnTrainer(SwarmTrainerMixin, Trainer):
     """What a user makes of any other trainer."""
 
 
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-        )
-    )
-
-
-@pytest.mark.parametrize("place", ["in the arguments", "as a keyword of a subclass"])
-def test_hivemind_config_is_all_it_takes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
+def test_hivemind_config_is_all_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a keyword of a trainer of the user's own; below it is in the arguments of `SwarmTrainer`."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     config = {"dht": {}, "opt": {"run_id": "spanish_qlora", "target_batch_size": 16, "verbose": True}}
-    common = {
-        "output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 4, "warmup_steps": 2,
-        "learning_rate": 1e-2, "logging_steps": 1, "report_to": ["tensorboard"], "save_strategy": "no",
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    if place == "in the arguments":
-        args = SwarmTrainingArguments(**common, hivemind_config=config)
-        trainer = SwarmTrainer(model=tiny_model(), args=args, train_dataset=Blocks())
-    else:
-        args = TrainingArguments(**common)
-        trainer = OwnTrainer(model=tiny_model(), args=args, train_dataset=Blocks(), hivemind_config=config)
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, warmup_steps=2,
+        learning_rate=1e-2, logging_steps=1, report_to=["tensorboard"], save_strategy="no",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    trainer = OwnTrainer(model=model, args=args, train_dataset=Blocks(), hivemind_config=config)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
         result = trainer.train()
@@ -200,3 +188,76 @@ def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> Non
     after = dict(model.named_parameters())
     assert all(weight.dtype == torch.float32 for name, weight in after.items() if name in before)
     assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
+
+
+NOTEBOOK = (
+    DROP_IN
+    + """
+import json, signal, psutil
+
+def say(event, **fields):
+    print(json.dumps({"v": 1, "event": event, **fields}), flush=True)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel does, whatever it was started from
+args = SwarmTrainingArguments(
+    output_dir="outputs",
+    max_steps=100_000,
+    per_device_train_batch_size=4,
+    logging_steps=1,
+    report_to=[],
+    dataloader_pin_memory=False,
+    hivemind_config={"dht": {"initial_peers": []}, "opt": {"run_id": "spanish", "target_batch_size": 8}},
+)
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
+for cell in range(3):
+    say("cell", number=cell)
+    if cell == 2:
+        trainer.train()  # nobody catches what Ctrl-C raises
+    try:
+        trainer.train()
+    except KeyboardInterrupt:
+        state = trainer.state
+        left = [child.name() for child in psutil.Process().children(recursive=True)]
+        say(
+            "interrupted",
+            number=cell,
+            first=state.log_history[0]["step"],
+            steps=[state.global_step, state.max_steps],
+            left=[name for name in left if name != "torch_shm_manager"],
+            is_handler_back=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        )
+"""
+)
+
+
+def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace: Any) -> None:
+    """A kernel's SIGINT is a KeyboardInterrupt in the cell, and the process lives on; a second one leaves."""
+    kernel = workplace.start_script(NOTEBOOK)
+    stops: list[dict[str, Any]] = []
+    for cell in range(2):
+        kernel.wait_for("cell", timeout=60, number=cell)
+        interrupt_training(kernel)
+        if cell == 1:
+            kernel.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
+        stops.append(kernel.wait_for("interrupted", timeout=30, number=cell))
+        assert stops[cell]["left"] == [] and stops[cell]["is_handler_back"]
+    stopped, max_steps = stops[0]["steps"]
+    assert max_steps == 100_000
+    assert (workplace.folder / "outputs" / "checkpoints" / f"step-{stopped}").is_dir()
+    assert f"Stopped at step {stopped}. `train()` resumes from" in kernel.err
+    assert stops[0]["first"] == 1 and stops[1]["first"] > stopped
+    assert "Traceback" not in kernel.err and "Task was destroyed" not in kernel.err
+
+    kernel.wait_for("cell", timeout=60, number=2)  # as in a script, which ends with it
+    interrupt_training(kernel)
+    assert kernel.exit_code(timeout=30) == -signal.SIGINT
+    assert kernel.err.rstrip().endswith("KeyboardInterrupt")
+    assert left_by(kernel.pid) == []
+
+
+def interrupt_training(kernel: Any) -> None:
+    """Press Ctrl-C when a loss was logged since now."""
+    said = len(kernel.noise)
+    wait_until(lambda: any("'loss'" in line for line in kernel.noise[said:]), seconds=60)
+    kernel.press_ctrl_c()

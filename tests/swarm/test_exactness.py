@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.trainer_callback import PrinterCallback
@@ -62,17 +61,10 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
 
 
-def build_model(lora: bool = False) -> torch.nn.Module:
+def build_model() -> torch.nn.Module:
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-    if lora:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0))
-        with torch.no_grad():  # B starts at zero, which would hide what happens to A
-            for name, param in model.named_parameters():
-                if "lora_B" in name:
-                    param.normal_(0, 0.02)
-    return model
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
 
 
 def arguments(folder: Path, optim: str = "sgd", **more: Any) -> TrainingArguments:
@@ -110,25 +102,24 @@ def train_alone(
     return weights(trainer.model), told
 
 
-@pytest.mark.parametrize(
-    ("optim", "lora", "window"),
-    [("sgd", False, WINDOW), ("adamw_torch_fused", True, 1), ("adamw_torch_fused", False, 1)],
-    ids=["sgd in windows", "adamw for adapters", "adamw"],
-)
-def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, lora: bool, window: int) -> None:
-    """Whether it accumulates over windows as that does, or steps when the target is there."""
+@pytest.mark.parametrize(("optim", "window"), [("sgd", WINDOW), ("adamw_torch_fused", 1)])
+def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, window: int) -> None:
+    """Whether it accumulates over windows as that does, or steps when the target is there.
+
+    Adapters are in `test_trl.py`.
+    """
     torch.set_num_threads(1)
     third = range(2 * BATCH, 3 * BATCH)  # a batch without a trained token
     data = Texts(UNLIKE, range((STEPS + 1) * WINDOW * BATCH), empty=third)
     logs = {"logging_strategy": "steps", "logging_steps": 1}
     args = arguments(tmp_path, optim, gradient_accumulation_steps=WINDOW, **logs)
-    plain = Trainer(model=build_model(lora), args=args, train_dataset=data, data_collator=collate)
+    plain = Trainer(model=build_model(), args=args, train_dataset=data, data_collator=collate)
     plain.remove_callback(PrinterCallback)
     plain.train()
     target, more = WINDOW * BATCH, {"gradient_accumulation_steps": window}
-    ours, told = train_alone(tmp_path / "swarm", data, build_model(lora), target, optim, **more)
+    ours, told = train_alone(tmp_path / "swarm", data, build_model(), target, optim, **more)
     expected = weights(plain.model)
-    assert (expected - weights(build_model(lora))).abs().max() > 1e-3, "the comparison would prove nothing"
+    assert (expected - weights(build_model())).abs().max() > 1e-3, "the comparison would prove nothing"
     assert (ours - expected).abs().max() <= 1e-6
     losses = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
     steps = [event for event in told if event["event"] == "step"]
@@ -147,8 +138,8 @@ def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path: Pa
     assert [event["samples"] for event in steps] == [event["my_samples"] for event in steps]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Path, where: str) -> None:
+def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Path) -> None:
+    """A forward pass that runs out of it is in `tests/unit/train/test_batches.py`."""
     torch.set_num_threads(1)
     data, target = Texts(UNLIKE, range((STEPS + 1) * 3 * BATCH)), 3 * BATCH
     expected, _ = train_alone(tmp_path / "enough", data, build_model(), target)
@@ -160,12 +151,10 @@ def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Pa
 
     def look(_: object, args: tuple[object, ...], inputs: dict[str, torch.Tensor]) -> None:
         rows[0] = len(inputs["input_ids"])
-        if where == "forward":
-            run_out()
 
     model.register_forward_pre_hook(look, with_kwargs=True)
-    if where == "backward":  # the last layer's gradients are in the accumulators then
-        model.model.layers[0].self_attn.q_proj.weight.register_hook(run_out)
+    # The last layer's gradients are in the accumulators then.
+    model.model.layers[0].self_attn.q_proj.weight.register_hook(run_out)
     ours, told = train_alone(tmp_path / "short", data, model, target)
     assert [event["code"] for event in told if event["event"] == "warning"] == ["memory"]
     assert (ours - expected).abs().max() <= 1e-7
@@ -182,7 +171,7 @@ def texts_of(number: int) -> Texts:
     return Texts((SHORT, LONG)[number], range(PEER * number, PEER * number + 4000))
 
 
-def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, optim: str) -> None:
+def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> None:
     """Train with the other peer, and write which texts went into which step."""
     torch.set_num_threads(1)
     initial = () if number == 0 else (address.get(timeout=60),)
@@ -205,7 +194,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, opt
         opt = {"run_id": "exact", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
         trainer = SwarmTrainer(
             model=build_model(),
-            args=arguments(folder / str(number), optim),
+            args=arguments(folder / str(number)),
             train_dataset=texts_of(number),
             data_collator=note,
             node=node,
@@ -227,12 +216,11 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier, opt
     (folder / f"{number}.json").write_text(json.dumps(steps))
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adamw_torch_fused"])
-def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path, optim: str) -> None:
+def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path) -> None:
     """One has short texts, the other one long texts."""
     context = mp.get_context("spawn")
     shared = context.Queue(), context.Barrier(2)
-    peers = [context.Process(target=_peer, args=(n, tmp_path, *shared, optim)) for n in (0, 1)]
+    peers = [context.Process(target=_peer, args=(n, tmp_path, *shared)) for n in (0, 1)]
     for peer in peers:
         peer.start()
     for peer in peers:
@@ -245,22 +233,20 @@ def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path
     one, two = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
     assert torch.equal(one, two), "replicas are bit-equal"
     torch.set_num_threads(1)
-    by_tokens, by_samples = (train_reference(optim, short, long, by) for by in (True, False))
+    by_tokens, by_samples = (train_reference(short, long, by) for by in (True, False))
     assert (by_tokens - by_samples).abs().max() > 1e-3, "the comparison would prove nothing"
     assert (one - by_tokens).abs().max() <= 1e-5
 
 
 def train_reference(
-    optim: str, short: list[list[list[int]]], long: list[list[list[int]]], by_tokens: bool
+    short: list[list[list[int]]], long: list[list[list[int]]], by_tokens: bool
 ) -> torch.Tensor:
     """One process over both peers' batches, each step one window of transformers' own accumulation.
 
-    Args:
-        optim: the optimizer's name.
-        short: by step, the first peer's batches, as numbers of texts; `long` has the second peer's.
-        by_tokens: else each batch's own mean counts by its samples.
+    `short` and `long` are, by step, each peer's batches as numbers of texts. Unless `by_tokens`, each batch's
+    own mean counts by its samples.
     """
-    trainer = Trainer(model=build_model(), args=arguments(Path("unused"), optim))
+    trainer = Trainer(model=build_model(), args=arguments(Path("unused")))
     trainer.model_accepts_loss_kwargs = by_tokens
     model, optimizer = trainer.model, trainer.create_optimizer()
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=STEPS)

@@ -1,9 +1,8 @@
-"""Rounds in which something goes wrong: either they happened for most of the group, or for nobody.
+"""Peers that die, flood others, or come late: what real processes and sockets alone can show.
 
-What real processes alone can show: peers that die at whatever moment, threads beside training, and
-bitsandbytes' statistics. Each failure of the table is in `tests/simulation/test_failures.py`, and rounds full
-of random ones in `test_whole_swarms.py` there. What no fault excuses is checked at the end of each test:
-equal weights at equal steps, one history, each sample once.
+Each failure of the table is in `tests/simulation/test_failures.py`, and rounds full of random ones in
+`test_whole_swarms.py` there; one of two goes on alone in `test_restarts.py`. What no fault excuses is checked
+at the end of each test: equal weights at equal steps, one history, each sample once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.faults import PHASES, drop_peer
+from tests.kit.commands import wait_until
+from tests.kit.faults import PHASES, ask_too_much, drop_peer, give_state_slowly
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
 from tests.kit.faulty_swarm import STEP_S, Swarm
 
@@ -38,19 +38,6 @@ def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(tmp_path: Pat
         last = swarm.reached(0, 1) + 2
         for survivor in survivors:
             survivor.wait_for("step", STEP_S, step=lambda step: step >= last)
-        swarm.require_promises()
-
-
-def test_the_other_of_two_goes_on_alone_when_the_record_of_the_dead_one_has_expired(tmp_path: Path) -> None:
-    expires_s = 8.0
-    with Swarm(tmp_path, Settings(num_peers=2, metadata_expiration=expires_s)) as swarm:
-        survivor, victim = swarm.join(0), swarm.join(1, drop_peer(at_step=3, phase="half-way"))
-        swarm.go()
-        victim.exit_code(STEP_S)
-        died = victim.wait_for("fault", 1)["time"]
-        alone = survivor.wait_for("step", expires_s + AFTER_DEATH_S, time=lambda at: at > died)
-        assert alone["group"] == []
-        survivor.wait_for("notice", 1, code="no-group")
         swarm.require_promises()
 
 
@@ -91,3 +78,40 @@ def test_replicas_with_8_bit_statistics_are_equal_and_a_latecomer_that_offloads_
         swarm.wait_until_equal((0, 1, 2), STEP_S, beyond=reached + 4)
         assert len(late.steps[-1]["group"]) == 3
         swarm.require_promises()
+
+
+def test_a_download_is_finished_from_the_other_donor_when_one_dies(tmp_path: Path) -> None:
+    """How chunks are shared, damaged and fetched again is in `tests/unit/swarm/test_download.py`."""
+    with Swarm(tmp_path, Settings(hidden=10_000)) as swarm:
+        donors = [
+            swarm.join(number, give_state_slowly(0.05, after)) for number, after in ((0, 10**6), (1, 8))
+        ]
+        swarm.go()
+        for donor in donors:
+            donor.wait_for("step", STEP_S, step=3)
+        joined = swarm.join(2).wait_for("ready", 1)
+        wait_until(lambda: not donors[1].is_running, 10)  # it dies while it sends
+        told = swarm.events(2, "download")
+        assert joined["step"] >= 3 and max(said["donors"] for said in told) == 2
+        amounts = [said["bytes"] for said in told]
+        assert amounts == sorted(amounts) and amounts[-1] == told[-1]["total"]
+        swarm.wait_until_equal((0, 2), STEP_S, beyond=joined["step"] + 3)
+        assert swarm.events(2, "loaded") == [], "it went through the steps that were taken meanwhile"
+        swarm.require_promises()  # equal weights at equal steps, so equal moments
+
+
+def test_who_asks_too_much_and_is_deaf_stops_nobody(tmp_path: Path) -> None:
+    """Lies in reports, claims, votes, states and parts are in `tests/simulation`."""
+    honest, liar, steps, limit_s = (0, 1, 2), 3, 3, 8.0
+    settings = Settings(num_peers=len(honest) + 1, num_samples=100_000, averaging_timeout=limit_s)
+    with Swarm(tmp_path, settings) as swarm:
+        peers = [swarm.join(number) for number in honest]
+        swarm.go()
+        for peer in peers:
+            peer.wait_for("step", STEP_S, step=steps)
+        swarm.join(liar, ask_too_much()).wait_for("fault", STEP_S)
+        reached = swarm.reached(*honest)
+        for peer in peers:
+            peer.wait_for("step", limit_s + STEP_S, step=lambda step: step >= reached + steps)
+        swarm.wait_until_equal(honest, STEP_S, beyond=reached + steps - 1)
+        swarm.require_promises(*honest)

@@ -1,50 +1,34 @@
-"""A recipe, its folder and its data, from the words that people type to what they are told."""
+"""A recipe, its folder, its model and its data, from the words that people type to what they are told.
+
+What is understood of a recipe in a pipe, or one whose data has moved, is in `tests/unit/recipe`.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.kit.commands import LOOPBACK
+import pytest
+
+from tests.kit.commands import LOOPBACK, Peer
 from tests.kit.recipes import write_tiny
+from tests.kit.stand_ins import CHATML_MARKED, write_llama
 
-BUDGET = ("--budget", "1 steps", "--format", "json")
-
-
-def written(folder: Path, **changes: Any) -> Path:
-    """Write a recipe whose data is named relative to it."""
-    return Path(write_tiny(folder, data__datasets=[{"path": "text.txt"}], **changes))
-
-
-def event_of(result: Any, name: str) -> dict[str, Any]:
-    """The only event of that name, of a command that ended well and warned of no file."""
-    assert (result.code, result.left) == (0, ()), result.out + result.err
-    assert not [one for one in result.events if one["event"] == "warning" and one["code"] in ("path", "data")]
-    (event,) = [event for event in result.events if event["event"] == name]
-    return event
-
-
-def test_a_recipe_is_started_from_anywhere_and_moved_with_its_data(trahiv, tmp_path):
-    written(tmp_path / "project")
-    first = trahiv("init", "project/tiny.yaml", *BUDGET)
-    assert event_of(first, "joined")["source"] == "fresh"
-    (tmp_path / "project").rename(tmp_path / "moved")
-    second = trahiv("init", "moved/tiny.yaml", *BUDGET)
-    assert event_of(second, "ready")["run_id"] == event_of(first, "ready")["run_id"]
-    assert (event_of(second, "joined")["source"], event_of(second, "joined")["step"]) == ("checkpoint", 1)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path):
-    written(tmp_path / "alice", training__max_steps=100_000)
-    alice = start_paced("init", "tiny.yaml", cwd=tmp_path / "alice")
-    text = (tmp_path / "alice" / "text.txt").read_text()
-    bob, own = tmp_path / "bob", tmp_path / "bob" / "downloads" / "new" / "any name.txt"
+    alice, bob = tmp_path / "alice", tmp_path / "bob"
+    write_tiny(alice, data__datasets=[{"path": "text.txt"}], training__max_steps=100_000)
+    first = start_paced("init", "tiny.yaml", cwd=alice)
+    text, own = (alice / "text.txt").read_text(), bob / "downloads" / "new" / "any name.txt"
     own.parent.mkdir(parents=True)
     own.write_text(text)
     (bob / "downloads" / "decoy.txt").write_text(text.swapcase())
-    join = ("join", "--peer", alice.address, "--yes", *LOOPBACK)
+    join = ("join", "--peer", first.address, "--yes", *LOOPBACK)
     peer = start_paced(*join, "--files", "downloads", cwd=bob)
     assert peer.wait_for("joined", 90)["peers"] == 2
     resolved = json.loads((bob / "runs" / peer.wait_for("ready", 1)["run_id"] / "recipe.json").read_text())
@@ -52,19 +36,75 @@ def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path):
 
 
 def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path):
-    recipe = written(tmp_path, name=None)
+    recipe = write_tiny(tmp_path, data__datasets=[{"path": "text.txt"}], name=None)
     given = recipe.read_text()
     recipe.rename(tmp_path / "template.txt")
-    first = trahiv("init", "-", *BUDGET, prefix=("sh", "-c", 'exec "$@" < template.txt', "sh"))
-    run_id = event_of(first, "ready")["run_id"]
+    from_pipe = ("sh", "-c", 'exec "$@" < template.txt', "sh")
+    first = trahiv("init", "-", "--budget", "1 steps", "--format", "json", prefix=from_pipe)
+    told = {event["event"]: event for event in first.events}
+    run_id, line = told["ready"]["run_id"], told["done"]["resume"]
     assert run_id.startswith("recipe-")
-    line = event_of(first, "done")["resume"]
     assert line.startswith(f"trahiv init runs/{run_id}/recipe.json ")
 
     second = trahiv(*shlex.split(line)[1:])
-    assert (event_of(second, "ready")["run_id"], event_of(second, "joined")["step"]) == (run_id, 1)
+    told = {event["event"]: event for event in second.events}
+    assert (told["ready"]["run_id"], told["joined"]["step"]) == (run_id, 1)
+    assert (first.code, second.code, first.left, second.left) == (0, 0, (), ())
     assert (tmp_path / "runs" / run_id / "recipe.yaml").read_text() == given
 
-    substituted = ("bash", "-c", 'exec "$@" <(cat template.txt)', "bash")
-    checked = trahiv("check", "--format", "json", prefix=substituted)
-    assert event_of(checked, "checked")["run_id"] == run_id
+
+TEXTS = "".join(
+    json.dumps({"text": f"the {word} fox is a fox and no {word} dog"}) + "\n"
+    for word in ("red", "old", "big") * 50
+)
+
+
+def write_peer(folder: Path) -> Path:
+    """Write a recipe that does not end, and this peer's own copies of its model and its data beside it."""
+    write_llama(folder / "model")
+    (folder / "rows.jsonl").write_text(TEXTS)
+    return write_tiny(
+        folder,
+        model={"model_name_or_path": "./model"},
+        quantization={"load_in_4bit": True},
+        data={"datasets": [{"path": "rows.jsonl"}]},
+        peft={"r": 4, "target_modules": ["q_proj", "v_proj"]},
+        training__max_steps=100_000,
+        hivemind_config__opt__target_batch_size=64,
+    )
+
+
+def test_another_copy_is_refused(
+    trahiv: Callable[..., Any], start: Callable[..., Peer], tmp_path: Path
+) -> None:
+    """One clear error, and those who train do not notice.
+
+    That one other number is enough is in `tests/unit/assets/test_likeness.py`, what is refused before
+    anything is loaded in `tests/unit/cli/test_joining.py`.
+    """
+    begun = start("init", write_peer(tmp_path / "begun"))
+    begun.wait_for("step", 60)
+    before, run = len(begun.events), tmp_path / "run"
+    recipe = write_peer(tmp_path)
+    write_llama(tmp_path / "model", seed=1, chat_template=CHATML_MARKED)
+    address = ("--peer", begun.address)
+    result = trahiv("join", recipe, "--output-dir", "run", "--format", "json", *address)
+    assert (result.code, result.left) == (5, ()), result.out + result.err
+    assert "Traceback" not in result.out + result.err
+    (error,) = result.errors
+    assert error == result.events[-1] and error["code"] == "mismatch"
+    assert "its frozen weights and tokenizer differ" in error["message"]
+    assert "same `model.revision`" in error["hint"]
+    assert [part for part, _, _ in error["differences"]] == ["frozen weights", "tokenizer"]
+    assert all(ours != theirs for _, ours, theirs in error["differences"])
+
+    assert {event["event"] for event in result.events} <= {"waiting", "ready", "error"}, "nothing was trained"
+    told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert told[-1]["event"] == "error", "the run's own record says why there is no run"
+    assert not (run / "checkpoints").exists()
+    reached = begun.steps[-1]["step"]
+    begun.wait_for("step", 30, step=lambda step: step > reached)
+    since = begun.events[before:]
+    assert {event["event"] for event in since} == {"step"}, "it did not notice"
+    assert all(event["peers"] == 1 and event["round"] is None for event in since), since
+    assert not begun.noise

@@ -1,4 +1,4 @@
-"""Peers that end in any way and start again with the same command: where they go on, and with whom."""
+"""Peers that start again with the same command, or by themselves: where they go on, and with whom."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import contextlib
 import json
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.kit.commands import LOOPBACK, Peer, wait_until
+from tests.kit.commands import LOOPBACK, Peer, left_by, wait_until
+from tests.kit.recipes import write_tiny
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 
 pytestmark = pytest.mark.timeout(240)
 
 STARTS_WITHIN_S = 60.0
+FOUND_WITHIN_S = 10.0
+RESTARTED_WITHIN_S = 45.0
+SUSPENDED_S = 90.0
+"""By then the others have forgotten a peer that stands still."""
+
 SAVING = {"training__save_steps": 2}
 """A checkpoint every other step."""
 
@@ -40,10 +48,10 @@ def id_of(peer: Peer) -> str:
 
 
 @saving_pair
-def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_good_again(
+def test_a_peer_finds_the_swarm_that_went_on_without_it_and_goes_on_alone_when_nobody_is_left(
     start_paced: Callable[..., Peer], pair: Any
 ) -> None:
-    first, second, init, _ = pair
+    first, second, init, join = pair
     require_saved_and_met(pair)
     first.kill()
     left_at = first.steps[-1]["step"]
@@ -52,8 +60,17 @@ def test_the_first_peer_finds_the_swarm_that_went_on_without_it_and_its_line_is_
     joined = again.wait_for("joined", STARTS_WITHIN_S)
     assert joined["source"] == "swarm" and joined["step"] >= went_on["step"]
     assert "further than this run's checkpoint" in joined["why"]
-    assert (again.maddr, id_of(again)) == (first.maddr, id_of(first))
+    assert (again.maddr, id_of(again)) == (first.maddr, id_of(first)), "its line is good again"
     again.wait_for_group()
+
+    again.kill()
+    second.kill()
+    alone = start_paced(*join)
+    joined = alone.wait_for("joined", STARTS_WITHIN_S)
+    assert (joined["source"], joined["step"]) == ("checkpoint", saved(second))
+    assert "no other peer is there" in joined["why"]
+    assert alone.wait_for("warning", 1)["code"] == "unreachable"
+    alone.wait_for("step", 60, step=joined["step"] + 1)
 
 
 @saving_pair
@@ -73,22 +90,6 @@ def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
         assert id_of(peer) == id_of(before)
         peer.wait_for_group()
         assert peer.steps[0]["step"] > furthest
-
-
-@saving_pair
-def test_a_joiner_goes_on_with_the_same_line_when_nobody_of_the_swarm_is_left(
-    start_paced: Callable[..., Peer], pair: Any
-) -> None:
-    first, second, _, join = pair
-    require_saved_and_met(pair)
-    first.kill()
-    second.kill()
-    again = start_paced(*join)
-    joined = again.wait_for("joined", STARTS_WITHIN_S)
-    assert (joined["source"], joined["step"]) == ("checkpoint", saved(second))
-    assert "no other peer is there" in joined["why"]
-    assert again.wait_for("warning", 1)["code"] == "unreachable"
-    again.wait_for("step", 60, step=joined["step"] + 1)
 
 
 # -- disks and files that fail ---------------------------------------------------------------------
@@ -126,46 +127,100 @@ def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
     assert recorded[-1]["event"] == "done" and recorded[-1]["step"] == done["step"]
 
 
-def test_damaged_checkpoints_are_passed_over_and_no_fresh_model_takes_the_place_of_a_trained_one(
-    start_paced: Callable[..., Peer], trahiv: Callable[..., Any], endless: Callable[..., Path], tmp_path: Path
+def test_no_fresh_model_takes_the_place_of_a_trained_one_whose_checkpoints_are_damaged(
+    trahiv: Callable[..., Any], endless: Callable[..., Path], tmp_path: Path
 ) -> None:
+    """That damaged ones are passed over is in `tests/unit/train/test_checkpoint.py`."""
     command = ("init", endless(**SAVING), "--output-dir", "run", *LOOPBACK)
-    peer = start_paced(*command)
-    peer.wait_for("checkpoint", 60, step=lambda step: step >= 4)
-    peer.kill()
-    checkpoints = (tmp_path / "run" / "checkpoints").glob("step-*")
-    *_, before, newest = sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
-    content = bytearray((newest / "weights.safetensors").read_bytes())
-    content[-1] ^= 1
-    (newest / "weights.safetensors").write_bytes(content)
-    again = start_paced(*command)
-    warning = again.wait_for("warning", 60, code="checkpoint")
-    assert newest.name in warning["message"] and "weights.safetensors" in warning["message"]
-    joined = again.wait_for("joined", 60)
-    assert (joined["source"], f"step-{joined['step']}") == ("checkpoint", before.name)
-    again.kill()
-
-    for state in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
-        state.write_text("{}")
+    assert trahiv(*command, "--budget", "2 steps").code == 0
+    [state] = (tmp_path / "run" / "checkpoints").glob("step-*/state.json")
+    state.write_text("{}")
     refused = trahiv(*command)
     assert refused.code == 3
     assert "All checkpoints in run are damaged" in refused.err
 
 
-# -- when to begin, when to leave ------------------------------------------------------------------
-
-
-def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants_and_says_if_they_do_not_come(
+def test_the_first_step_waits_for_the_peers_that_the_recipe_wants_and_says_if_they_do_not_come(
     start_paced: Callable[..., Peer], endless: Callable[..., Path]
 ) -> None:
-    wanted = endless(swarm__min_peers=2)
-    first = start_paced("init", wanted, "--output-dir", "first", *LOOPBACK)
-    alone = start_paced("init", wanted, "--output-dir", "alone", "--wait", "3s", *LOOPBACK)
-    waits = first.wait_for("waiting", 60, what="2 peers to be there (there are 1)")
+    """That two begin together is in `test_recipes.py`."""
+    alone = start_paced(
+        "init", endless(swarm__min_peers=2), "--output-dir", "alone", "--wait", "3s", *LOOPBACK
+    )
+    waits = alone.wait_for("waiting", 60, what="2 peers to be there (there are 1)")
     assert waits["until_seconds"] <= 3600
-    second = start_paced("join", "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
-    for peer in (first, second):
-        step = peer.wait_for("step", 60)
-        assert (step["step"], len(step["round"]["group"])) == (1, 2)
     assert alone.wait_for("warning", 60, code="min-peers")["message"].startswith("1 of 2 peers came in 3 s")
     alone.wait_for("step", 30, step=2)
+
+
+# -- a process that ends or stands still, while the peer trains ------------------------------------
+
+
+def parts(peer: Peer) -> dict[str, psutil.Process]:
+    """The processes under a peer's."""
+    [dht] = [child for child in psutil.Process(peer.pid).children() if "python" in child.name()]
+    [p2pd] = [child for child in dht.children() if child.name() == "p2pd"]
+    return {"dht": dht, "p2pd": p2pd}
+
+
+def lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("broken", "how"),
+    [pytest.param(0, signal.SIGSTOP, id="dht-stopped"), pytest.param(1, signal.SIGKILL, id="dht-killed")],
+)
+def test_a_peer_whose_process_fails_starts_again_and_trains_along(
+    pair: Any, broken: int, how: signal.Signals
+) -> None:
+    broken, other = pair[broken], pair[1 - broken]
+    address, before = broken.maddr, parts(broken)
+    before["dht"].send_signal(how)
+    at = broken.wait_for("warning", FOUND_WITHIN_S, code="broken")["t"]
+    saved = broken.wait_for("checkpoint", RESTARTED_WITHIN_S, t=lambda t: t > at)
+    entered = broken.wait_for("joined", RESTARTED_WITHIN_S, t=lambda t: t > at)
+    assert entered["step"] >= saved["step"], "nothing that was committed is lost"
+    broken.wait_for_group(timeout=RESTARTED_WITHIN_S, t=lambda t: t > at)
+    assert not [child for child in before.values() if lives(child)]
+    assert all(lives(process) for process in parts(broken).values())
+    assert broken.maddr == address
+    steps = [one["step"] for one in broken.steps]
+    assert steps == sorted(steps)
+    for peer in (other, broken):
+        peer.send_signal(signal.SIGTERM)
+        assert peer.exit_code(20) == 143
+        assert left_by(peer.pid) == []
+
+
+def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair: Any) -> None:
+    first, second, *_ = pair
+    sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
+    for process in sleeper:
+        process.suspend()
+    since = time.time()
+    alone = first.wait_for("step", SUSPENDED_S, t=lambda t: t > since, peers=1)
+    went_on = first.wait_for("step", 60, step=lambda step: step > alone["step"] + 3)
+    for process in sleeper:
+        process.resume()
+    step = second.wait_for_group(timeout=60, t=lambda t: t > went_on["t"])
+    assert step["step"] > went_on["step"]
+    broken = [one for one in second.events if one["event"] == "warning" and one["code"] == "broken"]
+    assert not broken, "nothing was broken"
+    steps = [one["step"] for one in second.steps]
+    assert steps == sorted(set(steps))
+
+
+def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint(
+    start: Callable[..., Peer], tmp_path: Path
+) -> None:
+    recipe = write_tiny(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
+    now = time.time()
+    recent = " ".join(str(now - seconds) for seconds in (700.0, 300.0, 200.0, 100.0))
+    peer = start("init", recipe, "--output-dir", "run", *LOOPBACK, env={"TRAHIV_RESTARTS": recent})
+    peer.wait_for("step", 60, step=2)
+    parts(peer)["dht"].kill()
+    error = peer.wait_for("error", 30)
+    assert error["code"] == "broken" and "started again 3 times within 10 minutes" in error["message"]
+    assert peer.exit_code(20) == 1
+    assert [one for one in peer.events if one["event"] == "checkpoint"]

@@ -23,27 +23,20 @@ HIVEMIND_CONFIG = {
     "opt": {"run_id": "trl", "target_batch_size": 8},
 }
 
-CHATS = Dataset.from_list(
-    [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is {i} and {i}?"},
-                {"role": "assistant", "content": f"{2 * i}, " + "really " * (i % 5)},
-            ]
-        }
-        for i in range(64)
-    ]
-)
-PREFERENCES = Dataset.from_list(
-    [
-        {
-            "prompt": f"What is {i} and {i}? ",
-            "chosen": f"{2 * i}",
-            "rejected": f"{2 * i + 1} or so " * (1 + i % 3),
-        }
-        for i in range(64)
-    ]
-)
+
+def chat(number: int) -> list[dict[str, str]]:
+    answer = f"{2 * number}, " + "really " * (number % 5)
+    question = {"role": "user", "content": f"What is {number} and {number}?"}
+    return [question, {"role": "assistant", "content": answer}]
+
+
+def preference(number: int) -> dict[str, str]:
+    worse = f"{2 * number + 1} or so " * (1 + number % 3)
+    return {"prompt": f"What is {number} and {number}? ", "chosen": f"{2 * number}", "rejected": worse}
+
+
+CHATS = Dataset.from_list([{"messages": chat(number)} for number in range(64)])
+PREFERENCES = Dataset.from_list([preference(number) for number in range(64)])
 
 
 @pytest.fixture(scope="module")

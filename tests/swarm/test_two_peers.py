@@ -45,14 +45,16 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
     assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
 
     pasted = [*shlex.split(ready["join"])[1:], *LOOPBACK]
-    second = start_paced(*pasted, "--yes", "--output-dir", "second")
+    second = start_paced(*pasted, "--yes")  # which folder is whose is in tests/unit/train/test_folder.py
     assert second.wait_for("ready", timeout=60)["fingerprint"] == ready["fingerprint"]
     second.wait_for("joined", timeout=60)
     first.wait_for_group(peers=2)
 
     first.wait_for("step", timeout=60, step=lambda step: step >= 3)
-    third = start_paced(*pasted, "--yes", "--output-dir", "third")
+    third = start_paced(*pasted, "--yes")
     joined = third.wait_for("joined", timeout=90)
+    folder, message = (third.wait_for("folder", timeout=1)[name] for name in ("path", "message"))
+    assert folder == f"runs/{ready['run_id']}-2" and message.endswith("is that of another peer.")
     assert joined["source"] == "swarm"
     assert joined["step"] >= 3, "it got the swarm's state, not a fresh model"
 
@@ -68,7 +70,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
         peer.wait_for("ready", timeout=1)["peer_id"] for peer in (first, second, third)
     }
     assert committed["bytes_sent"] > 0 and committed["bytes_received"] > 0
-    for other in ("second", "third"):
+    for other in (folder.removesuffix("-2"), folder):
         assert_same_weights(tmp_path / "first", tmp_path / other)
     losses = [step["loss"] for step in first.steps if step["loss"] is not None]
     assert losses[-1] < losses[0] - 0.1

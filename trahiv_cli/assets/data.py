@@ -1,6 +1,6 @@
 """What is trained on and what is measured with: the mixture, the held-out share, an order for each peer.
 
-Where rows are read from is `sources.py`, what a sample is `samples.py` and, for TRL's tasks, `formats.py`.
+Where rows are read from is `sources.py`, what a sample is `samples.py`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.formats import trl_rows
-from trahiv_cli.assets.samples import classified, clm_documents, clm_samples, masked, mlm_documents
+from trahiv_cli.assets.samples import TOKENIZED, clm_samples, masked, trl_rows
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
-from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.schema import Recipe, section_of
 
 HEAD_ROWS = 5
 """Rows that tell what a stream holds: as many as `datasets` looks at."""
@@ -109,15 +108,10 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
     """Make of each row what can be held out: a document of tokens, or the row as TRL reads it."""
     num_proc = recipe.data.num_proc
     try:
-        if recipe.sft is not None or recipe.dpo is not None:
+        if (tokenized := TOKENIZED.get(recipe.task)) is None:
             return trl_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
-        if recipe.clm is not None:
-            return clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
-        if recipe.mlm is not None:
-            documents = mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc)
-        else:
-            assert recipe.seq_cls is not None
-            documents = classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc)
+        section = getattr(recipe, section_of(recipe.task) or "")
+        documents = tokenized(opened, section, tokenizer, num_proc=num_proc)
         if next(iter(documents), None) is not None:
             return documents
     except UnicodeDecodeError as failure:  # the JSON reader of datasets 5.2 takes what is not UTF-8
@@ -153,16 +147,13 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
     kinds = [narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
         for column in {**kinds[0], **kind}:
-            ours, theirs = kinds[0].get(column), kind.get(column)
-            if ours == theirs or Value("null") in (ours, theirs):
-                continue
-            why = f"the column {column!r} is {ours} in one and {theirs} in the other"
-            if ours is None or theirs is None:
-                why = f"only {(part if ours is None else opened[0]).name} has the column {column!r}"
-            raise AssetError(
-                f"The datasets {opened[0].name} and {part.name} cannot be mixed: {why}.",
-                f"Rename columns with `{part.place}.columns`; a name that is not read leaves one out.",
-            )
+            ours, theirs = kinds[0].get(column, "missing"), kind.get(column, "missing")
+            if ours != theirs and Value("null") not in (ours, theirs):
+                raise AssetError(
+                    f"The datasets {opened[0].name} and {part.name} cannot be mixed: the column {column!r} "
+                    f"is {ours} in the one and {theirs} in the other.",
+                    f"Rename columns with `{part.place}.columns`; a name that is not read leaves one out.",
+                )
     alike = zip(parts, features, kinds, strict=True)
     return concatenate_datasets(
         [part if feature == kind else part.cast(Features(kind)) for part, feature, kind in alike]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from trahiv_cli.errors import OutOfMemory
-from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection, section_of
+from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection
 
 GIB = 2**30
 
@@ -64,6 +64,14 @@ NESTED_BLOCK = 256
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 """Parts of the messages of those errors that torch raises as a plain `RuntimeError`."""
+
+SAVINGS = (
+    "Lower `training.per_device_train_batch_size` or `max_length`, set `training.activation_checkpointing: "
+    "true`, train adapters only (LoRA, section `peft`) on a quantized base (`quantization: {load_in_4bit: "
+    "true}`), choose a smaller model; on a GPU `swarm.mode: overlap` and `hivemind_config.opt."
+    "offload_optimizer: true` hold less."
+)
+"""What to change in a recipe that takes too much memory; the first costs least."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +244,7 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
 
 
 @contextmanager
-def translated_out_of_memory(recipe: Recipe) -> Iterator[None]:
+def translated_out_of_memory() -> Iterator[None]:
     """Turn what torch and Python raise when memory runs out into `OutOfMemory`, with what to change."""
     try:
         yield
@@ -245,30 +253,11 @@ def translated_out_of_memory(recipe: Recipe) -> Iterator[None]:
             raise
         is_of_cpu = isinstance(failure, MemoryError) or "CPUAllocator" in str(failure)
         where = "RAM" if is_of_cpu else "GPU's memory"
-        raise OutOfMemory(
-            f"This machine's {where} ran out; what is in the run's folder stays.", savings(recipe)
-        ) from failure
+        said = f"This machine's {where} ran out; what is in the run's folder stays."
+        raise OutOfMemory(said, SAVINGS) from failure
 
 
 def is_out_of_memory(failure: BaseException) -> bool:
     """Tell whether torch or Python raised this because memory ran out."""
     is_plain = isinstance(failure, (torch.OutOfMemoryError, MemoryError))
     return is_plain or any(words in str(failure) for words in OUT_OF_MEMORY)
-
-
-def savings(recipe: Recipe) -> str:
-    """Say what in the recipe could be changed so that it takes less memory, and has not been."""
-    training = recipe.training
-    is_quantizable = recipe.quantization is None and recipe.model.config is None
-    keeps_state_on_gpu = recipe.swarm.may_step_locally and training.optim in OFFLOADED_OPTIMIZERS
-    changes = {
-        "lower `training.per_device_train_batch_size`": training.per_device_train_batch_size > 1,
-        "set `training.activation_checkpointing: true`": not training.activation_checkpointing,
-        f"lower `{section_of(recipe.task)}.max_length`": True,
-        "add a `peft` section (LoRA) to train adapters only": recipe.peft is None,
-        "quantize the base (`quantization: {load_in_4bit: true}`)": recipe.peft and is_quantizable,
-        "set `swarm.mode: overlap` and `hivemind_config.opt.offload_optimizer: true`, "
-        "which keep less on a GPU": keeps_state_on_gpu,
-    }
-    text = ", ".join(change for change, is_possible in changes.items() if is_possible)
-    return f"{text[0].upper()}{text[1:]}, or choose a smaller model."

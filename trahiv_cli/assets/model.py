@@ -28,24 +28,15 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from trahiv_cli.assets.memory import GIB, Estimate, add_up, savings
+from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, add_up
 from trahiv_cli.assets.model_config import KINDS, expand_folder, model_name, read_config, translated
 from trahiv_cli.assets.rehearsal import activation_bytes
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
-from trahiv_cli.recipe.paths import closest
-from trahiv_cli.recipe.schema import Recipe, Task, TrainingSection
+from trahiv_cli.recipe.schema import Recipe, TrainingSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-
-PEFT_TASKS: dict[Task, str] = {
-    "clm": "CAUSAL_LM",
-    "sft": "CAUSAL_LM",
-    "dpo": "CAUSAL_LM",
-    "seq-cls": "SEQ_CLS",
-}
-"""Tasks that peft has a class for; it knows none for `mlm`."""
 
 NUM_TOKENS = 2048
 """Size of the vocabulary that is trained. With 1,024 or 4,096 the embedded default predicted each character
@@ -188,7 +179,7 @@ def require_memory(recipe: Recipe) -> Estimate:
             raise OutOfMemory(
                 f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name} before "
                 f"activations, and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
-                savings(recipe),
+                SAVINGS,
             )
     return needed
 
@@ -267,11 +258,10 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
         try:
             model = get_peft_model(model, config)
         except ValueError as failure:
-            names = ", ".join(sorted(filter(str.isidentifier, layers_of(model))))
+            said = " ".join(str(failure).split())[:300]
             raise AssetError(
-                "LoRA could not be put on the model (`peft.target_modules`): "
-                + " ".join(str(failure).split())[:300],
-                f"`all-linear` fits any model; this one has {names}.",
+                f"LoRA could not be put on the model (`peft.target_modules`): {said}",
+                f"`all-linear` fits any model; this one has {', '.join(layers_of(model))}.",
             ) from failure
         if recipe.training.activation_checkpointing:
             # A frozen embedding's output needs no gradient, and checkpointing would then compute none at all.
@@ -291,11 +281,12 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
     layers = layers_of(model)
     for name in recipe.peft.modules_to_save:  # peft itself passes over those that it does not find
         if name not in layers:
-            hint = f"Did you mean {near!r}?" if (near := closest(name, layers)) else "Check the name."
-            raise AssetError(f"The model has no layer {name!r} (`peft.modules_to_save`).", hint)
-    return LoraConfig(task_type=PEFT_TASKS.get(recipe.task), **recipe.peft.model_dump())
+            said = f"The model has no layer {name!r} (`peft.modules_to_save`)."
+            raise AssetError(said, f"It has {', '.join(layers)}.")
+    return LoraConfig(task_type=KINDS[recipe.task].peft_task, **recipe.peft.model_dump())
 
 
-def layers_of(model: PreTrainedModel) -> set[str]:
-    """Return the names of a model's layers, without the path to them."""
-    return {name.rpartition(".")[2] for name, _ in model.named_modules()}
+def layers_of(model: PreTrainedModel) -> list[str]:
+    """Name a model's layers, without the path to them."""
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return sorted(filter(str.isidentifier, names))  # without the numbers in lists

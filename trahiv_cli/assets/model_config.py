@@ -28,23 +28,25 @@ from trahiv_cli.recipe.upstream import unknown_model_type
 
 
 class Kind(NamedTuple):
-    """The kind of model that a task trains: its name, its `AutoModelFor...`, the configs that this loads."""
+    """The kind of model that a task trains."""
 
     words: str
-    loader: Any
-    configs: Mapping[type[PreTrainedConfig], Any]
+    loader: Any  # its `AutoModelFor...`
+    configs: Mapping[type[PreTrainedConfig], Any]  # those that the loader knows
+    peft_task: str | None  # peft has no class for masked models
 
 
-CAUSAL = Kind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING)
+CAUSAL = Kind("causal language model", AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
 KINDS: dict[Task, Kind] = {
     "clm": CAUSAL,
     "sft": CAUSAL,
     "dpo": CAUSAL,
-    "mlm": Kind("masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING),
+    "mlm": Kind("masked language model", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, None),
     "seq-cls": Kind(
         "model for sequence classification",
         AutoModelForSequenceClassification,
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        "SEQ_CLS",
     ),
 }
 

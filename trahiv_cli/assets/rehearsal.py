@@ -45,8 +45,11 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises
     was_disabled, log.disabled = log.disabled, True
     try:
-        with FakeTensorMode():
-            make_fake(model)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            model.tie_weights()
+            for weight in model.parameters():  # the swarm's accumulators lie there before the first pass
+                weight.grad = torch.empty_like(weight) if weight.requires_grad else None
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
                 run(model, tokens, dtype, count, has_head=not has_tiled_head)
@@ -114,22 +117,3 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, num_bytes: int) -> None:
         self.live -= num_bytes
         self._known.discard(key)
-
-
-def make_fake(model: torch.nn.Module) -> None:
-    """Put fake weights on the CPU in the place of those on the meta device, with a gradient if trained.
-
-    The swarm's accumulators lie in `.grad` before the first backward pass begins.
-    """
-    fakes: dict[torch.Tensor, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight not in fakes:
-                fake = torch.empty(weight.shape, dtype=weight.dtype)
-                fakes[weight] = torch.nn.Parameter(fake, requires_grad=weight.requires_grad)
-                if weight.requires_grad:
-                    fakes[weight].grad = torch.empty_like(fake)
-            module._parameters[name] = None if weight is None else fakes[weight]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

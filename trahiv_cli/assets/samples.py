@@ -1,23 +1,35 @@
-"""From texts to tokens: what one sample of `clm`, `mlm` and `seq-cls` is.
+"""What one sample of each task is: of `clm`, `mlm` and `seq-cls` tokens, of `sft` and `dpo` a raw row.
 
 Everything here maps rows of a `Dataset` or a stream, batch by batch in bounded memory. Rows without a text
-are left out.
+are left out. TRL tokenizes the rows of `sft` and `dpo` itself; they are checked here, since it looks at the
+first one only and then fails in the middle of the data, or trains on something else than was meant.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeAlias
 
-from datasets import ClassLabel, Features, List, Value
+from datasets import ClassLabel, Features, LargeList, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.assets.collators import MaskingCollator
 from trahiv_cli.assets.sources import Documents, Opened, parallel, require_text
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.forms import listed, numbers_of, require_column, unknown_label
-from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection
+from trahiv_cli.recipe.forms import (
+    CHATML,
+    OPTIONAL,
+    SHAREGPT,
+    broken_row,
+    dpo_form,
+    listed,
+    numbers_of,
+    require_column,
+    sft_form,
+    unknown_label,
+)
+from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection, Task
 
 Columns: TypeAlias = dict[str, list[list[int]]]
 
@@ -28,6 +40,11 @@ TOKENS = Features({"input_ids": IDS})
 
 DOCUMENTS_PER_BATCH = 100
 """Bounds the memory of tokenizing: documents may be whole files."""
+
+ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of the roles that chat templates know; others are the same."""
+
+KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
 
 
 # -- clm ------------------------------------------------------------------------------------------
@@ -62,34 +79,29 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
         """Cut each; one that leaves nothing to predict is dropped, as its loss would be NaN."""
         return {"input_ids": [ids[:length] for ids in documents if len(ids) > 1]}
 
-    make = _Pack(length) if clm.packing else truncate
+    rest: list[int] = []
+
+    def pack(documents: list[list[int]], indices: list[int]) -> Columns:
+        """Join documents and cut them into blocks; the rest of one batch begins the next.
+
+        `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
+        pass: that is how a second pass over a stream knows to forget the first one's rest.
+        """
+        nonlocal rest
+        tokens = list(chain([] if indices[0] == 0 else rest, *documents))
+        full = len(tokens) - len(tokens) % length
+        rest = tokens[full:]
+        return {"input_ids": [tokens[start : start + length] for start in range(0, full, length)]}
+
+    make = pack if clm.packing else truncate
     samples = mapped(documents, make, ["input_ids"], TOKENS, with_indices=clm.packing)
     if next(iter(samples), None) is None:
         num_tokens = sum(len(document["input_ids"]) for document in documents)
-        wanted = f"one block has {length}" if clm.packing else "one sample has at least 2"
         raise AssetError(
-            f"The {which}text has {num_tokens} tokens, and {wanted}.",
+            f"The {which}text has {num_tokens} tokens, and one sample has {length if clm.packing else 2}.",
             "Add text, lower `clm.max_length`, or hold out another share (`data.eval.test_split_size`).",
         )
     return samples
-
-
-@dataclass
-class _Pack:
-    """Joins documents and cuts them into blocks, carrying the rest of one batch over to the next.
-
-    `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
-    pass: that is how a second pass over a stream knows to forget the first one's rest.
-    """
-
-    max_length: int
-    rest: list[int] = field(default_factory=list)
-
-    def __call__(self, documents: list[list[int]], indices: list[int]) -> Columns:
-        tokens = list(chain([] if indices[0] == 0 else self.rest, *documents))
-        full = len(tokens) - len(tokens) % self.max_length
-        self.rest = tokens[full:]
-        return {"input_ids": [tokens[i : i + self.max_length] for i in range(0, full, self.max_length)]}
 
 
 # -- mlm ------------------------------------------------------------------------------------------
@@ -178,6 +190,66 @@ def classified(
 
     features = Features({"input_ids": IDS, "labels": Value("int64")})
     return mapped(opened.rows, classify, [text, label], features, with_indices=True, num_proc=num_proc)
+
+
+TOKENIZED: dict[Task, Callable[..., Documents]] = {
+    "clm": clm_documents,
+    "mlm": mlm_documents,
+    "seq-cls": classified,
+}
+"""What makes documents of a dataset, for the tasks that TRL does not tokenize itself."""
+
+
+# -- sft, dpo -------------------------------------------------------------------------------------
+
+
+def trl_rows(
+    opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
+) -> Documents:
+    """Keep what TRL's SFTTrainer reads of a dataset, or its DPOTrainer without `sft`.
+
+    `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
+    renames the keys only). Beside them those of `OPTIONAL` are kept. A stream is checked while it is read.
+
+    Raises:
+        AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row lacks a value.
+    """
+    form = dpo_form(opened) if sft is None else sft_form(opened, sft)
+    if form.keys is not None and tokenizer.chat_template is None:
+        problem = "holds conversations, and the tokenizer has no chat template to write them as text"
+        hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
+        raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
+    optional = [column for column in OPTIONAL if column in opened.first]
+    needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
+    rows, name = opened.rows.select_columns([*form.columns, *optional]), opened.name
+
+    def check(*values: Any) -> bool:
+        """Pass every row on, and stop at one that TRL could not read."""
+        for column, value in zip(needed, values[:-1], strict=True):
+            if problem := form.problem(column, value):
+                raise broken_row(name, values[-1], problem)
+        return True
+
+    rows = rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
+    if form.columns != ("conversations",):
+        return rows
+    if form.keys == CHATML:
+        return rows.rename_column("conversations", "messages")
+    told, features = opened.features.get("conversations"), None
+    if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
+        # What can be known is said: guessing by the first rows fails where a later one has more.
+        inner = {KEYS.get(key, key): feature for key, feature in told.feature.items()}
+        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
+        features = Features({**kept, "messages": type(told)(inner)})
+    only = ["conversations"]
+    options = {"input_columns": only, "remove_columns": only, "features": features}
+    return rows.map(to_messages, **options, **parallel(rows, num_proc))
+
+
+def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Turn a conversation of ShareGPT into messages of roles and contents."""
+    messages = [{KEYS.get(key, key): value for key, value in message.items()} for message in conversation]
+    return {"messages": [{**one, "role": ROLES.get(one["role"], one["role"])} for one in messages]}
 
 
 # -- all ------------------------------------------------------------------------------------------

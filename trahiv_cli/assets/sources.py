@@ -115,13 +115,6 @@ def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
     return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
-def hub_names(sources: list[DatasetSection]) -> list[str]:
-    """Name the datasets that others can find: hub ids, without this machine's own paths."""
-    return [
-        source.path for source in sources if not is_local(source.path) and not source.path.startswith(BUILTIN)
-    ]
-
-
 # -- files ----------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from trahiv_cli.assets.memory import FLOAT32_BYTES, STATES, Estimate, savings
+from trahiv_cli.assets.memory import FLOAT32_BYTES, STATES, Estimate
 from trahiv_cli.cli.output import Format, out
 from trahiv_cli.cli.preview import WIDEST, draw, look
 from trahiv_cli.errors import OutOfMemory
@@ -69,6 +69,7 @@ def show_estimate(recipe: Recipe) -> None:
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
     seen, told = look(stream, 0, "looking at the model and the data ...")
+    from trahiv_cli.assets.memory import SAVINGS
     from trahiv_cli.assets.model import estimate, free_bytes
 
     longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
@@ -86,7 +87,7 @@ def show_estimate(recipe: Recipe) -> None:
     for name, (wanted, available) in places.items():
         if wanted > available:
             said = f"{size(wanted)} are needed, and {size(available)} are free"
-            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", savings(recipe))
+            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", SAVINGS)
 
 
 def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:

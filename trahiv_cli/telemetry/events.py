@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
+import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
-
-from trahiv_cli.telemetry.rotating import RotatingFile
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -26,8 +26,11 @@ VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
 
-BACKLOG = 10_000
-"""Events, of a few hundred bytes each, that wait for room on the disk; then the oldest are dropped."""
+MAX_BYTES = 32 * 2**20
+"""Of one file. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
+
+OLDER_FILES = 3
+"""So many that were full are kept beside the present one, as `<name>.1`, the newest, to `<name>.3`."""
 
 TRANSIENT = frozenset({"progress", "download"})
 """Events for live views only: many a minute, each out of date with the next."""
@@ -109,45 +112,49 @@ class Events:
             thread.join()
 
 
-class EventFile:
-    """Appends each event as a line of JSON to a file, except the transient ones.
+class RotatingFile(RotatingFileHandler):
+    """`RotatingFileHandler` of a file in which all processes of a peer write, each with its own copy of this.
 
-    The newest events are in that file; of older ones `rotating.OLDER_FILES` files are kept beside it. What a
-    full disk does not take waits, up to `BACKLOG` events, and is written when there is room again.
+    One that finds the file renamed by another goes on in the new one. Two that rename it in the same moment
+    leave one that is short. What a full disk does not take is lost, but for a line that it took in part: the
+    rest of that comes first when there is room again.
 
     Args:
         path: its folder must exist; what it holds already is kept.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rotating = path, RotatingFile(path)
-        self._file = path.open("ab", buffering=0)
-        self._unwritten: deque[bytes] = deque(maxlen=BACKLOG)
+        super().__init__(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
 
-    def __call__(self, event: Event) -> None:
-        """Write one line and hand it to the system, so that a crash loses nothing."""
-        if event["event"] in TRANSIENT:
-            return
-        self._unwritten.append((to_json(event) + "\n").encode())
-        while self._unwritten and self._write(self._unwritten[0]):
-            self._unwritten.popleft()
-
-    def _write(self, line: bytes) -> bool:
-        """Write a whole line or nothing of it; say whether it is there."""
-        end = self._file.seek(0, os.SEEK_END)
-        with contextlib.suppress(OSError):
-            if end + len(line) > self._rotating.maxBytes:
-                self._rotating.doRollover()
-                full, self._file, end = self._file, self._path.open("ab", buffering=0), 0
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - its name is logging's
+        """Tell whether the record does not fit into the file that is there now."""
+        if self.stream is not None:
+            is_renamed = True
+            with contextlib.suppress(FileNotFoundError):
+                is_renamed = not os.path.samestat(os.fstat(self.stream.fileno()), os.stat(self.baseFilename))
+            if is_renamed:
+                full, self.stream = self.stream, None
                 full.close()
-            if self._file.write(line) == len(line):
-                return True
-        self._file.truncate(end)
-        return False
+        return bool(super().shouldRollover(record))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name is logging's
+        """Say what went wrong with a record, unless the disk is full: that record is lost."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # as above
+            super().close()
+
+
+class EventFile(RotatingFile):
+    """Appends each event as a line of JSON to a file, except the transient ones; see `RotatingFile`."""
+
+    def __call__(self, event: Event) -> None:
+        """Write one line and hand it to the system, so that a crash loses nothing."""
+        if event["event"] not in TRANSIENT:
+            self.emit(logging.makeLogRecord({"msg": to_json(event)}))
 
 
 def to_json(event: Event) -> str:

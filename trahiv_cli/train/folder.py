@@ -30,8 +30,7 @@ from trahiv_cli.swarm.invitation import (
     passing_standing,
 )
 from trahiv_cli.swarm.membership import Membership
-from trahiv_cli.telemetry.events import EventFile, Events
-from trahiv_cli.telemetry.rotating import RotatingFile
+from trahiv_cli.telemetry.events import EventFile, Events, RotatingFile
 from trahiv_cli.train.checkpoint import saved_in
 
 RUNS = Path("runs")

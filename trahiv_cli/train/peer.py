@@ -24,10 +24,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trahiv_cli.assets.hub import HINT as HUB_HINT
-from trahiv_cli.assets.hub import do_without_hub, patience_s
+from trahiv_cli.assets import hub
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
-from trahiv_cli.recipe.paths import is_hub_id, is_local
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
@@ -156,17 +154,17 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
     with ExitStack() as stack:
         stack.enter_context(node)
         with leaving.interruptible():
-            with events.waiting("the hub to answer", until_s=patience_s()):
-                silence = do_without_hub(recipe)
+            with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
+                silence = hub.do_without_hub(recipe)
             if silence:
-                events.warn("hub", silence, hint=HUB_HINT)
+                events.warn("hub", silence, hint=hub.HINT)
             _load_libraries(events)
         from transformers.trainer_callback import PrinterCallback
 
         from trahiv_cli.assets.memory import translated_out_of_memory
         from trahiv_cli.train.tasks import build_trainer, heeding
 
-        stack.enter_context(translated_out_of_memory(recipe))
+        stack.enter_context(translated_out_of_memory())
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)
@@ -204,20 +202,19 @@ def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: P
     if step < recipe.training.max_steps:
         return Ended("budget" if callback.has_spent_budget else "signal", step, path)
     from trahiv_cli.assets.export import model_card, write_final
-    from trahiv_cli.assets.sources import hub_names
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:
         trainer.evaluate()
     base = recipe.model.model_name_or_path
     card = model_card(
         recipe_name=recipe.name,
-        base=base if base and is_hub_id(base) and not is_local(base) else None,  # no paths of this machine
+        base=base if hub.is_of_hub(base) else None,
         run_id=run_id(recipe),
         fingerprint=fingerprint(agreement(recipe)),
         step=recipe.training.max_steps,
         samples=callback.samples_seen,
         peers=callback.most_peers,
-        dataset_names=hub_names(recipe.data.datasets),
+        dataset_names=[one.path for one in recipe.data.datasets if hub.is_of_hub(one.path)],
         peft=recipe.peft is not None,
     )
     with optimizer.agreed_weights():

@@ -345,6 +345,13 @@ class SwarmTrainerMixin(_Host):
         )
         return self.lr_scheduler
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch the batches of one window; where a stream has ended, its next pass begins."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if not batches and self.swarm_optimizer is not None:
+            self.control.should_epoch_stop = True  # the Trainer would ask an ended stream `max_steps` times
+        return batches, num_items
+
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> torch.Tensor:

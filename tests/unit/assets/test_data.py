@@ -9,7 +9,6 @@ from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 from tests.unit.assets.conftest import STREAMED, splits_of
 from trahiv_cli.assets.samples import DOCUMENTS_PER_BATCH
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.builtin import TEXT, text_files
 from trahiv_cli.recipe.schema import DatasetSection
 
 EOS = 1
@@ -106,10 +105,10 @@ def test_without_packing_a_document_is_a_sample_cut_to_length(build):
 
 @STREAMED
 def test_too_little_text_for_one_sample_is_refused(build, streaming):
-    with pytest.raises(AssetError, match="text has 4 tokens, and one block has 16"):
+    with pytest.raises(AssetError, match="text has 4 tokens, and one sample has 16"):
         build(["abc"], streaming=streaming)
-    with pytest.raises(AssetError, match="text has 0 tokens, and one sample has at least 2"):
-        build(["", ""], packing=False, streaming=streaming)
+    with pytest.raises(AssetError, match=r"No row of .*rows\.jsonl' has a text"):
+        build(["", ""], streaming=streaming)
     with pytest.raises(AssetError, match="held-out text has 10 tokens"):
         build(["nine char"] * 20, share=0.01)
 
@@ -136,11 +135,3 @@ def test_a_mixture_has_the_shares_that_trl_would_give_it(write_rows, build, frac
     with pytest.raises(AssetError, match=words) as caught:
         build(few, many)
     assert "`data.datasets.1.fraction`" in caught.value.hint
-
-
-def test_the_built_in_text_makes_blocks_without_a_cache(build, tmp_path, monkeypatch):
-    files = sorted(text_files(), key=lambda file: file.stat().st_size)[-20:]
-    monkeypatch.setattr("trahiv_cli.recipe.builtin.text_files", lambda: files)
-    splits = build(DatasetSection(path=TEXT), share=0.1, max_length=128)
-    assert len(splits.eval) > 10 and len(splits.train) > 1000
-    assert not (tmp_path / "cache").exists()

@@ -57,18 +57,15 @@ def test_what_was_there_is_replaced_or_if_writing_fails_left_as_it_was(tmp_path,
     assert (tmp_path / "final" / "README.md").read_text() == "first"
 
 
-@pytest.mark.parametrize(
-    ("base", "datasets", "peft"), [("owner/base", ["owner/corpus"], True), (None, [], False)]
-)
-def test_the_card_is_one_that_the_hub_reads(base, datasets, peft):
+def test_the_card_is_one_that_the_hub_reads():
     figures = {"fingerprint": "ab" * 32, "step": 1200, "samples": 76800, "peers": 5, "run_id": "run-1"}
-    text = model_card(recipe_name="spanish", base=base, dataset_names=datasets, peft=peft, **figures)
-    front = ModelCard(text).data
-    assert front.library_name == ("peft" if peft else "transformers")
-    assert front.base_model == base and front.datasets == (datasets or None)
-    assert ("base_model" in text) == ("datasets:" in text) == bool(base)
-    assert "trahiv" in front.tags
-    assert all(word in text for word in ("# spanish", "1,200", "76,800", "ab" * 32))
+    for base, datasets, peft in (("owner/base", ["owner/corpus"], True), (None, [], False)):
+        text = model_card(recipe_name="spanish", base=base, dataset_names=datasets, peft=peft, **figures)
+        front = ModelCard(text).data
+        assert front.library_name == ("peft" if peft else "transformers") and "trahiv" in front.tags
+        assert front.base_model == base and front.datasets == (datasets or None)
+        assert ("base_model" in text) == ("datasets:" in text) == bool(base)
+        assert all(word in text for word in ("# spanish", "1,200", "76,800", "ab" * 32))
 
 
 @pytest.mark.parametrize(("peft", "prompt"), [(None, ""), (ADAPTERS, "def ")], ids=["full", "lora"])

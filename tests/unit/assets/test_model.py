@@ -156,7 +156,7 @@ def test_adapters_are_put_where_the_recipe_says_and_a_new_head_is_trained_in_ful
     ("option", "message", "hint"),
     [
         ({"target_modules": ["query"]}, "query", "q_proj"),
-        ({"modules_to_save": ["lm_heads"]}, "'lm_heads'", "'lm_head'"),
+        ({"modules_to_save": ["lm_heads"]}, "'lm_heads'", "lm_head, "),
     ],
 )
 def test_layers_that_the_model_lacks_are_answered_with_those_it_has(option, message, hint):

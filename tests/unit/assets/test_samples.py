@@ -1,20 +1,32 @@
-"""Samples of masked models and of classifiers; those of `clm` are in `test_data.py`."""
+"""Samples of masked models and classifiers, rows for TRL's trainers, batches; `clm` is in `test_data.py`.
 
+The words about columns that do not fit are in `tests/unit/cli/test_broken_recipes.py`.
+"""
+
+import numpy as np
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+import torch
+from datasets import ClassLabel, Dataset, Features, List, Value
+from transformers import EvalPrediction
 
-from tests.unit.assets.conftest import STREAMED, splits_of
+from tests.kit.stand_ins import chat_tokenizer
+from tests.unit.assets.conftest import STREAMED, recipe, splits_of
+from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.schema import DatasetSection
 
 
 @pytest.fixture
 def build(bert_tokenizer):
-    def make(task, source, *, max_length=512, **options):
-        section = {"max_length": max_length}
+    """Build the splits of one dataset; those of `sft` and `dpo` of several."""
+    chatty = chat_tokenizer()
+
+    def make(task, *sources, max_length=512, section=None, tokenizer=None, **options):
+        section = {"max_length": max_length, **(section or {})}
         if task == "seq-cls":
             section["labels"] = ["bad", "good", "none"]
-        return splits_of(task, [source], bert_tokenizer, section=section, **options)
+        usual = bert_tokenizer if task in ("mlm", "seq-cls") else chatty
+        return splits_of(task, sources, tokenizer or usual, section=section, **options)
 
     return make
 
@@ -104,3 +116,149 @@ def test_a_dataset_that_names_its_classes_is_read_by_name(tmp_path, build, strea
     assert labels_of("x", "y", "z") == [0, 1, 2], "where all have other names, the numbers count"
     with pytest.raises(AssetError, match="classes that `seq_cls.labels` does not name: ugly"):
         labels_of("good", "bad", "ugly")
+
+
+# -- sft, dpo -------------------------------------------------------------------------------------
+
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+WORSE = [CHAT[0], {"role": "assistant", "content": "5"}]
+SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+THINKING = {"messages": CHAT, "chat_template_kwargs": {"thinking": True}}
+PREFERRED = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WORSE[1:]}
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("task", "row", "expected"),
+    [
+        ("sft", {"messages": CHAT, "tools": None, "prompt": "x"}, {"messages": CHAT, "tools": None}),
+        ("sft", {"conversations": SHAREGPT, "id": 1}, {"messages": CHAT}),
+        ("sft", {"conversations": CHAT, "tools": "[]"}, {"messages": CHAT, "tools": "[]"}),
+        ("sft", {"prompt": "a", "completion": "b", "text": "ab"}, {"prompt": "a", "completion": "b"}),
+        ("sft", {"text": "a", "id": 1}, {"text": "a"}),
+        ("sft", {**THINKING, "id": 1}, THINKING),
+        ("dpo", {**PREFERRED, "id": 1}, PREFERRED),
+        ("dpo", {"chosen": CHAT, "rejected": WORSE, "messages": CHAT}, {"chosen": CHAT, "rejected": WORSE}),
+    ],
+)
+def test_rows_keep_what_trl_reads(write_rows, build, task, row, expected, streaming):
+    assert list(build(task, write_rows([row] * 3), streaming=streaming).train) == [expected] * 3
+
+
+def test_columns_may_have_other_names_and_texts_need_no_chat_template(write_rows, build):
+    columns = {"instruction": "prompt", "output": "completion"}
+    renamed = write_rows([{"instruction": "a", "output": "b", "input": ""}], columns=columns)
+    assert list(build("sft", renamed).train) == [{"prompt": "a", "completion": "b"}]
+    plain, section = chat_tokenizer(None), {"dataset_text_field": "body"}
+    texts = build("sft", write_rows([{"body": "a"}]), tokenizer=plain, section=section)
+    assert list(texts.train) == [{"body": "a"}]
+    with pytest.raises(AssetError, match="the tokenizer has no chat template") as caught:
+        build("sft", write_rows([{"messages": CHAT}]), tokenizer=plain)
+    assert "`data.chat_template: FILE.jinja`" in caught.value.hint
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("task", "row", "broken", "message"),
+    [
+        ("sft", {"conversations": SHAREGPT}, {"conversations": []}, "than messages of from and value"),
+        ("dpo", {"chosen": "a", "rejected": "b"}, {"rejected": None}, "Row 3 of .* has no 'rejected'"),
+        ("sft", THINKING, {"chat_template_kwargs": None}, "Row 3 of .* has no 'chat_template_kwargs'"),
+    ],
+)
+def test_a_row_that_trl_could_not_read_is_named(write_rows, build, task, row, broken, message, streaming):
+    source = write_rows([row, row, row | broken, row])
+    with pytest.raises(AssetError, match=message) as caught:
+        list(build(task, source, streaming=streaming).train)
+    assert caught.value.hint == "Fix or remove that row."
+
+
+@STREAMED
+def test_the_form_of_a_conversation_and_the_kind_of_its_strings_do_not_matter(
+    write_rows, build, streaming, tmp_path
+):
+    message = {"role": Value("large_string"), "content": Value("large_string")}
+    large = Dataset.from_list([{"messages": CHAT}], features=Features({"messages": List(message)}))
+    large.to_parquet(str(tmp_path / "large.parquet"))
+    turned = [{"content": message["content"], "role": message["role"]} for message in CHAT]
+    sources = (
+        write_rows([{"messages": CHAT}], "a.jsonl"),
+        write_rows([{"messages": turned}], "b.jsonl"),
+        write_rows([{"conversations": SHAREGPT}], "c.jsonl"),
+        DatasetSection(path=str(tmp_path / "large.parquet")),
+    )
+    assert list(build("sft", *sources, streaming=streaming).train) == [{"messages": CHAT}] * 4
+
+
+@STREAMED
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "'messages' is List.* in the one and missing in the other"),
+        ({"messages": CHAT, "tools": "[]"}, "'tools' is missing in the one and Value.*string"),
+        ({"messages": [CHAT[0] | {"weight": 1}]}, "'messages' is List.* in the one and List.*weight"),
+    ],
+)
+def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, message, streaming):
+    sources = write_rows([{"messages": CHAT}], "a.jsonl"), write_rows([other], "b.jsonl")
+    words = f"a\\.jsonl' and '.*b\\.jsonl' cannot be mixed: .*{message}"
+    with pytest.raises(AssetError, match=words) as caught:
+        build("sft", *sources, streaming=streaming)
+    assert "`data.datasets.1.columns`" in caught.value.hint
+
+
+# -- batches, and what is measured of a classifier ------------------------------------------------
+
+
+def test_a_batch_pads_by_position_and_learns_the_end_of_text(byte_tokenizer):
+    collate = build_collator(recipe(clm={"packing": False}), byte_tokenizer)
+    batch = collate([{"input_ids": [5, 0, 1]}, {"input_ids": [7]}])
+    assert batch["input_ids"].tolist() == [[5, 0, 1], [7, 0, 0]]
+    assert batch["labels"].tolist() == [[5, 0, 1], [7, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    packed = build_collator(recipe(), byte_tokenizer)([{"input_ids": [5, 6]}, {"input_ids": [7, 1]}])
+    assert packed.keys() == {"input_ids", "labels"}, "all are of one length"
+
+
+def test_hidden_tokens_are_the_only_labels_and_differ_each_time(bert_tokenizer):
+    collate = build_collator(recipe("mlm"), bert_tokenizer)
+    samples = [{"input_ids": bert_tokenizer(text)["input_ids"]} for text in ("a long text " * 20, "short")]
+    torch.manual_seed(0)
+    first, second = collate(samples), collate(samples)
+    assert first.keys() == {"input_ids", "labels", "attention_mask"}
+    hidden = first["labels"] != -100
+    assert hidden.any() and not hidden[first["attention_mask"] == 0].any()
+    assert not torch.equal(first["input_ids"], second["input_ids"])
+    short = [{"input_ids": bert_tokenizer("a")["input_ids"]}]
+    assert all((collate(short)["labels"] != -100).any() for _ in range(30)), "its loss would be NaN"
+
+
+@pytest.mark.parametrize(
+    ("task", "labels", "padded"),
+    [("mlm", ([-100, 8, -100, -100], [-100, 7, -100]), [-100, 7, -100, -100]), ("seq-cls", (1, 0), 0)],
+    ids=["masked before", "classes"],
+)
+def test_a_batch_of_samples_with_labels_is_padded(bert_tokenizer, task, labels, padded):
+    rows = zip(([2, 4, 9, 3], [2, 4, 3]), labels, strict=True)
+    samples = [{"input_ids": ids, "labels": label} for ids, label in rows]
+    batch = build_collator(recipe(task), bert_tokenizer)(samples)
+    assert batch["input_ids"].tolist() == [[2, 4, 9, 3], [2, 4, 3, bert_tokenizer.pad_token_id]]
+    assert batch["labels"].tolist() == [labels[0], padded]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("predicted", "labels", "accuracy", "f1"),
+    [
+        # Class 0: 2 hits, 1 predicted in vain; class 1: 1 hit, 1 missed; 2 and 3 never occur.
+        ([0, 0, 1, 0], [0, 0, 1, 1], 0.75, (2 * 2 / (3 + 2) + 2 * 1 / (1 + 2)) / 2),
+        # Class 2 is predicted and never right: it counts, with 0.
+        ([0, 0, 2], [0, 0, 0], 2 / 3, (2 * 2 / (2 + 3) + 0) / 2),
+    ],
+    ids=["only classes that occur", "a class predicted in vain"],
+)
+def test_accuracy_and_macro_f1(predicted, labels, accuracy, f1):
+    logits, expected = np.eye(4)[predicted], {"accuracy": pytest.approx(accuracy), "f1": pytest.approx(f1)}
+    for outputs in (logits, (logits, np.zeros((2, 3, 8)))):  # a model may return more
+        assert class_metrics(EvalPrediction(outputs, np.array(labels))) == expected

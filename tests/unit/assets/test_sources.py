@@ -11,7 +11,7 @@ from datasets.exceptions import DatasetNotFoundError
 
 from tests.unit.assets.conftest import STREAMED
 from trahiv_cli.assets import sources
-from trahiv_cli.assets.sources import hub_names, load_rows, require_text
+from trahiv_cli.assets.sources import load_rows, require_text
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.builtin import TEXT
 from trahiv_cli.recipe.schema import DatasetSection
@@ -190,8 +190,3 @@ def test_a_hub_that_cannot_be_reached_or_has_no_such_dataset_says_what_was_wante
     with pytest.raises(AssetError, match="no dataset 'nobody/nothing' on the hub") as caught:
         read("nobody/nothing")
     assert "hf auth login" in caught.value.hint
-
-
-def test_only_names_that_others_can_find_are_named(tmp_path):
-    paths = ["owner/name", "squad", TEXT, str(tmp_path), "texts/*"]
-    assert hub_names([DatasetSection(path=path) for path in paths]) == ["owner/name", "squad"]

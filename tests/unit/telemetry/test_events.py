@@ -1,29 +1,25 @@
-"""The event stream: what listeners are told, what reaches the file, and what never stops training."""
+"""The event stream: what listeners are told, what reaches the files, and what never stops training."""
 
-import contextlib
 import json
+import logging
 import math
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import hivemind
 import pytest
 
-from trahiv_cli.telemetry import events, rotating
-from trahiv_cli.telemetry.events import TRANSIENT, EventFile, Events, to_json
-
-
-def heard():
-    """A list, and a listener that appends to it."""
-    record = []
-    return record, record.append
+from trahiv_cli.telemetry import events
+from trahiv_cli.telemetry.events import OLDER_FILES, TRANSIENT, EventFile, Events, RotatingFile, to_json
+from trahiv_cli.train.folder import log_to
 
 
 def test_every_event_says_its_version_time_and_name_to_those_that_listen(monkeypatch):
     monkeypatch.setattr(events.time, "time", lambda: 1700000000.12345)
-    record, listener = heard()
-    stream = Events()
+    record, stream = [], Events()
     stream.emit("before")
+    listener = record.append
     stream.add(listener)
     stream.emit("checkpoint", step=3, path="here")
     stream.remove(listener)
@@ -40,16 +36,27 @@ def test_an_event_is_one_line_and_readable_and_a_number_that_json_lacks_is_null(
     assert json.loads(line) == read | {"text": "für\nalle \u2028 \x1b[2J"}
 
 
-# -- the file -------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def path(tmp_path):
+def path(tmp_path, monkeypatch):
+    """Where a file may be as long as 200 bytes."""
+    monkeypatch.setattr(events, "MAX_BYTES", 200)
     return tmp_path / "events.jsonl"
 
 
 def lines_of(path, key="step"):
     return [json.loads(line)[key] for line in path.read_text().splitlines()]
+
+
+def require_bounded(path, key="step"):
+    """All that was written lately is in the newest file and in those that were full, in its order."""
+    files = [*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path]
+    assert sorted(path.parent.iterdir()) == sorted(files)
+    assert all(one.stat().st_size <= 200 for one in files)
+    numbers = [number for one in files for number in lines_of(one, key)]
+    assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
 
 
 def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path):
@@ -64,41 +71,64 @@ def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path
     assert (lines_of(path, "event"), lines_of(path, "loss")) == (["step"] * 2, [None] * 2)
 
 
-def test_a_file_that_is_full_is_kept_beside_the_newest_events_and_the_oldest_go(path, monkeypatch):
-    monkeypatch.setattr(rotating, "MAX_BYTES", 200)
+def test_files_that_are_full_are_kept_beside_the_newest_and_the_oldest_go(path):
     file = EventFile(path)
     for step in range(100):
         file({"event": "step", "step": step})  # 29 or 30 bytes
         assert lines_of(path)[-1] == step
     file.close()
-    numbered = [path.with_name(f"{path.name}.{number}") for number in range(rotating.OLDER_FILES, 0, -1)]
-    assert sorted(path.parent.iterdir()) == sorted([path, *numbered])
-    assert all(one.stat().st_size <= 200 for one in (*numbered, path))
-    steps = [step for one in (*numbered, path) for step in lines_of(one)]
-    assert steps == list(range(steps[0], 100)) and len(steps) > 3 * 6
+    require_bounded(path)
 
 
-def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(path):
+def test_the_log_of_several_processes_stays_within_its_bound_and_all_write_into_the_newest_file(path):
+    files = RotatingFile(path), RotatingFile(path)
+    for step in range(100):
+        files[step % 2].emit(logging.makeLogRecord({"msg": json.dumps({"step": step})}))
+        assert lines_of(path)[-1] == step
+    for file in files:
+        file.close()
+    require_bounded(path)
+
+
+def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(hivemind.utils.logging, "use_hivemind_log_handler", lambda where: None)
+    level = root.level
+    try:
+        log_to(path, is_verbose=False)
+        [handler] = root.handlers
+        logging.getLogger("a.library").warning("something")
+    finally:
+        root.setLevel(level)
+        logging.captureWarnings(False)
+    handler.close()
+    assert isinstance(handler, RotatingFile) and path.read_text().endswith("something\n")
+
+
+def test_a_full_disk_leaves_whole_lines_and_later_ones_are_written_when_there_is_room(path, capsys):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = EventFile(path)
-    file({"event": "step", "step": 0})
+    file, other = EventFile(path), EventFile(path.with_name("other"))
+    for one in (file, other):
+        one({"event": "step", "step": 0})
     try:  # a file may become so long, as on a disk that fills up: not enough for a line
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))
         for step in range(1, 4):
             file({"event": "step", "step": step})
-        assert lines_of(path) == [0]
+        other({"event": "step", "step": 1})
+        other.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     file({"event": "step", "step": 4})
     file.close()
-    assert lines_of(path) == [0, 1, 2, 3, 4]
+    assert lines_of(path) == [0, 1, 4] and capsys.readouterr().err == ""
 
 
 # -- listeners ------------------------------------------------------------------------------------
 
 
 def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(path):
-    record, listener = heard()
+    record = []
 
     class Screen:
         def __call__(self, event):
@@ -111,7 +141,7 @@ def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(p
         raise OSError("closed")
 
     file = EventFile(path)
-    stream = Events(Screen(), once, file, listener)
+    stream = Events(Screen(), once, file, record.append)
     stream.emit("step", step=1)
     stream.emit("eval", loss=object())  # is no JSON
     stream.emit("step", step=2)
@@ -126,9 +156,15 @@ def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(p
     all_fail.emit("step", step=1)
 
 
-def test_events_of_several_threads_arrive_one_at_a_time(path):
-    file = EventFile(path)
-    stream = Events(file)
+def test_events_of_several_threads_arrive_one_at_a_time():
+    record, inside = [], threading.Lock()
+
+    def listener(event):
+        assert inside.acquire(blocking=False), "another thread is told at the same time"
+        record.append((event["thread"], event["index"]))
+        inside.release()
+
+    stream = Events(listener)
 
     def emit(number):
         for index in range(50):
@@ -136,25 +172,14 @@ def test_events_of_several_threads_arrive_one_at_a_time(path):
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(emit, range(4)))
-    file.close()
-    told = list(zip(lines_of(path, "thread"), lines_of(path, "index"), strict=True))
-    assert sorted(told) == sorted(told, key=lambda each: each[0]), "each thread's are in its order"
-    assert len(told) == 200
+    assert sorted(record) == sorted(record, key=lambda each: each[0]), "each thread's are in its order"
+    assert len(record) == 200
 
 
 # -- waits ----------------------------------------------------------------------------------------
 
 
-def test_a_short_wait_is_not_talked_about_and_over_with_its_block():
-    record, listener = heard()
-    with contextlib.suppress(KeyError), Events(listener).waiting("nothing much", until_s=60):
-        raise KeyError
-    assert record == []
-    assert not any(thread.name == "waiting for nothing much" for thread in threading.enumerate())
-
-
 def test_a_long_wait_is_talked_about_again_and_again_and_news_of_it_at_once(monkeypatch):
-    monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
     record, said = [], threading.Semaphore(0)
 
     def listener(event):
@@ -162,11 +187,16 @@ def test_a_long_wait_is_talked_about_again_and_again_and_news_of_it_at_once(monk
         if event["event"] == "waiting":
             said.release()
 
+    with pytest.raises(KeyError), Events(listener).waiting("nothing much", until_s=60):
+        raise KeyError
+    assert record == [], "it was short"
+    monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
     with Events(listener).waiting("the others", until_s=60.04) as tell:
         assert said.acquire(timeout=10) and said.acquire(timeout=10)
         tell("download", "half of it", 30.0, bytes=5)
         while record[-1]["what"] != "half of it" or record[-1]["event"] != "waiting":
             assert said.acquire(timeout=10)
+    assert not any(thread.name.startswith("waiting for") for thread in threading.enumerate())
     first = [record[0][key] for key in ("event", "what", "until_seconds")]
     assert first == ["waiting", "the others", 60.0]
     assert record[0]["seconds"] <= record[1]["seconds"]

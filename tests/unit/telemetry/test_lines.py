@@ -29,14 +29,12 @@ STEP = {
     "samples_per_second": 11.26,
     "round": {"group": ["QmA", "QmB"], "seconds": 0.314},
 }
-DONE = {"event": "done", "step": 40, "reason": "max_steps", "path": "runs/run-1/final", "resume": None}
-DONE["had_ended"] = False
-
 REST = "samples 64 (24 mine), peers 2, 11.3 samples/s"
-WAITING = {"event": "waiting", "what": "a round", "seconds": 5.04, "until_seconds": 60.0}
-
 NO_STEP = {"loss": None, "learning_rate": None, "samples": None, "my_samples": 0, "round": None}
-STOPPED = DONE | {"reason": "signal", "resume": "trahiv init quickstart"}
+WAITING = {"event": "waiting", "what": "a round", "seconds": 5.04, "until_seconds": 60.0}
+STOPPED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": False}
+STOPPED["resume"] = "trahiv init quickstart"
+LOST = STOPPED | {"path": None, "resume": None}
 EVAL = {"event": "eval", "step": 20, "epoch": 0.5, "eval_loss": 2.0, "eval_runtime": 1.23456}
 SAMPLE = {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[2J"}
 WARNING = {"event": "warning", "code": "round", "message": "It failed.", "hint": "do nothing"}
@@ -52,16 +50,10 @@ SAID = [
     ({"event": "pace", "message": "mode overlap."}, "pace: mode overlap."),
     ({"event": "folder", "message": "It goes on."}, "It goes on."),
     (WARNING, "warning [round]: It failed. (do nothing)"),
-    (DONE | {"had_ended": True}, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
+    (STOPPED | {"had_ended": True}, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
     (STOPPED, "done at step 40 (signal): runs/run-1/final\nto go on: trahiv init quickstart"),
-    (
-        STOPPED | {"path": None, "resume": None},
-        "done at step 40 (signal): the checkpoint could not be written",
-    ),
-    (
-        STOPPED | {"path": None, "step": 0, "resume": None},
-        "stopped before the first step (signal): there is nothing to save",
-    ),
+    (LOST, "done at step 40 (signal): the checkpoint could not be written"),
+    (LOST | {"step": 0}, "stopped before the first step (signal): there is nothing to save"),
     *(({"event": name}, None) for name in ("progress", "an event of a later version")),
 ]
 
