@@ -29,7 +29,8 @@ class Swarm:
 
     def __init__(self):
         self.board, self.out = Board(), set()
-        self.dht, self.others = Dht(self.board, "A"), {name: Dht(self.board, name) for name in "BCDE"}
+        self.dht = Dht(self.board, key_of("A"))
+        self.others = {name: Dht(self.board, key_of(name)) for name in "BCDE"}
         out = self.out.__contains__
         self.tracker = SwarmTracker(self.dht, "run", TARGET, private_key=key_of("A"), start=False, is_out=out)
         self.tracker.shutdown_complete.set()  # its thread would only repeat what refresh does
