@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import zlib
+from types import SimpleNamespace
 
 import pytest
 from hivemind.utils import MSGPackSerializer
@@ -26,13 +27,13 @@ from trahiv_cli.recipe.agreement import agreement, fingerprint
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import is_address_of
-from trahiv_cli.swarm.alike import publish_likeness, require_alike
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
 from trahiv_cli.swarm.membership import mark_of
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
 from trahiv_cli.swarm.roll import Credentials, MemberList, PolicyBook, members_key, policy_key, read_members
+from trahiv_cli.train.comparison import Comparison
 
 SIGNATURE_BYTES = 370
 """Of RSA with 2048 bits, as hivemind writes it."""
@@ -223,12 +224,11 @@ def published(nodes, key, caplog):
 
 
 def test_likenesses(nodes, caplog):
-    for name in (*HONEST, LIAR):
-        publish_likeness(nodes[name], RUN, LIKENESS)
+    peers = {name: Comparison(nodes[name], RUN, LIKENESS) for name in (*HONEST, LIAR)}
     for what, lie in published(nodes, likeness_key(RUN), caplog):
-        for name in (*HONEST, NEWCOMER):
-            others = [id_of(other) for other in (*HONEST, LIAR) if other != name]
-            require_alike(nodes[name], RUN, LIKENESS, others)
+        for name in HONEST:
+            others = [SimpleNamespace(peer_id=id_of(other)) for other in (*HONEST, LIAR) if other != name]
+            peers[name].require_alike(others, has_begun=True)
         is_one = isinstance(lie, dict) and all(isinstance(value, str) for value in lie.values())
         assert is_one or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
 

@@ -19,7 +19,7 @@ from trahiv_cli.assets.data import STREAM_BUFFER, is_divisible, shards_of
 from trahiv_cli.optim.leases import Leases, ShardLeases
 from trahiv_cli.optim.ledger import SHARD
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.swarm.alike import SAMPLES, SHARDS
+from trahiv_cli.train.comparison import SAMPLES, SHARDS
 
 
 class Divided:

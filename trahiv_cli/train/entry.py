@@ -1,6 +1,6 @@
 """Where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
 
-1. What it loaded is compared with what the others loaded (`Comparison`), as whenever it finds no group.
+1. What it loaded is compared with what the others loaded (`comparison.py`), as whenever it finds no group.
 2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
    start again together resume from the furthest.
 3. If another peer is further, or this one has no checkpoint, it downloads the swarm's state.
@@ -13,22 +13,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from trahiv_cli.assets.likeness import INITIAL
-from trahiv_cli.errors import AssetError, RecipeMismatch, RoundFailed, SwarmError
+from trahiv_cli.errors import AssetError, RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.reports import PeerProgress
-from trahiv_cli.swarm.alike import REPUBLISH_S, Likeness, digest, publish_likeness, require_alike, without
-from trahiv_cli.swarm.node import Node
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
-
-logger = logging.getLogger(__name__)
+from trahiv_cli.train.comparison import Comparison
 
 STEP_0_PATIENCE_S = 15.0
 OTHERS_S = 20.0
@@ -132,41 +125,3 @@ def enter_swarm(
         )
     optimizer.enter_step(History())
     return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")
-
-
-class Comparison:
-    """Compares digests of what this peer loaded, `own`, with those of the others, and publishes them."""
-
-    def __init__(self, node: Node, run_id: str, own: Likeness) -> None:
-        self.node, self._run_id, self._own = node, run_id, own
-        self._lasting = without(own, INITIAL)  # what stays true while weights are trained
-        self._publish_at = 0.0
-        self.schema = digest(self._lasting)  # peers average only with those that have the same
-        self.publish()
-
-    def publish(self) -> None:
-        """Publish again now and then: records go with the peers that hold them."""
-        if time.monotonic() >= self._publish_at:
-            with contextlib.suppress(SwarmError):  # the next step tries again
-                if publish_likeness(self.node, self._run_id, self._own):
-                    self._publish_at = time.monotonic() + REPUBLISH_S
-
-    def require_alike(self, others: Collection[PeerProgress], *, has_begun: bool) -> None:
-        """Raise `RecipeMismatch` if most loaded something else; initial weights may differ in a begun run."""
-        own = self._lasting if has_begun else self._own
-        require_alike(self.node, self._run_id, own, [peer.peer_id for peer in others])
-
-    def repeat(self, others: Collection[PeerProgress]) -> None:
-        """Raise `RecipeMismatch` if there is no group because the others loaded something else.
-
-        Of two that entered together, and could not compare before, the one with the greater id leaves.
-        """
-        own = self.node.peer_id
-        if len(others) < 2 and own <= min((peer.peer_id for peer in others), default=own):
-            return
-        try:
-            self.require_alike(others, has_begun=True)
-        except RecipeMismatch:
-            raise
-        except SwarmError as error:  # links are bad, which may be why there is no group
-            logger.warning("What the others loaded was not compared; that is tried again: %s", error)

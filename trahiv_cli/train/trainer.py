@@ -46,8 +46,9 @@ from trahiv_cli.train.checkpoint import (
     derive_peer_seed,
     set_random_states,
 )
+from trahiv_cli.train.comparison import Comparison
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
-from trahiv_cli.train.entry import Comparison, enter
+from trahiv_cli.train.entry import enter
 from trahiv_cli.train.folder import owned
 from trahiv_cli.train.joining import start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left

@@ -8,13 +8,10 @@ import threading
 import pytest
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.progress import PeerProgress
+from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.train import announcing
 from trahiv_cli.train.announcing import is_shown_to_a_person, published
-from trahiv_cli.train.entry import Comparison
 
 
 class Node(FakeNode):
@@ -68,20 +65,3 @@ def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, streams, 
     log.parent = logging.Logger("above")
     log.parent.handlers = [logging.StreamHandler(one) if one else logging.NullHandler() for one in streams]
     assert is_shown_to_a_person(log) == is_private
-
-
-def test_two_that_entered_together_with_other_models_part_and_a_slow_dht_ends_nobody():
-    first, second = Node("QmA"), Node("QmB")
-    second.records = first.records
-    ours, theirs = (
-        Comparison(node, "run-1", {"frozen weights": node.peer_id * 64}) for node in (second, first)
-    )
-    a, b = (PeerProgress(name, History(), 0, 1.0, is_client=False) for name in ("QmA", "QmB"))
-    theirs.repeat((b,))  # one of two is enough
-    with pytest.raises(RecipeMismatch, match="frozen weights"):
-        ours.repeat((a,))
-    first.is_deaf = True
-    theirs.repeat((b, b))
-    first.is_deaf = False
-    with pytest.raises(RecipeMismatch):
-        theirs.repeat((b, b))
