@@ -169,7 +169,7 @@ def _shown(command: Sequence[str], environment: Mapping[str, str]) -> list[bytes
 
 def _serve(connection: socket.socket, libraries: Sequence[str]) -> None:
     """Import, and fork as asked until the tests' process is gone. In a fork it returns after the command."""
-    from trahiv_cli.cli.libraries import quiet_libraries
+    from trahiv_cli.cli.output import quiet_libraries
 
     quiet_libraries()
     for name in [name for name in sys.modules if name.partition(".")[0] == "trahiv_cli"]:

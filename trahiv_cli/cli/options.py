@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trahiv_cli.cli.libraries import quiet_libraries
+from trahiv_cli.cli.output import quiet_libraries
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
 from trahiv_cli.train.leaving import Budget
 

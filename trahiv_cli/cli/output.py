@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import sys
@@ -214,3 +215,16 @@ def write(stream: TextIO, text: str) -> None:
     """Write a line at once."""
     stream.write(text + "\n")
     stream.flush()
+
+
+def quiet_libraries() -> None:
+    """Keep libraries from talking over the command, and from reporting to anybody."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    # On some CPUs it asks for the package `kernels`, which only generating text with 4-bit weights would use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")

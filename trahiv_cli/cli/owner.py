@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, parse_seconds, taken_peers
-from trahiv_cli.cli.output import Format, FormatOption, out
+from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
 from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:

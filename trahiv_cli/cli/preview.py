@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
-from trahiv_cli.cli.output import Format, FormatOption, out
+from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
 
 if TYPE_CHECKING:
     from rich.bar import Bar

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import RECIPE, SetOption, argument, option, read_recipe
-from trahiv_cli.cli.output import FormatOption, out
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import AssetError, RecipeError, SetupError
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import psutil
 import typer
 
-from trahiv_cli.cli.libraries import quiet_libraries
 from trahiv_cli.cli.options import (
     PEER_VARIABLE,
     RECIPE,
@@ -29,7 +28,7 @@ from trahiv_cli.cli.options import (
     read_recipe,
     taken_peers,
 )
-from trahiv_cli.cli.output import FormatOption, out
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget

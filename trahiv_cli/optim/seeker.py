@@ -25,7 +25,7 @@ from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.rounds import Exchange, Outcome, Round
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.telemetry.names import short_name
+from trahiv_cli.telemetry.events import short_name
 
 logger = get_logger(__name__)
 

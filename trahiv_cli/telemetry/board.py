@@ -14,8 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trahiv_cli.telemetry.events import Event
-from trahiv_cli.telemetry.names import short_name
+from trahiv_cli.telemetry.events import Event, short_name
 
 HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"

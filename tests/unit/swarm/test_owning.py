@@ -28,7 +28,7 @@ from trahiv_cli.swarm.roll import (
     read_members,
     read_roll,
 )
-from trahiv_cli.telemetry.names import short_name
+from trahiv_cli.telemetry.events import short_name
 
 
 def peer(number):
