@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/chaos.py [--seed 0] [--minutes 30] [--faults 66] [--json FILE]
 
-The peers are those of `tests/kit/keeper.py`: the real command, and a supervisor that starts a peer again
+The peers are those of `benchmarks/kit/keeper.py`: the real command, and a supervisor that starts a peer again
 that has ended. The seed draws which fault strikes which peer when:
 
 - `kill`: SIGKILL to any process of a peer: its own, or one of the DHT, an averager, or libp2p's daemon;
@@ -43,9 +43,9 @@ from pathlib import Path
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
-from tests.kit.keeper import Keeper, KeptPeer, Stuck
+from benchmarks.kit.keeper import Keeper, KeptPeer, Stuck
 from tests.kit.verdicts import (
     Event,
     back_after,

@@ -52,9 +52,10 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
-from tests.kit.cells import Scenario, add_options, cells_of, run_cells
+from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
+from benchmarks.kit.paced_peers import LORA, PACE_S, POLL_S, SIDES, Peers
 from tests.kit.figures import (
     Adapted,
     Joint,
@@ -68,7 +69,6 @@ from tests.kit.figures import (
     reasons_of,
     utilisation,
 )
-from tests.kit.paced_peers import LORA, PACE_S, POLL_S, SIDES, Peers
 from tests.kit.wan import Counters, address_of
 from trahiv_cli.swarm.codecs import CODECS
 

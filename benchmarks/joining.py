@@ -34,11 +34,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
-from tests.kit.cells import Scenario, add_options, cells_of, run_cells
+from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
+from benchmarks.kit.paced_peers import LORA, SIDES, Peers
 from tests.kit.figures import Told, find_joint
-from tests.kit.paced_peers import LORA, SIDES, Peers
 from tests.kit.wan import address_of
 
 DONOR, JOINER = 0, 1

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/kills.py [--times 10] [--minutes 10] [--peers 4] [--json FILE]
 
-The peers are those of `tests/kit/keeper.py`: the real command, and a supervisor that starts a peer again
+The peers are those of `benchmarks/kit/keeper.py`: the real command, and a supervisor that starts a peer again
 that has ended, after 3 s.
 
 - **All at once**: for each time the furthest checkpoint that any of them had told of, the step that the run
@@ -29,9 +29,9 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
-from tests.kit.keeper import Keeper, KeptPeer
+from benchmarks.kit.keeper import Keeper, KeptPeer
 from tests.kit.verdicts import Event
 
 START_LIMIT_S = 180.0

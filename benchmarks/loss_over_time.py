@@ -47,11 +47,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
-from tests.kit.cells import Cell, Scenario, run_cells
-from tests.kit.figures import PeerEnded, median_of
-from tests.kit.paced_peers import (
+from benchmarks.kit.cells import Cell, Scenario, run_cells
+from benchmarks.kit.paced_peers import (
     GO,
     OURS,
     POLL_S,
@@ -63,6 +62,7 @@ from tests.kit.paced_peers import (
     become_peer,
     hear,
 )
+from tests.kit.figures import PeerEnded, median_of
 from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.load import load_recipe

@@ -41,8 +41,9 @@ from typing import Any, Self
 import psutil
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
+from benchmarks.kit.paced_peers import OURS, SIDES, Peers, Workload
 from tests.kit.figures import (
     PeerEnded,
     blocked_s,
@@ -52,7 +53,6 @@ from tests.kit.figures import (
     reasons_of,
     utilisation,
 )
-from tests.kit.paced_peers import OURS, SIDES, Peers, Workload
 from tests.kit.processes import cpu_s, memory_bytes, tree_of
 from tests.kit.wan import PROCESSES
 from trahiv_cli.swarm.codecs import CODECS

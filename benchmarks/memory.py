@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # `tests` is beside this folder, not installed
+sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from tests.kit.processes import memory_bytes, tree_of
 

@@ -129,13 +129,15 @@ def test_no_import_goes_in_a_circle() -> None:
 
 def test_tests_and_benchmarks_meet_in_the_kit_alone() -> None:
     benchmarks, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "tests"))
-    foreign = {"benchmarks", *(path.stem for path in benchmarks)}
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     for path in (*benchmarks, *tests):
-        is_shared = ROOT / "tests" / "kit" in path.parents or path in benchmarks
-        for imported in imports_of(path.read_text(encoding="utf-8"), ""):
-            assert imported.module.split(".")[0] not in foreign, f"{path} imports a benchmark"
-            if is_shared and imported.module.split(".")[0] == "tests":
-                assert imported.module.startswith("tests.kit"), f"{path} imports another test"
+        kits = ("tests.kit", "benchmarks.kit") if path in benchmarks else ("tests.kit",)
+        is_bound = path in benchmarks or ROOT / "tests" / "kit" in path.parents
+        for module in (imported.module for imported in imports_of(path.read_text(encoding="utf-8"), "")):
+            room = module.split(".")[0]
+            assert room not in scripts, f"{path} imports a benchmark"
+            if room == "benchmarks" or (room == "tests" and is_bound):
+                assert module.startswith(kits), f"{path} imports {module}"
 
 
 FORBIDDEN = [

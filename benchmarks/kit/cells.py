@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kit.paced_peers import PACE_S, SIDES
 from tests.kit.figures import PeerEnded
-from tests.kit.paced_peers import PACE_S, SIDES
 from tests.kit.wan import Wan
 
 
