@@ -5,6 +5,7 @@ A policy that was damaged, or is older, is taken over by nobody: see
 """
 
 import pickle
+import sys
 from dataclasses import replace
 
 import pytest
@@ -46,6 +47,12 @@ def test_a_member_is_known_by_everybody_who_knows_the_owner_and_by_nobody_else()
     changed = [bytes(one ^ (at == i) for i, one in enumerate(certificate)) for at in range(CERTIFICATE_BYTES)]
     for content in (*changed, certificate[:-1], certificate + b"\0", b"", bytes(CERTIFICATE_BYTES)):
         assert certified(OWNER.public, ALICE, content) is None
+
+
+def test_what_is_no_certificate_is_not_kept_in_memory():
+    for content in (bytes(1 << 20), SWARM.certify(ALICE) + bytes(1 << 20), SWARM.certify(MALLORY)):
+        before = sys.getrefcount(content)
+        assert certified(OWNER.public, ALICE, content) is None and sys.getrefcount(content) == before
 
 
 def test_what_an_invitation_is_good_for_can_t_be_widened():
