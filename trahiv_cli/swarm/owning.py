@@ -144,7 +144,10 @@ class OwnedSwarm:
         return found[0]
 
     def take_out(self, peer: str) -> None:
-        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known."""
+        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
+
+        SetupError if the policy has no room for all others that came by it; nothing was changed then.
+        """
         self._decide(partial(without, peer, self.roll))
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
+from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.membership import MAX_MARKS, Grant, Membership, Owner, Policy, certified, mark_of
 from trahiv_cli.swarm.records import disbelieve
@@ -235,12 +236,24 @@ def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Polic
 
 
 def without(peer: str, roll: Roll, policy: Policy) -> Policy:
-    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another."""
-    policy = replace(policy, out=policy.out | {mark_of(_id(peer))})
+    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another.
+
+    SetupError if there is no room to let all others stay that came by it.
+    """
+    changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
     if peer not in roll:
-        return policy
+        return changed
     key = roll[peer].key
-    return closing([key], roll, replace(policy, stay=policy.stay - {mark_of(_id(peer), key)}))
+    changed = closing([key], roll, replace(changed, stay=policy.stay - {mark_of(_id(peer), key)}))
+    others = [(_id(other), grant) for other, grant in roll.items() if other != peer]
+    if lost := sum(not policy.objection(*one) and bool(changed.objection(*one)) for one in others):
+        raise SetupError(
+            f"{lost} others that joined with the same invitation could not stay: a policy has room for "
+            f"{MAX_MARKS} decisions; nothing was changed.",
+            hint="first type `trahiv invite --close all`: those who came first stay, as far as there is "
+            "room, and the others join again with the line that it prints; then kick this peer",
+        )
+    return changed
 
 
 # -- who came ---------------------------------------------------------------------------------------

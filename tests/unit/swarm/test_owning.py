@@ -200,15 +200,26 @@ def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_a
     assert swarm.owned.given() == [fresh.grant]
 
 
-def test_a_peer_is_taken_out_with_its_invitation_and_as_many_others_stay_as_have_room(swarm):
-    others = [A, B, *swarm.made_up(600)]
+def test_a_peer_is_taken_out_with_its_invitation_and_all_others_stay_that_came_by_it(swarm):
+    others = [A, B, *swarm.made_up(300)]
     swarm.owned.take_out(STRANGER)
     assert swarm.home_now() == swarm.home, "it was never seen: no invitation is closed"
     swarm.owned.take_out(M)
-    assert swarm.is_out(swarm.home, *others, M, C) == [*others[-225:], M, C], "C: another name"
+    assert swarm.is_out(swarm.home, *others, M, C) == [M, C], "C: another name"
     assert swarm.home_now() != swarm.home and swarm.is_out(swarm.home_now(), M, C) == [M]
+
+
+def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_invitations(swarm):
+    others = [A, B, *swarm.made_up(600)]
+    with pytest.raises(SetupError, match="^224 others") as refused:
+        swarm.owned.take_out(M)
+    assert "invite --close all" in refused.value.hint and swarm.owned.book.policy == Policy()
     swarm.owned.close(None)
-    assert swarm.is_out(swarm.home, *others, M) == [*others[-225:], M]
+    assert swarm.is_out(swarm.home, *others, M) == others[-223:]
+    for one in (M, *others[2:9]):
+        swarm.owned.take_out(one)
+    assert swarm.is_out(swarm.home, *others, M) == [*others[2:9], *others[-223:], M]
+    assert not swarm.is_out(swarm.home_now(), *others[-223:]), "they can join again"
 
 
 def test_a_peer_can_be_named_as_it_is_shown_or_in_full(swarm):
