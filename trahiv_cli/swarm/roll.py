@@ -88,6 +88,7 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at = -POLICY_LOOK_EVERY_S
         self._policy, self._wire = Policy(), b""
+        self._kept = b""  # what stood in the file at the last look
         self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
 
     @property
@@ -103,12 +104,16 @@ class PolicyBook:
         return self._wire
 
     def offer(self, wire: object) -> None:
-        """Take a policy over if it is the owner's and newer. Here it counts even after OSError."""
+        """Take a policy over if it is the owner's and newer.
+
+        Here it counts even after OSError; it is written when it is offered again.
+        """
         self._look()
-        if self._take(wire) and self._path is not None:
+        self._take(wire)
+        if self._path is not None and wire == self._wire != self._kept:
             with _locked(self._path.parent):
-                self._look(at_once=True)  # another process may have a newer one by now
-                if self._wire == wire:
+                self._look(at_once=True)  # another process may have written it, or a newer one, by now
+                if wire == self._wire != self._kept:
                     write_private(self._path, self._wire)
 
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
@@ -145,8 +150,9 @@ class PolicyBook:
             return
         self._looked_at = now
         with contextlib.suppress(OSError):
-            if (wire := self._path.read_bytes()) != self._wire:
-                self._take(wire)
+            if (kept := self._path.read_bytes()) != self._kept:
+                self._kept = kept
+                self._take(kept)
 
 
 @contextlib.contextmanager

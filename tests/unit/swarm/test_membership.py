@@ -7,6 +7,7 @@ A policy that was damaged, or is older, is taken over by nobody: see
 import pickle
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -118,6 +119,23 @@ def test_the_newest_policy_counts_in_all_processes_and_no_torn_or_older_file(tmp
     path.unlink()
     clock.now += roll.POLICY_LOOK_EVERY_S
     assert second.policy.serial == 4
+
+
+def test_a_policy_for_which_the_disk_had_no_space_is_written_when_it_is_offered_again(
+    tmp_path, clock, monkeypatch
+):
+    first, second = (PolicyBook(OWNER.public, tmp_path / "policy", clock) for _ in range(2))
+    with monkeypatch.context() as full:
+        full.setattr(roll, "write_private", Mock(side_effect=OSError))
+        with pytest.raises(OSError):
+            first.offer(wire(1))
+    assert (first.wire, second.wire) == (wire(1), b"")
+    first.offer(wire(1))
+    clock.now += roll.POLICY_LOOK_EVERY_S
+    assert second.wire == wire(1)
+    monkeypatch.setattr(roll, "write_private", Mock(side_effect=AssertionError("once is enough")))
+    for book in (first, second):
+        book.offer(wire(1))
 
 
 def test_a_decision_is_numbered_kept_and_private(tmp_path):
