@@ -193,6 +193,9 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
+    own = passing_standing(folder, Invitation())
+    if own is None or own.membership.owner != standing.membership.owner:
+        folder = None  # of another swarm, whose policy and roll say nothing about this one
     addresses = list(invitation.addresses)
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():

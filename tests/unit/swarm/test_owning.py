@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 
 import pytest
 from hivemind.p2p import PeerID
@@ -17,7 +18,7 @@ from trahiv_cli.swarm.invitation import (
     keep_invitation,
     read_invitation,
 )
-from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role
+from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role, mark_of
 from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
 from trahiv_cli.swarm.roll import (
     LOOK_EVERY_S,
@@ -243,6 +244,17 @@ def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(swarm):
     assert states == {A: (True, ""), B: (False, ""), M: (True, TAKEN_OUT)}
     with pytest.raises(SetupError, match="open swarm"):
         list_members(None, Invitation((HOME,)))
+
+
+def test_a_folder_of_another_swarm_is_left_alone_where_members_are_listed(swarm, tmp_path):
+    watcher, _ = swarm.invite(Role.watcher)
+    other = find_standing(tmp_path / "other", Invitation())
+    other.book().decide(other.owner, lambda policy: replace(policy, out=frozenset({mark_of(id_of(M))})))
+    listed = list_members(other.folder, watcher)
+    assert {one.peer_id: one.objection for one in listed} == dict.fromkeys((A, B, M), "")
+    assert swarm.standing.folder is None, "what a peer of this swarm says is not written there"
+    list_members(swarm.owned.folder, watcher)
+    assert swarm.standing.folder == swarm.owned.folder
 
 
 def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp_path, monkeypatch):
