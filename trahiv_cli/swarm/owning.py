@@ -143,12 +143,14 @@ class OwnedSwarm:
             )
         return found[0]
 
-    def take_out(self, peer: str) -> None:
+    def take_out(self, peer: str) -> bool:
         """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
 
-        SetupError if the policy has no room for all others that came by it; nothing was changed then.
+        Say whether it is. SetupError, with nothing changed, if the policy has no room for all others of it.
         """
-        self._decide(partial(without, peer, self.roll))
+        roll = self.roll
+        self._decide(partial(without, peer, roll))
+        return peer in roll
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
