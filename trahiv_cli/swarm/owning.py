@@ -82,7 +82,13 @@ class OwnedSwarm:
     @property
     def _home(self) -> Invitation:
         """The invitation by which others join the peer of this folder."""
-        return read_invitation([f"@{self.folder / INVITATION_FILE}"])
+        path = self.folder / INVITATION_FILE
+        if not path.exists():
+            raise SetupError(
+                f"{self.folder} does not say where its peer can be reached; nothing was changed.",
+                hint=f"start the peer once: trahiv init RECIPE --output-dir {self.folder}",
+            )
+        return read_invitation([f"@{path}"])
 
     # -- invitations -------------------------------------------------------------------------------
 

@@ -268,3 +268,6 @@ def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp
     os.utime(tmp_path / "runs" / "old", (1, 1))
     assert own_folder(None).name == "new" and (own_folder(None) / OWNER_FILE).exists()
     assert own_folder(tmp_path) == tmp_path
+    with pytest.raises(SetupError, match="where its peer can be reached") as refused:
+        OwnedSwarm(own_folder(None)).invite(Role.member, is_once=False, lasts_s=None)
+    assert "start the peer once" in refused.value.hint
