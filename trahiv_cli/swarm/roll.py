@@ -26,7 +26,16 @@ from hivemind.p2p import PeerID
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.identity import write_private
-from trahiv_cli.swarm.membership import MAX_MARKS, Grant, Membership, Owner, Policy, certified, mark_of
+from trahiv_cli.swarm.membership import (
+    CERTIFICATE_BYTES,
+    MAX_MARKS,
+    Grant,
+    Membership,
+    Owner,
+    Policy,
+    certified,
+    mark_of,
+)
 from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:
@@ -268,8 +277,9 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
     """Fetch the grants of the members that are there, or were within ten minutes, by peer id."""
     grants: dict[str, Grant] = {}
-    for peer, certificate in node.fetch(members_key()).items():
-        grant = certified(owner, _id(peer), certificate) if isinstance(certificate, bytes) else None
+    for peer, entry in node.fetch(members_key()).items():
+        shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
+        grant = certified(owner, _id(peer), shown)
         if grant is None:
             disbelieve(peer, "the certificate that it publishes is not good")
         else:

@@ -124,6 +124,13 @@ def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(sw
     assert swarm.books[A].policy == Policy(), "an invitation that is good for ever needs no word"
 
 
+def test_a_member_of_the_version_before_is_in_the_roll(swarm):
+    marks = mark_of(id_of(M)) * 2  # of whom it saw
+    swarm.neighbour(C).publish(roll.members_key(), swarm.home.certify(id_of(C)) + marks, 60)
+    swarm.neighbour(STRANGER).publish(roll.members_key(), ["no bytes"], 60)
+    assert read_members(swarm, swarm.owner.public).keys() == {A, B, M, C}
+
+
 def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_policy(swarm):
     once = swarm.owner.invite(is_once=True)
     for one in (M, STRANGER):
