@@ -107,12 +107,14 @@ def kick(
     swarm = OwnedSwarm(own_folder(output_dir))
     swarm.synchronize()
     found = swarm.find(peer)
-    swarm.take_out(found)
+    words, hint = ", and the invitation that it joined with is closed.", "`trahiv invite` makes a fresh one"
+    if not swarm.take_out(found):
+        words = ". It is not known which invitation it joined with, so none was closed."
+        hint = "`trahiv invite --close all` keeps it from returning with that one under another name"
     is_handed_on = hand_on(swarm)
-    words = f"{found} is out, and the invitation that it came by, if that is known, is closed."
-    out.record(words, "kicked", peer_id=found, is_handed_on=is_handed_on)
+    out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
     if out.format is not Format.json:
-        out.hint("`trahiv invite` makes a fresh one")
+        out.hint(hint)
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:

@@ -114,7 +114,8 @@ class Door:
         self._streams: Counter[tuple[bytes, str]] = Counter()
         self._own: PeerID | None = None
         self._why_refused = ""
-        self.was_refused = False  # a peer has said that this one is not a member, or has no membership itself
+        self.was_refused = False  # a peer has said that this one is not a member
+        self.was_open = False  # a peer has said that its swarm is open, which this one's is not
 
     def another(self) -> Door:
         """Make a door of the same swarm for another event loop."""
@@ -236,6 +237,11 @@ class Door:
                 "The swarm is closed: it answers members alone.",
                 hint="ask a member for its invitation, and type: trahiv join --peer trahiv1:...",
             )
+        if self.was_open:
+            return NotAdmitted(
+                "That swarm is open to everybody, and this peer belongs to a closed one. Nobody was joined.",
+                hint="to join it all the same, give it another folder with --output-dir DIR, and an address",
+            )
         own = self._own.to_bytes() if self._own else b""
         signed = self._book.policy.objection(own, self._membership.grant)
         return not_admitted(signed or self._why_refused)
@@ -261,7 +267,7 @@ class Door:
         try:
             async with asyncio.timeout(INTRODUCTION_S):
                 answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
-            self.was_refused |= not answer
+            self.was_open |= not answer
             self.admit(peer, answer, INTRODUCE)
             return answer
         except (TimeoutError, NotAMember) as error:

@@ -125,14 +125,20 @@ class Membership:
         return self.grant.to_bytes() + _key_of(self.secret).sign(_CERTIFIED + peer_id)
 
 
-@lru_cache(1024)
 def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
     """Read what makes a peer a member; None if it is no certificate of that peer in that owner's swarm."""
     with contextlib.suppress(ValueError):
-        grant, signature = Grant.parse(certificate[:GRANT_BYTES]), certificate[GRANT_BYTES:]
-        if grant.is_by(owner) and is_signed(grant.key, signature, _CERTIFIED + peer_id):
-            return grant
+        return _certified(owner, peer_id, certificate)
     return None
+
+
+@lru_cache(1024)
+def _certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant:
+    """Read the same; ValueError if it is not good. So the cache keeps good ones only."""
+    grant, signature = Grant.parse(certificate[:GRANT_BYTES]), certificate[GRANT_BYTES:]
+    if not grant.is_by(owner) or not is_signed(grant.key, signature, _CERTIFIED + peer_id):
+        raise ValueError("not signed by the owner, or not for that peer")
+    return grant
 
 
 class Owner:

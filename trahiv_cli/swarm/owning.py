@@ -82,7 +82,13 @@ class OwnedSwarm:
     @property
     def _home(self) -> Invitation:
         """The invitation by which others join the peer of this folder."""
-        return read_invitation([f"@{self.folder / INVITATION_FILE}"])
+        path = self.folder / INVITATION_FILE
+        if not path.exists():
+            raise SetupError(
+                f"{self.folder} does not say where its peer can be reached; nothing was changed.",
+                hint=f"start the peer once: trahiv init RECIPE --output-dir {self.folder}",
+            )
+        return read_invitation([f"@{path}"])
 
     # -- invitations -------------------------------------------------------------------------------
 
@@ -143,9 +149,14 @@ class OwnedSwarm:
             )
         return found[0]
 
-    def take_out(self, peer: str) -> None:
-        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known."""
-        self._decide(partial(without, peer, self.roll))
+    def take_out(self, peer: str) -> bool:
+        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
+
+        Say whether it is. SetupError, with nothing changed, if the policy has no room for all others of it.
+        """
+        roll = self.roll
+        self._decide(partial(without, peer, roll))
+        return peer in roll
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
@@ -190,6 +201,9 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
+    own = passing_standing(folder, Invitation())
+    if own is None or own.membership.owner != standing.membership.owner:
+        folder = None  # of another swarm, whose policy and roll say nothing about this one
     addresses = list(invitation.addresses)
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():

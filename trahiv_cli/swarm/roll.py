@@ -24,8 +24,18 @@ from typing import TYPE_CHECKING, Any
 
 from hivemind.p2p import PeerID
 
+from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.identity import write_private
-from trahiv_cli.swarm.membership import MAX_MARKS, Grant, Membership, Owner, Policy, certified, mark_of
+from trahiv_cli.swarm.membership import (
+    CERTIFICATE_BYTES,
+    MAX_MARKS,
+    Grant,
+    Membership,
+    Owner,
+    Policy,
+    certified,
+    mark_of,
+)
 from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:
@@ -87,6 +97,7 @@ class PolicyBook:
         self._owner, self._path, self._clock = owner, path, clock
         self._looked_at = -POLICY_LOOK_EVERY_S
         self._policy, self._wire = Policy(), b""
+        self._kept = b""  # what stood in the file at the last look
         self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
 
     @property
@@ -102,12 +113,16 @@ class PolicyBook:
         return self._wire
 
     def offer(self, wire: object) -> None:
-        """Take a policy over if it is the owner's and newer. Here it counts even after OSError."""
+        """Take a policy over if it is the owner's and newer.
+
+        Here it counts even after OSError; it is written when it is offered again.
+        """
         self._look()
-        if self._take(wire) and self._path is not None:
+        self._take(wire)
+        if self._path is not None and wire == self._wire != self._kept:
             with _locked(self._path.parent):
-                self._look(at_once=True)  # another process may have a newer one by now
-                if self._wire == wire:
+                self._look(at_once=True)  # another process may have written it, or a newer one, by now
+                if wire == self._wire != self._kept:
                     write_private(self._path, self._wire)
 
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
@@ -144,8 +159,9 @@ class PolicyBook:
             return
         self._looked_at = now
         with contextlib.suppress(OSError):
-            if (wire := self._path.read_bytes()) != self._wire:
-                self._take(wire)
+            if (kept := self._path.read_bytes()) != self._kept:
+                self._kept = kept
+                self._take(kept)
 
 
 @contextlib.contextmanager
@@ -235,12 +251,24 @@ def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Polic
 
 
 def without(peer: str, roll: Roll, policy: Policy) -> Policy:
-    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another."""
-    policy = replace(policy, out=policy.out | {mark_of(_id(peer))})
+    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another.
+
+    SetupError if there is no room to let all others stay that came by it.
+    """
+    changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
     if peer not in roll:
-        return policy
+        return changed
     key = roll[peer].key
-    return closing([key], roll, replace(policy, stay=policy.stay - {mark_of(_id(peer), key)}))
+    changed = closing([key], roll, replace(changed, stay=policy.stay - {mark_of(_id(peer), key)}))
+    others = [(_id(other), grant) for other, grant in roll.items() if other != peer]
+    if lost := sum(not policy.objection(*one) and bool(changed.objection(*one)) for one in others):
+        raise SetupError(
+            f"{lost} others that joined with the same invitation could not stay: a policy has room for "
+            f"{MAX_MARKS} decisions; nothing was changed.",
+            hint="first type `trahiv invite --close all`: those who came first stay, as far as there is "
+            "room, and the others join again with the line that it prints; then kick this peer",
+        )
+    return changed
 
 
 # -- who came ---------------------------------------------------------------------------------------
@@ -249,8 +277,9 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
     """Fetch the grants of the members that are there, or were within ten minutes, by peer id."""
     grants: dict[str, Grant] = {}
-    for peer, certificate in node.fetch(members_key()).items():
-        grant = certified(owner, _id(peer), certificate) if isinstance(certificate, bytes) else None
+    for peer, entry in node.fetch(members_key()).items():
+        shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
+        grant = certified(owner, _id(peer), shown)
         if grant is None:
             disbelieve(peer, "the certificate that it publishes is not good")
         else:

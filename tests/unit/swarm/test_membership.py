@@ -5,7 +5,9 @@ A policy that was damaged, or is older, is taken over by nobody: see
 """
 
 import pickle
+import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,6 +48,12 @@ def test_a_member_is_known_by_everybody_who_knows_the_owner_and_by_nobody_else()
     changed = [bytes(one ^ (at == i) for i, one in enumerate(certificate)) for at in range(CERTIFICATE_BYTES)]
     for content in (*changed, certificate[:-1], certificate + b"\0", b"", bytes(CERTIFICATE_BYTES)):
         assert certified(OWNER.public, ALICE, content) is None
+
+
+def test_what_is_no_certificate_is_not_kept_in_memory():
+    for content in (bytes(1 << 20), SWARM.certify(ALICE) + bytes(1 << 20), SWARM.certify(MALLORY)):
+        before = sys.getrefcount(content)
+        assert certified(OWNER.public, ALICE, content) is None and sys.getrefcount(content) == before
 
 
 def test_what_an_invitation_is_good_for_can_t_be_widened():
@@ -111,6 +119,23 @@ def test_the_newest_policy_counts_in_all_processes_and_no_torn_or_older_file(tmp
     path.unlink()
     clock.now += roll.POLICY_LOOK_EVERY_S
     assert second.policy.serial == 4
+
+
+def test_a_policy_for_which_the_disk_had_no_space_is_written_when_it_is_offered_again(
+    tmp_path, clock, monkeypatch
+):
+    first, second = (PolicyBook(OWNER.public, tmp_path / "policy", clock) for _ in range(2))
+    with monkeypatch.context() as full:
+        full.setattr(roll, "write_private", Mock(side_effect=OSError))
+        with pytest.raises(OSError):
+            first.offer(wire(1))
+    assert (first.wire, second.wire) == (wire(1), b"")
+    first.offer(wire(1))
+    clock.now += roll.POLICY_LOOK_EVERY_S
+    assert second.wire == wire(1)
+    monkeypatch.setattr(roll, "write_private", Mock(side_effect=AssertionError("once is enough")))
+    for book in (first, second):
+        book.offer(wire(1))
 
 
 def test_a_decision_is_numbered_kept_and_private(tmp_path):

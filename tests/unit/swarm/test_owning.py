@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import replace
 
 import pytest
 from hivemind.p2p import PeerID
@@ -17,7 +18,7 @@ from trahiv_cli.swarm.invitation import (
     keep_invitation,
     read_invitation,
 )
-from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role
+from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role, mark_of
 from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
 from trahiv_cli.swarm.roll import (
     LOOK_EVERY_S,
@@ -123,6 +124,13 @@ def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(sw
     assert swarm.books[A].policy == Policy(), "an invitation that is good for ever needs no word"
 
 
+def test_a_member_of_the_version_before_is_in_the_roll(swarm):
+    marks = mark_of(id_of(M)) * 2  # of whom it saw
+    swarm.neighbour(C).publish(roll.members_key(), swarm.home.certify(id_of(C)) + marks, 60)
+    swarm.neighbour(STRANGER).publish(roll.members_key(), ["no bytes"], 60)
+    assert read_members(swarm, swarm.owner.public).keys() == {A, B, M, C}
+
+
 def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_policy(swarm):
     once = swarm.owner.invite(is_once=True)
     for one in (M, STRANGER):
@@ -200,15 +208,26 @@ def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_a
     assert swarm.owned.given() == [fresh.grant]
 
 
-def test_a_peer_is_taken_out_with_its_invitation_and_as_many_others_stay_as_have_room(swarm):
-    others = [A, B, *swarm.made_up(600)]
+def test_a_peer_is_taken_out_with_its_invitation_and_all_others_stay_that_came_by_it(swarm):
+    others = [A, B, *swarm.made_up(300)]
     swarm.owned.take_out(STRANGER)
     assert swarm.home_now() == swarm.home, "it was never seen: no invitation is closed"
     swarm.owned.take_out(M)
-    assert swarm.is_out(swarm.home, *others, M, C) == [*others[-225:], M, C], "C: another name"
+    assert swarm.is_out(swarm.home, *others, M, C) == [M, C], "C: another name"
     assert swarm.home_now() != swarm.home and swarm.is_out(swarm.home_now(), M, C) == [M]
+
+
+def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_invitations(swarm):
+    others = [A, B, *swarm.made_up(600)]
+    with pytest.raises(SetupError, match="^224 others") as refused:
+        swarm.owned.take_out(M)
+    assert "invite --close all" in refused.value.hint and swarm.owned.book.policy == Policy()
     swarm.owned.close(None)
-    assert swarm.is_out(swarm.home, *others, M) == [*others[-225:], M]
+    assert swarm.is_out(swarm.home, *others, M) == others[-223:]
+    for one in (M, *others[2:9]):
+        swarm.owned.take_out(one)
+    assert swarm.is_out(swarm.home, *others, M) == [*others[2:9], *others[-223:], M]
+    assert not swarm.is_out(swarm.home_now(), *others[-223:]), "they can join again"
 
 
 def test_a_peer_can_be_named_as_it_is_shown_or_in_full(swarm):
@@ -234,6 +253,17 @@ def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(swarm):
         list_members(None, Invitation((HOME,)))
 
 
+def test_a_folder_of_another_swarm_is_left_alone_where_members_are_listed(swarm, tmp_path):
+    watcher, _ = swarm.invite(Role.watcher)
+    other = find_standing(tmp_path / "other", Invitation())
+    other.book().decide(other.owner, lambda policy: replace(policy, out=frozenset({mark_of(id_of(M))})))
+    listed = list_members(other.folder, watcher)
+    assert {one.peer_id: one.objection for one in listed} == dict.fromkeys((A, B, M), "")
+    assert swarm.standing.folder is None, "what a peer of this swarm says is not written there"
+    list_members(swarm.owned.folder, watcher)
+    assert swarm.standing.folder == swarm.owned.folder
+
+
 def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SetupError, match="no run of yours"):
@@ -245,3 +275,6 @@ def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp
     os.utime(tmp_path / "runs" / "old", (1, 1))
     assert own_folder(None).name == "new" and (own_folder(None) / OWNER_FILE).exists()
     assert own_folder(tmp_path) == tmp_path
+    with pytest.raises(SetupError, match="where its peer can be reached") as refused:
+        OwnedSwarm(own_folder(None)).invite(Role.member, is_once=False, lasts_s=None)
+    assert "start the peer once" in refused.value.hint
