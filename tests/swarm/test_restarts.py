@@ -147,7 +147,7 @@ def test_the_first_step_waits_for_the_peers_that_the_recipe_wants_and_says_if_th
     alone = start_paced(
         "init", endless(swarm__min_peers=2), "--output-dir", "alone", "--wait", "3s", *LOOPBACK
     )
-    waits = alone.wait_for("waiting", 60, what="2 peers to be there (there are 1)")
+    waits = alone.wait_for("waiting", 60, what="2 peers to be there (peers here: 1)")
     assert waits["until_seconds"] <= 3600
     assert alone.wait_for("warning", 60, code="min-peers")["message"].startswith("1 of 2 peers came in 3 s")
     alone.wait_for("step", 30, step=2)

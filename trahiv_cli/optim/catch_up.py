@@ -87,7 +87,7 @@ class CatchUp:
                     return False
                 if (here := 1 + len(self._tracker.others)) != told:
                     told = here
-                    tell("waiting", f"{what} (there are {here})", deadline - time.monotonic())
+                    tell("waiting", f"{what} (peers here: {here})", deadline - time.monotonic())
                 time.sleep(REFRESH_S)
         return True
 

@@ -108,7 +108,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                 **keywords,
             )
         except BaseException:
-            self.shutdown()  # the tracker's threads would keep the process from ever ending
+            self.shutdown()  # the tracker's threads would go on reporting
             raise
         self.state_averager.pace = settings.pace
         self.parts = self._make_parts()

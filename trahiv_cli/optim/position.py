@@ -81,14 +81,16 @@ class Position:
             self._move(history, outcome.trained, self.method.apply)
             self.step_taken = history.step
             self._parts.adaptation.measure(outcome)
-            self._adapt(outcome)
+            reason = self._adapt(outcome)
+        self._tell(reason)
 
     def follow(self, history: History, outcome: Outcome) -> None:
         """Take the step of a round that others had: of this peer's work, only its own steps stay."""
         with self._state.lock_state:
             self._move(history, outcome.trained, self.method.follow)
             self.step_taken = -1
-            self._adapt(outcome)
+            reason = self._adapt(outcome)
+        self._tell(reason)
         self._parts.work.leave_to_others(self.method.samples_held)
         self._parts.tracker.companions = frozenset(outcome.group)
 
@@ -131,15 +133,19 @@ class Position:
             parts.tracker.update_history(history, self.method.samples_held)
         self._begin_step()
 
-    def _adapt(self, outcome: Outcome) -> None:
-        """Go over to the pace that follows from what a round's members had measured before."""
+    def _adapt(self, outcome: Outcome) -> str:
+        """Go over to the pace that follows from what a round's members had measured before; say why."""
         pace, reason = self._parts.adaptation.choose(self.pace, outcome)
-        if reason:
-            message = f"From step {self.history.step} on: {reason}"
-            self._parts.events.emit("pace", message=message, **pace.to_wire())
         if pace != self.pace:
             self.set_pace(pace)
             self._begin_step()
+        return reason
+
+    def _tell(self, reason: str) -> None:
+        """Tell of the pace, without the lock that joiners wait for: whoever listens may be slow."""
+        if reason:
+            message = f"From step {self.history.step} on: {reason}"
+            self._parts.events.emit("pace", message=message, **self.pace.to_wire())
 
     def _begin_step(self) -> None:
         """Forget what was known of the step before."""

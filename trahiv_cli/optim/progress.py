@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import math
 import threading
 import time
@@ -26,6 +27,8 @@ from trahiv_cli.optim.majority import Doubts, Fork, Standing
 from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import disbelieve
+
+logger = logging.getLogger(__name__)
 
 DHT_TIMEOUT_S = 5.0
 REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
@@ -321,7 +324,12 @@ class SwarmTracker(ProgressTracker):
         while not self.shutdown_triggered.wait(max(0.0, self.global_progress.next_fetch_time - swarm_time())):
             if self.global_progress.next_fetch_time > swarm_time():
                 continue  # a refresh meanwhile has put the next one off
-            found = self._look_up().result()
+            try:
+                found = self._look_up().result(timeout=2 * DHT_TIMEOUT_S)
+            except Exception as error:  # noqa: BLE001 - one that reports and does not look holds others up
+                logger.debug("Reports can't be fetched; they are again in a moment: %r", error)
+                self.shutdown_triggered.wait(DHT_TIMEOUT_S)
+                continue
             with self.lock_global_progress:
                 self._read(found)
 

@@ -79,7 +79,7 @@ def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch)
     peer, _ = of_one_weight(Tracker([report("QmB", History())]))
     waits = peer.catch_up
     assert waits.gather(2, 10.0) and not waits.gather(3, 0.05)
-    assert [event["what"] for event in peer.told] == ["3 peers to be there (there are 2)"]
+    assert [event["what"] for event in peer.told] == ["3 peers to be there (peers here: 2)"]
     waits.wait_for(["QmB"], 60.0)
     waits.wait_for_stragglers(60.0)
     peer.leaves = True

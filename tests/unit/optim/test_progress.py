@@ -344,3 +344,23 @@ def test_leaving_takes_the_report_back_once_and_does_not_wait_for_a_dht_that_is_
     done = threading.Event()
     threading.Thread(target=lambda: (other.tracker.shutdown(60), done.set()), daemon=True).start()
     assert done.wait(10)
+
+
+def test_a_look_at_reports_that_fails_is_not_the_last_one(swarm, monkeypatch):
+    monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.01)
+    looked, get = threading.Semaphore(0), swarm.dht.get
+
+    def fails(key, **options):
+        swarm.dht.get = get
+        looked.release()
+        raise OSError("the daemon's socket")
+
+    swarm.report("B")
+    swarm.dht.get = fails
+    with swarm.started():
+        swarm.tracker.global_progress.next_fetch_time = 0.0
+        assert looked.acquire(timeout=10)
+        deadline = time.monotonic() + 10
+        while not swarm.tracker.others and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [peer.peer_id for peer in swarm.tracker.others] == [B]
