@@ -21,7 +21,7 @@ training:
 """
 
 RENDERED = """\
-broken.yaml:7:14: training.max_steps: should be a valid integer, got 'many'
+broken.yaml:7:14: training.max_steps: should be a whole number, got 'many'
     7 |   max_steps: many
       |              ^
 broken.yaml:8:3: training.lerning_rate: unknown key
