@@ -103,6 +103,10 @@ def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
     assert err.startswith(
         "--set training.max_steps=0: training.max_steps: should be greater than or equal to 1, got 0\n"
     )
+    (folder / "long.yaml").write_text(f"{{name: {'x' * 300}, lerning_rate: {'y' * 300}}}")
+    _, _, err = trahiv("check", "long.yaml")
+    (said,) = re.findall(r"lerning_rate: unknown key\n    1 [|] (.*)\n      [|] ( *)\^\n", err)
+    assert len(said[0]) == 100 and said[0][len(said[1]) :].startswith("lerning_rate: yyy")
     (folder / "evil.yaml").write_text('"\\e[31mkey": 1\n')
     _, _, err = trahiv("check", "evil.yaml")
     assert "\x1b" not in err and "?[31mkey: unknown key" in err, "a stranger's text cannot steer the terminal"
