@@ -77,7 +77,8 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
     code, out, err = trahiv("check", "sft.yaml")
     assert (code, out.count("depends on the data")) == (0, 2)
     said = f"There is no file or folder '{folder}/chat.jsonl'."
-    assert err == f"warning: {said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
+    place, hint = "sft.yaml:6:13: data.datasets.0.path: ", f"hint: Did you mean '{folder}/chats.jsonl'?\n"
+    assert err == f"warning: {place}{said}\n{hint}"
     code, (warning, checked) = events("check", "sft.yaml", "--set", "hivemind_config.opt.run_id=mine")
     assert (code, warning["event"], warning["code"]) == (0, "warning", "asset")
     assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
