@@ -72,6 +72,11 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     if files and not any(file.stat().st_size for file in files):
         raise forms.empty_dataset(source.path, source.split)
     with reading(source):
+        for file in files:  # pyarrow 26 crashes if the first row is `null`
+            with file.open("rb") as begun:
+                head = begun.read(100).lstrip(b"\xef\xbb\xbf[ \t\r\n")
+            if READERS[file.suffix] == "json" and head.startswith(b"null"):
+                raise forms.broken_row(repr(str(file)), 0, "is no JSON object: {...}")
         if source.path == TEXT:
             rows = Dataset.from_list([{"text": text} for text in read_text()])
             rows = rows.to_iterable_dataset(TEXT_SHARDS) if streaming else rows

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trahiv_cli.cli.output import quiet_libraries
+from trahiv_cli.cli.output import out, quiet_libraries
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
 from trahiv_cli.train.leaving import Budget
 
@@ -59,12 +59,15 @@ def read_recipe(
     from trahiv_cli.recipe.content import read_contents, with_copies
     from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.load import load_recipe
+    from trahiv_cli.telemetry.events import Events
 
     loaded = load_recipe(recipe, overrides or ())
     ours = loaded.recipe if files is None else with_copies(loaded.recipe, files)
     if is_trained:
         require_sound(ours, loaded.document)
-        ours = read_contents(ours)
+        events = Events()
+        with out.listening(events), events.waiting("the data files to be read", until_s=3600):
+            ours = read_contents(ours)
     return replace(loaded, recipe=ours)
 
 

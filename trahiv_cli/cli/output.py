@@ -22,8 +22,8 @@ from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
 
-MAX_QUOTED = 200
-"""The characters of the longest source line that is quoted."""
+MAX_QUOTED = 100
+"""The characters of a source line that are quoted, around the caret."""
 
 
 class Format(StrEnum):
@@ -152,9 +152,10 @@ class Output:
         """Return a finding as place and message, the source line with a caret, and the hint."""
         place, message = str(finding).removesuffix(finding.message), finding.message
         lines = [self.paint("1", visible(place)) + visible(message)]
-        if finding.source and len(finding.source) <= MAX_QUOTED:
-            lines.append(f"{finding.line:>5} | " + visible(finding.source.rstrip()))
-            lines.append("      | " + " " * (finding.col - 1) + self.paint("1;31", "^"))
+        if source := finding.source:  # a long line is cut around the caret
+            start = max(0, finding.col - MAX_QUOTED * 3 // 4) if len(source) > MAX_QUOTED else 0
+            lines.append(f"{finding.line:>5} | " + visible(source[start : start + MAX_QUOTED].rstrip()))
+            lines.append("      | " + " " * (finding.col - start - 1) + self.paint("1;31", "^"))
         if finding.hint:
             lines.append(f"      {self.paint('36', 'hint:')} {visible(finding.hint)}")
         return "\n".join(lines)

@@ -10,9 +10,10 @@ import typer
 
 from trahiv_cli.cli.options import RECIPE, SetOption, argument, option, read_recipe
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
-from trahiv_cli.errors import AssetError, RecipeError, SetupError
+from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 
 if TYPE_CHECKING:
+    from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.schema import Recipe
 
 OUTPUT_HELP = "Write to FILE. Default: NAME.yaml."
@@ -62,18 +63,16 @@ def check(
 ) -> None:
     """Report everything that is wrong with a recipe at once.
 
-    Local data that is not on this machine is a warning, not an error: a recipe is often checked where it is
-    written or kept, and trained where the data is. What depends on the data is then not known.
+    If only local data is not on this machine, that is a warning, not an error: a recipe is often checked
+    where it is written or kept, and trained where the data is. What depends on the data is then not known.
     """
     out.use(format)
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
-    from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    require_sound(loaded.recipe, loaded.document, needs_data=False)
+    resolved = resolved_here(loaded.recipe, loaded.document)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
-    resolved = resolved_here(loaded.recipe)
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
     text = f"{loaded.document.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
@@ -117,13 +116,20 @@ def schema() -> None:
     out.data(json.dumps(recipe_schema(), indent=2))
 
 
-def resolved_here(recipe: Recipe) -> Recipe | None:
-    """Fill in what follows from a recipe and its data; None, and a warning, where that is not to be had."""
+def resolved_here(recipe: Recipe, document: Document | None = None) -> Recipe | None:
+    """Fill in what follows from a recipe and its data; None, and a warning, where that is not to be had.
+
+    With its `document`, a recipe that is not sound is refused, and a warning says where a file is named.
+    """
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents
+    from trahiv_cli.recipe.examine import require_sound
 
     try:
+        if document is not None:
+            require_sound(recipe, document)
         return resolve(recipe)
     except AssetError as error:
-        out.warning(error.code, error.message, error.hint)
+        for missing in error.findings or [Finding("", error.message, error.hint)]:
+            out.warning(error.code, str(missing), missing.hint)
         return with_run_id(recipe) if knows_contents(recipe) else None

@@ -206,7 +206,9 @@ def agreed(
                 ours = with_copies(read_run(known), files) if files else read_run(known)
                 options = replace(options, output_dir=known)
     if loaded is None:
-        require_sound(ours, Document({}, SOURCE))
+        document = Document({}, SOURCE)
+        document.replace(overrides)
+        require_sound(ours, document)
     return ours, replace(options, reached_step=reached)
 
 

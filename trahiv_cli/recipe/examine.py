@@ -1,9 +1,9 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
-Its words are compared with what is on this machine: the columns of the first file of each dataset, the
-model's context, the model types that are installed. What only tokenizers, models and whole files can tell is
-found where they are loaded, with the same words (`forms.py`). Samples longer than the context of a new model
-are wrong even where they might train.
+Its words are compared with what is on this machine: the first file of each dataset, the model's context, the
+model types and trackers that are installed. What only tokenizers, models and whole files can tell is found
+where they are loaded, with the same words (`forms.py`). Samples longer than the context of a new model are
+wrong even where they might train.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trahiv_cli.errors import AssetError, Finding, RecipeError
+from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
-from trahiv_cli.recipe.upstream import model_types, unknown_model_type
+from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
 READ_BYTES = 10 * 2**20
 """The bytes of a file that are read, beside the rest of the line. From that part of a JSON file `datasets`
@@ -39,18 +39,23 @@ class _Table(NamedTuple):
     first: dict[str, Any]
 
 
-def require_sound(recipe: Recipe, document: Document, *, needs_data: bool = True) -> None:
-    """Refuse a recipe that certainly can't be trained on this machine; unless it `needs_data`, on another.
+def require_sound(recipe: Recipe, document: Document) -> None:
+    """Refuse a recipe that certainly can't be trained on this machine.
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
+        SetupError: it only needs a package that is not installed.
         AssetError: only files are not here.
     """
-    found = (*_about_model(recipe, document), *_about_data(recipe, document))
-    errors = [finding for finding in found if needs_data or finding.code != AssetError.code]
-    if errors:
-        is_wrong = any(finding.code == RecipeError.code for finding in errors)
-        raise document.error(errors, RecipeError if is_wrong else AssetError)
+    trackers = (
+        replace(document.finding_at(("training", "report_to", index), *without_tracker(name)), code="setup")
+        for index, name in enumerate(recipe.training.report_to)
+        if lacks_tracker(name)
+    )
+    found = (*_about_model(recipe, document), *trackers, *_about_data(recipe, document))
+    for kind in (RecipeError, SetupError, AssetError):
+        if any(finding.code == kind.code for finding in found):
+            raise document.error(found, kind)
 
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
@@ -96,6 +101,8 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
             # Of a folder `datasets` may read some files only, as their names and a README.md say.
             rows = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else []
             code = RecipeError.code  # they are here, but they do not fit
+            if files and not any(file.stat().st_size for file in files):
+                raise forms.empty_dataset(source.path, source.split)
             _require_fit(recipe, source, f"data.datasets.{index}", rows)
         except (AssetError, OSError) as failure:
             error = unreadable(failure) if isinstance(failure, OSError) else failure
@@ -104,7 +111,7 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
 
 
 def _require_fit(recipe: Recipe, source: DatasetSection, place: str, rows: list[Any]) -> None:
-    """Raise an `AssetError` if the columns of the first rows are not what the task reads."""
+    """Raise an `AssetError` if the first rows, or their columns, are not what the task reads."""
     for number, row in enumerate(rows):
         if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if it is a first `null`
             raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
@@ -112,18 +119,29 @@ def _require_fit(recipe: Recipe, source: DatasetSection, place: str, rows: list[
         return
     first = dict.fromkeys(column for row in rows for column in row) | rows[0]
     forms.require_renamable(_Table(repr(source.path), place, first), source.columns)
-    renamed = {source.columns.get(name, name): value for name, value in first.items()}
-    table = _Table(repr(source.path), place, renamed)
-    if recipe.sft is not None:
-        forms.sft_form(table, recipe.sft)
-    elif recipe.dpo is not None:
-        forms.dpo_form(table)
+    first, *rows = [
+        {source.columns.get(name, name): value for name, value in row.items()} for row in (first, *rows)
+    ]
+    table = _Table(repr(source.path), place, first)
+    if source.split != "train" or source.fraction is not None:
+        rows = []  # not all of them are trained on
+    if recipe.sft is not None or recipe.dpo is not None:
+        form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
+        for number, row in enumerate(rows):
+            for column in form.columns:
+                if problem := form.problem(column, row.get(column)):
+                    raise forms.broken_row(table.name, number, problem)
     else:
         section = section_of(recipe.task) or ""
         column = getattr(recipe, section).dataset_text_field
         forms.require_text(table, column, f"{section}.dataset_text_field")
     if recipe.seq_cls is not None:
-        forms.require_column(table, recipe.seq_cls.dataset_label_field, "seq_cls.dataset_label_field")
+        label, numbers = recipe.seq_cls.dataset_label_field, forms.numbers_of(recipe.seq_cls)
+        forms.require_column(table, label, "seq_cls.dataset_label_field")
+        for number, row in enumerate(rows):  # in CSV, a text may be a number
+            said = row.get(label)
+            if row.get(column) and isinstance(said, int | float | None) and said not in numbers:
+                raise forms.unknown_label(table.name, number, said, recipe.seq_cls.labels)
 
 
 def look_at(file: Path) -> list[Any]:

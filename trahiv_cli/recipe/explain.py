@@ -18,6 +18,17 @@ from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import general, sections_of_a_recipe
 
+_WORDS = {
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid boolean": "true or false",
+    "a valid string": "text",
+    "a valid list": "a list",
+    "a valid dictionary": "a section (`key: value` lines)",
+    "match pattern '^[A-Za-z0-9_-]{1,48}$'": "be letters, digits, `-` and `_`, at most 48",
+}
+"""What pydantic says of a value -> the same in a user's words."""
+
 
 def explain(error: ValidationError, document: Document) -> list[Finding]:
     """Turn one validation's errors into findings.
@@ -86,10 +97,15 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
             return f"{got} can't work in a swarm: {refused[0]}", refused[1]
         choices = re.findall(r"'([^']*)'", details["msg"])
         meant = FOREIGN_CHOICES.get(path, {}).get(chosen) or closest(chosen, choices)
-        return f"{details['msg'].removeprefix('Input ')}, got {got}", f"did you mean `{meant}`?" * bool(meant)
+        newer = "a newer version of the format needs a newer trahiv" * (path == "version")
+        hint = f"did you mean `{meant}`?" if meant else newer
+        return f"{details['msg'].removeprefix('Input ')}, got {got}", hint
     said = (re.sub(r"^.*? should | after validation| or instance of \w+", "", each["msg"]) for each in group)
-    got = "" if kind == "too_short" else f", got {got}"
-    return f"should {' or '.join(dict.fromkeys(said))}{got}", ""
+    message = " or ".join(dict.fromkeys(said)).replace(" or be ", " or ")
+    for words, ours in _WORDS.items():
+        message = message.replace(words, ours)
+    is_number = kinds == ["string_type"] and isinstance(details["input"], int | float)
+    return f"should {message}" + f", got {got}" * (kind != "too_short"), "put it in quotes" * is_number
 
 
 def _about_unknown(location: Location) -> str:
@@ -97,7 +113,7 @@ def _about_unknown(location: Location) -> str:
     section, key = general(location[:-1]), str(location[-1])
     sections = sections_of_a_recipe()
     if key in FOREIGN:
-        return f"other tools call it `{key}`; here it is {FOREIGN[key]}"
+        return f"other tools call it `{key}`; here it is {FOREIGN[key]}".rpartition("it is nothing: ")[2]
     if homes := [home for home, fields in sections.items() if key in fields]:
         places = (f"under `{dotted(home)}`" if home else "at the top level" for home in homes)
         return f"`{key}` belongs {' or '.join(places)}"

@@ -60,13 +60,23 @@ FOREIGN_CHOICES: dict[str, dict[str, str]] = {
 }
 """Field -> what other tools choose there -> the choice that means it."""
 
-REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = dict.fromkeys(
-    ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
-    {
-        "blockwise4": (
-            "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
-            "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
-        )
-    },
-)
+REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
+    "training.optim": dict.fromkeys(
+        ("lomo", "adalomo", "galore_adamw", "galore_adafactor", "apollo_adamw", "schedule_free_adamw"),
+        ("its weights or state can't be averaged or sent", "use `adamw_torch`; `adamw_8bit` saves memory"),
+    ),
+    "training.lr_scheduler_type": dict.fromkeys(
+        ("reduce_lr_on_plateau", "greedy"),
+        ("it follows a loss that each peer measures for itself", "use `cosine` or `warmup_stable_decay`"),
+    ),
+    **dict.fromkeys(
+        ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
+        {
+            "blockwise4": (
+                "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
+                "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
+            )
+        },
+    ),
+}
 """Field -> choice that can't work in a swarm -> (the reason, what to do instead)."""

@@ -116,9 +116,13 @@ def _put_template(document: Document, location: Location, file: Path) -> None:
     """Put the text of a chat template in the place of its file's name, or note why that can't be done."""
     try:
         text = _read(file, MAX_TEMPLATE_BYTES, "chat template")
+        if "{" not in text:
+            raise RecipeError(f"{file} is no chat template: there is no `{{` in it")
     except RecipeError as error:
         message = str(error.findings[0]) if error.findings else error.message
-        document.findings.append(document.finding_at(location, message, error.hint))
+        near = "" if os.path.exists(file) else closest_file(file)
+        hint = f"did you mean `{near}`?" if near else error.hint
+        document.findings.append(document.finding_at(location, message, hint))
     else:
         document.put(location, text.replace("\r\n", "\n"))  # it must be the same for every peer
         document.files[location] = file.name

@@ -115,7 +115,8 @@ def unpack(packed: bytes) -> dict[str, Any]:
 
 def _bounded(obj: Any) -> dict[str, Any]:
     """Return `obj` as the three parts of the wire format, plain and small enough to look at, and to hash."""
-    is_whole = isinstance(obj, dict) and obj.keys() == {"v", "shared", "suggested"}
+    parts = {"v", "shared", "suggested"}  # another version may have more
+    is_whole = isinstance(obj, dict) and obj.keys() >= parts and (obj["v"] != WIRE_VERSION or len(obj) == 3)
     if not is_whole or not isinstance(obj["shared"], dict) or not isinstance(obj["suggested"], dict):
         raise _refusal([("", "is not in a form that this version reads")])
     num_values = num_characters = 0

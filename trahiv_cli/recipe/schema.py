@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cache
+from statistics import mode
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
@@ -317,7 +318,7 @@ class DatasetSection(Section):
     @classmethod
     def _one_name_each(cls, columns: dict[str, str]) -> dict[str, str]:
         if len(set(columns.values())) < len(columns):
-            raise ValueError("would give two columns one name")
+            raise ValueError(f"two columns would be named {kind_of(mode(columns.values()))}")
         return columns
 
 
@@ -482,7 +483,7 @@ class SeqClsSection(Section):
     @classmethod
     def _distinct(cls, labels: list[str]) -> list[str]:
         if len(set(labels)) < len(labels):
-            raise ValueError("names a class twice")
+            raise ValueError(f"names the class {kind_of(mode(labels))} twice")
         return labels
 
 

@@ -16,6 +16,9 @@ _MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
 """Tracker -> what pip calls it; the others have one name."""
 
+_MODULES = {"azure_ml": ("azureml",), "tensorboard": ("tensorboard", "tensorboardX")}
+"""Tracker -> what Python imports, any of these; the others are modules themselves."""
+
 
 @cache
 def model_types() -> frozenset[str]:
@@ -38,6 +41,12 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
     near = closest(name, filter(str.islower, known))
     hint = f"Did you mean {near!r}?" if near else "Use one of transformers' model types, for example 'llama'."
     return f"transformers knows no `model_type` {name!r}.", hint
+
+
+def lacks_tracker(name: str) -> bool:
+    """Tell whether the package of a tracker is certainly not installed here."""
+    is_package = name not in ("all", "none", "flyte", "kubeflow")
+    return is_package and not any(map(find_spec, _MODULES.get(name, (name,))))
 
 
 def without_tracker(name: str) -> tuple[str, str]:

@@ -125,6 +125,11 @@ PARQUET = b"PAR1" + bytes(500) + b"PAR1"
         ("a.csv", b"text\nfine\ncaf\xe9\n", "can't decode byte 0xe9", r"iconv .*a\.csv"),
         ("a.jsonl", 2 * ROW + '{"text": "cut o', r"a\.jsonl could .*closing quotation .* in row 2", "Mend"),
         ("a.jsonl", b'{"text": "caf\xe9"}\n', "can't decode byte 0xe9", "iconv"),
+        *(
+            ("a.jsonl", row + ROW, r"Row 1 of .*a\.jsonl' is no JSON", "Fix")
+            for row in ("null\n", "\ufeff\n null\n")
+        ),
+        ("a.json", "[null, " + ROW + "]", r"Row 1 of .*a\.json' is no JSON", "Fix"),
         ("a.txt", b"fine\ncaf\xe9\n", "can't decode byte 0xe9", "iconv"),
         ("a.parquet", PARQUET, r"a\.parquet could not be read: .+", "bring it again"),
         *(

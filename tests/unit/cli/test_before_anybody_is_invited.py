@@ -7,6 +7,7 @@ What `trahiv check` knows is in `test_broken_recipes.py`, some of this with real
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,13 @@ from transformers import trainer_optimizer
 
 from tests.kit.fakes import FakeNode
 from tests.kit.recipes import write_tiny
+from trahiv_cli.cli import swarm
 from trahiv_cli.optim.history import History
+from trahiv_cli.recipe import content
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
+from trahiv_cli.telemetry import events as telemetry
 from trahiv_cli.train import peer
 from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
 from trahiv_cli.train.leaving import Left
@@ -44,7 +48,7 @@ SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
         (SHORT, "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size"),
         ({"training__optim": "paged_adamw_8bit"}, "a package that is not installed", "pip .*bitsandbytes"),
         ({"training__fp16": True}, "float16 .* needs a GPU, and this machine has none", "fp16=false"),
-        ({"training__report_to": ["azure_ml"]}, "'azure_ml' .* is not installed", "pip install azureml-core"),
+        ({"training__report_to": ["kubeflow"]}, "'kubeflow' .* is not installed here, or not set up", "pip"),
     ],
 )
 def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, changes, message, hint):
@@ -54,6 +58,15 @@ def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, c
     monkeypatch.setattr(peer, "announce", lambda *_: pytest.fail("others would have been invited"))
     (tmp_path / "short.txt").write_text("a text of one block and a half, which is less than two of them")
     require_error(events("init", write_tiny(tmp_path, **changes)), 3, message, hint)
+
+
+def test_large_data_files_are_not_read_in_silence(events, tmp_path, monkeypatch):
+    read = content.content_of
+    monkeypatch.setattr(telemetry, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(content, "content_of", lambda dataset: time.sleep(0.1) or read(dataset))
+    monkeypatch.setattr(swarm, "live", lambda *_: None)
+    code, (waiting, *_) = events("init", write_tiny(tmp_path))
+    assert (code, waiting["event"], waiting["what"]) == (0, "waiting", "the data files to be read")
 
 
 # -- runs that were there before -------------------------------------------------------------------

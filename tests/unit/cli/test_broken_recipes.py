@@ -43,6 +43,7 @@ BROKEN = [
     ("clm", {"body": "a"}, "", "no column 'text'; it has body", "Set `clm.dataset_text_field`"),
     ("clm", {"text": 5}, "", "holds int, not text", "one of text"),
     ("clm", "a fox", "", "Row 1 .* is no JSON object", "Fix or remove"),
+    ("clm", [], "", "is empty", "Check its files"),
     ("clm", {"text": "a"}, f"{COLUMNS}={{chat: text}}", "no column 'chat' to rename", "columns"),
     (
         "clm",
@@ -66,7 +67,15 @@ BROKEN = [
         *("sft", {"messages": [{"from": "human", "value": "Hi."}]}, ""),
         *("'messages' .* holds list .* not a conversation", "columns: {messages: conversations}"),
     ),
+    (
+        *("sft", [{"q": "a", "a": "b"}] * 5 + [{"q": "a", "a": None}]),
+        *(f"{COLUMNS}={{q: prompt, a: completion}}", "Row 6 .* has no 'completion'", "Fix or remove"),
+    ),
     # -- classes
+    (
+        *("seq-cls", [{"text": "a", "label": 1}] * 5 + [{"text": "a", "label": None}], ""),
+        *("Row 6 .* has no label", "mend the row"),
+    ),
     ("seq-cls", {"text": "a", "labels": 1}, "", "no column 'label'", "dataset_label_field` to 'labels'"),
 ]
 
@@ -75,25 +84,40 @@ BROKEN = [
 def test_check_and_init_say_what_is_wrong_and_what_to_do(
     write, events, here, task, row, setting, message, hint
 ):
-    file = write(task, [row] * 8)
+    file = write(task, row if isinstance(row, list) else [row] * 8)
     before = set(here.iterdir())
     path = DATA if setting.startswith((COLUMNS, "sft")) or not setting else setting.partition("=")[0]
-    for command in ("check", "init"):
-        code, (event,) = events(command, file, *(["--set", setting] if setting else []))
+    for command in (["check"], ["init"], ["init", "--dry-run"]):
+        code, (event,) = events(*command, file, *(["--set", setting] if setting else []))
         assert (code, event["event"], event["path"]) == (2, "error", path)
         assert re.search(message, event["message"]) and re.search(hint, event["hint"]), event
         assert event["file"] == (f"--set {setting}" if path != DATA else "tiny.yaml")
     assert set(here.iterdir()) == before
 
 
+def test_a_row_that_may_not_be_trained_on_is_not_judged(write, events):
+    file = write("sft", [{"text": "a"}, {"text": None}])
+    for split, code in {"train": 2, "train[:1]": 0}.items():
+        assert events("check", file, "--set", f"data.datasets.0.split={split}")[0] == code
+
+
+def test_a_tracker_that_is_not_installed_is_said_at_its_place(write, events):
+    said = ["--set", "training.report_to=[azure_ml]"]
+    for command in (["check"], ["init"], ["init", "--dry-run"]):
+        code, (event,) = events(*command, write("clm", [{"text": "a"}]), *said)
+        assert (code, event["code"], event["path"]) == (3, "setup", "training.report_to.0")
+        assert event["file"] == " ".join(said) and "pip install azureml-core" in event["hint"]
+
+
 def test_data_that_is_not_here_is_an_error_only_where_it_is_trained(write, events):
     said = r"no file or folder '.*rowz\.jsonl'"
-    file = write("clm", [], data={"datasets": [{"path": "rowz.jsonl"}]})
+    file = write("clm", [{"text": "a"}], data={"datasets": [{"path": "rows.jsonl"}, {"path": "rowz.jsonl"}]})
     code, (event, checked) = events("check", file)
     assert (code, event["event"], checked["event"]) == (0, "warning", "checked")
-    assert re.search(said, event["message"])
+    assert re.search(rf"^tiny.yaml:\d+:11: data.datasets.1.path: .*{said}", event["message"])
     code, (event,) = events("init", file)
-    assert (code, event["event"], event["path"]) == (3, "error", DATA) and re.search(said, event["message"])
+    assert (code, event["event"], event["path"]) == (3, "error", "data.datasets.1.path")
+    assert re.search(said, event["message"])
     assert "rows.jsonl" in event["hint"]
 
 

@@ -21,7 +21,7 @@ training:
 """
 
 RENDERED = """\
-broken.yaml:7:14: training.max_steps: should be a valid integer, got 'many'
+broken.yaml:7:14: training.max_steps: should be a whole number, got 'many'
     7 |   max_steps: many
       |              ^
 broken.yaml:8:3: training.lerning_rate: unknown key
@@ -77,7 +77,8 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
     code, out, err = trahiv("check", "sft.yaml")
     assert (code, out.count("depends on the data")) == (0, 2)
     said = f"There is no file or folder '{folder}/chat.jsonl'."
-    assert err == f"warning: {said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
+    place, hint = "sft.yaml:6:13: data.datasets.0.path: ", f"hint: Did you mean '{folder}/chats.jsonl'?\n"
+    assert err == f"warning: {place}{said}\n{hint}"
     code, (warning, checked) = events("check", "sft.yaml", "--set", "hivemind_config.opt.run_id=mine")
     assert (code, warning["event"], warning["code"]) == (0, "warning", "asset")
     assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
@@ -103,6 +104,10 @@ def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
     assert err.startswith(
         "--set training.max_steps=0: training.max_steps: should be greater than or equal to 1, got 0\n"
     )
+    (folder / "long.yaml").write_text(f"{{name: {'x' * 300}, lerning_rate: {'y' * 300}}}")
+    _, _, err = trahiv("check", "long.yaml")
+    (said,) = re.findall(r"lerning_rate: unknown key\n    1 [|] (.*)\n      [|] ( *)\^\n", err)
+    assert len(said[0]) == 100 and said[0][len(said[1]) :].startswith("lerning_rate: yyy")
     (folder / "evil.yaml").write_text('"\\e[31mkey": 1\n')
     _, _, err = trahiv("check", "evil.yaml")
     assert "\x1b" not in err and "?[31mkey: unknown key" in err, "a stranger's text cannot steer the terminal"

@@ -114,7 +114,7 @@ def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
     with pytest.raises(RecipeError) as caught:
         parse_recipe({"name": "x", "base_model": "y", "training": {"max_steps": "5"}}, "the swarm")
     found = {str(finding): finding.line for finding in caught.value.findings}
-    assert found["the swarm: training.max_steps: should be a valid integer, got '5'"] == 0
+    assert found["the swarm: training.max_steps: should be a whole number, got '5'"] == 0
 
 
 def test_equal_waits_of_solo_are_one_value():
@@ -174,7 +174,7 @@ def test_a_chat_template_is_the_text_of_a_file_beside_the_recipe_or_here(write, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no template", "'no template' is neither a `.jinja` file nor a template: it has no `{`"),
+        (b"no template", "{folder}/chat.jinja is no chat template: there is no `{` in it"),
         (b"{{ x }}\n\xff", "{folder}/chat.jinja:2:1: is not UTF-8 text"),
         (b"{" * (MAX_TEMPLATE_BYTES + 1), "{folder}/chat.jinja is larger than 64 KiB, so it is no chat"),
         (b"{{ x }}\n{% if x }", "is not valid Jinja: unexpected '}' (line 2 of the template)"),
@@ -185,6 +185,8 @@ def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path,
     found = only_finding(write(SFT))
     assert (found.line, found.col, found.path) == (7, 18, "data.chat_template")
     assert found.message.startswith(message.replace("{folder}", str(tmp_path)))
+    found = only_finding(write(SFT), ["data.chat_template=chaat.jinja"])
+    assert found.hint == f"did you mean `{tmp_path}/chat.jinja`?"
 
 
 # -- names ----------------------------------------------------------------------------------------

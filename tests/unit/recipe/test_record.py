@@ -268,6 +268,12 @@ def test_whatever_a_stranger_sends_is_refused_as_a_recipe_error(obj):
     refusal_of(obj)
 
 
+def test_the_recipe_of_another_version_is_refused_with_what_to_install():
+    sent = wire() | {"v": 2, "more": 1}
+    refused = refusal_of(unpack(zlib.compress(json.dumps(sent).encode())))
+    assert (refused.findings[0].path, refused.hint) == ("v", "use the starter's trahiv")
+
+
 @pytest.mark.parametrize("junk", [None, -1.5, "x", [[{}]], {"a": 1}, True, "local:x", 10**18], ids=repr)
 def test_junk_anywhere_is_either_a_recipe_or_a_recipe_error(junk):
     sent = wire()
