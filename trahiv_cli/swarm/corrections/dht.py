@@ -238,6 +238,7 @@ class CorrectedAverager(DecentralizedAverager):
         """Leave it to the end of the DHT's process."""
 
     async def _shutdown(self, timeout: float | None) -> None:
+        self.dht.loops.remove(asyncio.get_running_loop())  # nobody expects a sign of life of it any more
         await super()._shutdown(timeout)
         await self._p2p.shutdown()
 
