@@ -51,6 +51,20 @@ def test_a_forked_process_s_collector_leaves_alone_what_it_inherits_and_few_node
     assert keywords["beam_size"] == NODES_ASKED
 
 
+@pytest.mark.parametrize("answer", [None, OSError("no p2pd")], ids=["it has started", "it ends by itself"])
+def test_ctrl_c_while_a_dht_starts_leaves_no_process(monkeypatch, answer):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    dht, ended = dht_without_process(), []
+    dht._ready, dht.kill, dht.join = Future(), lambda: ended.append("killed"), lambda: ended.append("gone")
+    dht._ready.set_exception(answer) if answer else dht._ready.set_result(None)
+    monkeypatch.setattr(corrected, "require_start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dht.wait_until_ready()
+    assert ended == ([] if answer else ["killed", "gone"])
+
+
 class Host:
     """A DHT whose process serves averagers, as an averager sees it."""
 
