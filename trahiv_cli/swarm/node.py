@@ -161,7 +161,8 @@ class Node:
         """Start a DHT through those that answer: initial peers, and peers of before."""
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
-        answering = answering_of([*initial_peers, *met])
+        is_certain = must_reach and not met and len(initial_peers) < 2
+        answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         try:
             if needs_one and not answering:

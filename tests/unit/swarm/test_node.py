@@ -168,6 +168,13 @@ def test_why_a_node_did_not_start_is_said(start, error, initial_peers, kind, sai
     assert all(part in refused.value.message for part in said)
 
 
+def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_longer(monkeypatch, start):
+    monkeypatch.setattr(node, "answering_of", lambda addresses: [])
+    assert start(Dht(), ADDRESSES[:1]).is_alive()
+    with pytest.raises(Unreachable):
+        start(Dht(), ADDRESSES)
+
+
 @pytest.mark.parametrize("error", [NotAdmitted("no member"), P2PDaemonError("failed")])
 def test_a_node_starts_without_peers_of_before_that_fail_it(start, error):
     met = Acquaintances(None)
