@@ -93,15 +93,16 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
     """
     waiting = map(_values_of, parts)
     for tensor in like:
-        pieces, missing = [torch.empty(0)], tensor.numel()
-        while missing > 0:
+        whole = missing = torch.empty(tensor.numel())
+        while len(missing):
             if (values := next(waiting, None)) is None:
-                raise ValueError(f"{missing} values of a tensor are missing")
-            pieces.append(values)
-            missing -= len(values)
-        if missing < 0:
-            raise ValueError("a part of more than one tensor")
-        yield torch.cat(pieces).view(tensor.shape)
+                raise ValueError(f"{len(missing)} values of a tensor are missing")
+            if len(values) > len(missing):
+                raise ValueError("a part of more than one tensor")
+            missing[: len(values)] = values
+            missing = missing[len(values) :]
+            del values  # before the next one is decoded
+        yield whole.view(tensor.shape)
     if any(map(len, waiting)):
         raise ValueError("a part that belongs to no tensor")
 

@@ -20,6 +20,7 @@ from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.averager import ANSWER_S
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
@@ -210,10 +211,15 @@ class GroupSeeker:
 
 
 def is_over(control: StepControl | MPFuture[Any]) -> bool:
-    """Wait for a round for a moment; say whether it is over, one way or the other."""
+    """Wait for a round for a moment; say whether it is over, one way or the other.
+
+    It is, too, if it ended in the DHT's process, and its answer does not come within `ANSWER_S`:
+    mpfuture.py:198 drops one that can't be read.
+    """
+    has_ended = getattr(control, "stage", None) == AveragingStage.FINISHED
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-        control.exception(timeout=POLL_S)
-    return bool(control.done())
+        control.exception(timeout=ANSWER_S if has_ended else POLL_S)
+    return has_ended or bool(control.done())
 
 
 def _outcome_of(control: StepControl) -> Outcome:

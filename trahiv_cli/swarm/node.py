@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 _FARTHEST_FIRST: tuple[Reach, ...] = ("internet", "local network", "this machine")
 MET_TRIED = 8  # peers of before that are tried when a node starts; the others are called on later
 RECORD_TIMEOUT_S = 10.0
+LIFE_EVERY_S = 0.1  # an event loop that does not answer is looked at so often: it may have ended
 GRACE_S = 3.0  # the DHT's process may take so long to end by itself
 CHORES_EVERY_S = 2.0
 # The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`).
@@ -160,7 +161,8 @@ class Node:
         """Start a DHT through those that answer: initial peers, and peers of before."""
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
-        answering = answering_of([*initial_peers, *met])
+        is_certain = must_reach and not met and len(initial_peers) < 2
+        answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         try:
             if needs_one and not answering:
@@ -306,10 +308,17 @@ async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
 
 
 async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
-    """Have p2pd answer something, and the event loops that serve averagers; in the DHT's process."""
+    """Have p2pd answer something, and the event loops that serve averagers; in the DHT's process.
+
+    RuntimeError if one of these has ended and nobody shut its averager down.
+    """
     await node.protocol.p2p.list_peers()
-    for loop in dht.loops:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+    for loop in tuple(dht.loops):  # an averager may be shut down meanwhile
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        while loop.is_running() and not answer.done():
+            await asyncio.wait([answer], timeout=LIFE_EVERY_S)
+        if not answer.done() and loop in dht.loops:
+            raise RuntimeError("the thread of an averager has ended")
 
 
 def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:

@@ -356,6 +356,8 @@ class SnapshotCache:
         if kept is None:
             if self._next is None or self._next.done():
                 self._next = asyncio.create_task(self._newest())
+                # Whoever asked may have hung up, and then nobody hears that it failed.
+                self._next.add_done_callback(lambda made: made.cancelled() or made.exception())
             kept = await asyncio.shield(self._next)
         self._touch(kept)
         return kept.snapshot
@@ -373,7 +375,8 @@ class SnapshotCache:
             finally:
                 self._rests_until = self._now() + RESTS * (self._now() - began)
             kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
-            kept.made_at = kept.used_at = self._now()
+            kept.made_at = self._now()
+            self._touch(kept)
         return max(self._kept.values(), key=lambda kept: kept.rank)
 
     def pieces(self, digest: bytes, start: int, stop: int) -> Generator[bytes, None, None]:

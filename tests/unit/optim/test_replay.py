@@ -1,11 +1,14 @@
 """Rounds that others had without this peer: what is kept of them, and what is made of what comes."""
 
+import weakref
+
 import pytest
 import torch
 from hivemind.compression import CompressionInfo, serialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
+from trahiv_cli.optim import replay
 from trahiv_cli.optim.replay import Header, Log, Record, decoded
 from trahiv_cli.swarm.codecs import CODECS
 
@@ -42,6 +45,18 @@ def test_an_average_is_put_together_to_the_bit(codec):
     averages = list(decoded(parts, TENSORS))
     assert [average.shape for average in averages] == [tensor.shape for tensor in TENSORS]
     assert torch.equal(torch.cat([average.view(-1) for average in averages]), values)
+
+
+def test_no_more_than_one_part_of_an_average_is_decoded_at_a_time(monkeypatch):
+    (parts, _), values_of, decoded_before = encoded(), replay._values_of, []
+
+    def noted(part):
+        assert not any(values() is not None for values in decoded_before)
+        decoded_before.append(weakref.ref(values := values_of(part)))
+        return values
+
+    monkeypatch.setattr(replay, "_values_of", noted)
+    assert len(list(decoded(parts, TENSORS))) == len(TENSORS) and len(decoded_before) == len(parts)
 
 
 @pytest.mark.parametrize(

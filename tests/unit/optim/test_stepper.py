@@ -3,11 +3,13 @@
 import math
 import threading
 import time
+from concurrent.futures import Future
 from functools import partial
 
 import bitsandbytes
 import pytest
 import torch
+from hivemind.averaging.control import AveragingStage
 
 from tests.kit.stepping import (
     LIMITS,
@@ -274,6 +276,15 @@ def test_a_failed_round_leaves_the_agreed_weights_and_training_waits_for_the_nex
     peer.train(samples=ENOUGH - held - 1)
     assert peer.history.step == 1
     assert [claim.samples for claim in peer.gradients.claims][:2] == [9, held + 1], "the next has begun"
+
+
+def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
+    (peer, _), control = of_one_weight(with_b()), Future()
+    control.stage = AveragingStage.FINISHED
+    monkeypatch.setattr(seeking, "ANSWER_S", 0.0)
+    monkeypatch.setattr(peer.seeker, "_start_round", lambda *_: control)
+    with pytest.raises(RoundFailed, match="broke off"):
+        peer.seeker.try_once(time.monotonic())
 
 
 # -- joiners, and local steps -------------------------------------------------------------------------

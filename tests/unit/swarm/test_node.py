@@ -103,21 +103,27 @@ def test_a_visit_ends_with_the_visitor(monkeypatch, start):
     assert dht.is_over and not visitor.is_alive()
 
 
-def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do():
-    dht, loop = Dht(), asyncio.new_event_loop()
+def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do_and_fails_if_one_has_ended():
+    dht, loop, is_busy, may_go_on = Dht(), asyncio.new_event_loop(), threading.Event(), threading.Event()
     dht.loops = [loop]
+    loop.call_soon(lambda: [is_busy.set(), may_go_on.wait()])
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
 
     async def ask():
+        is_busy.wait()
         answer = asyncio.create_task(show_life(dht, dht.node))
         await asyncio.wait([answer], timeout=0.05)
-        assert not answer.done(), "the loop does not run"
-        thread.start()
+        assert not answer.done(), "the loop is busy"
+        may_go_on.set()
         await answer
         loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        with pytest.raises(RuntimeError, match="has ended"):
+            await asyncio.wait_for(show_life(dht, dht.node), timeout=10)
 
-    thread = threading.Thread(target=loop.run_forever)
     asyncio.run(ask())
-    thread.join()
+    loop.run_until_complete(asyncio.sleep(0))  # what it was asked is not left over
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -160,6 +166,13 @@ def test_why_a_node_did_not_start_is_said(start, error, initial_peers, kind, sai
     with pytest.raises(kind) as refused:
         start(error, initial_peers)
     assert all(part in refused.value.message for part in said)
+
+
+def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_longer(monkeypatch, start):
+    monkeypatch.setattr(node, "answering_of", lambda addresses: [])
+    assert start(Dht(), ADDRESSES[:1]).is_alive()
+    with pytest.raises(Unreachable):
+        start(Dht(), ADDRESSES)
 
 
 @pytest.mark.parametrize("error", [NotAdmitted("no member"), P2PDaemonError("failed")])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -176,6 +177,27 @@ def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(cloc
     monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
     giver.takes_s = took
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("step", [1, -1], ids=["made", "failed"])
+def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monkeypatch, giver, step):
+    errors = []
+
+    async def story():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        asking = asyncio.create_task(giver.find(1))
+        await asyncio.sleep(0)  # it asks
+        asking.cancel()
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert giver.num_made == (step > 0) and not giver.cache._kept
+        giver.cache._next = None
+        gc.collect()
+
+    monkeypatch.setattr(snapshot, "KEEP_S", -1.0)
+    giver.step = step
+    asyncio.run(story())
+    assert not errors
 
 
 def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(clock, giver):

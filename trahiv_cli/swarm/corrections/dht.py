@@ -119,11 +119,12 @@ class CorrectedDHT(hivemind.DHT):
         """Wait until it has started; see `require_start`. If it has not, it is killed, also after Ctrl-C."""
         try:
             require_start(self._ready, self.is_alive, timeout)
-        finally:
+        except BaseException:
             # One that says why it fails ends by itself; killed meanwhile, it would keep all futures' lock.
-            if not self._ready.done():
+            if not (self._ready.done() and self._ready.exception()):
                 self.kill()
                 self.join()
+            raise
 
     def get(self, *args: Any, **keywords: Any) -> Any:
         """Look a key up; see `hivemind.DHT.get`."""
@@ -238,6 +239,7 @@ class CorrectedAverager(DecentralizedAverager):
         """Leave it to the end of the DHT's process."""
 
     async def _shutdown(self, timeout: float | None) -> None:
+        self.dht.loops.remove(asyncio.get_running_loop())  # nobody expects a sign of life of it any more
         await super()._shutdown(timeout)
         await self._p2p.shutdown()
 

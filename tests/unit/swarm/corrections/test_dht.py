@@ -1,5 +1,6 @@
 """One process serves the DHT and this peer's averagers, and hivemind still has one for each."""
 
+import asyncio
 import gc
 import multiprocessing
 import queue
@@ -13,12 +14,14 @@ import hivemind
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging import averager as hivemind_averager
 from hivemind.averaging.control import StepControl
 from hivemind.utils import MPFuture, MSGPackSerializer
 
 from tests.kit.identities import key_of
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.state import ExactStateAverager
+from trahiv_cli.swarm.corrections import dht as corrected
 from trahiv_cli.swarm.corrections.dht import (
     NODES_ASKED,
     CorrectedAverager,
@@ -28,17 +31,38 @@ from trahiv_cli.swarm.corrections.dht import (
     give_states,
 )
 from trahiv_cli.swarm.door import Door
+from trahiv_cli.swarm.node import show_life
+
+P2P_CALLS = ("replicate", "list_peers", "shutdown")
+
+
+def dht_without_process():
+    return CorrectedDHT(start=False, door=Door(), signing_key=key_of("peer"), place=b"")
 
 
 def test_a_forked_process_s_collector_leaves_alone_what_it_inherits_and_few_nodes_are_asked(monkeypatch):
     left_alone, before = [], gc.get_freeze_count()
     monkeypatch.setattr(hivemind.DHT, "start", lambda self: left_alone.append(gc.get_freeze_count()))
-    dht = CorrectedDHT(start=False, door=Door(), signing_key=key_of("peer"), place=b"")
+    dht = dht_without_process()
     dht.start()
     assert left_alone[0] > before == gc.get_freeze_count()
     dht.get("key", return_future=True)
     _, _, keywords = dht._inner_pipe.recv()
     assert keywords["beam_size"] == NODES_ASKED
+
+
+@pytest.mark.parametrize("answer", [None, OSError("no p2pd")], ids=["it has started", "it ends by itself"])
+def test_ctrl_c_while_a_dht_starts_leaves_no_process(monkeypatch, answer):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    dht, ended = dht_without_process(), []
+    dht._ready, dht.kill, dht.join = Future(), lambda: ended.append("killed"), lambda: ended.append("gone")
+    dht._ready.set_exception(answer) if answer else dht._ready.set_result(None)
+    monkeypatch.setattr(corrected, "require_start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dht.wait_until_ready()
+    assert ended == ([] if answer else ["killed", "gone"])
 
 
 class Host:
@@ -86,6 +110,32 @@ def test_an_averager_that_nobody_takes_over_is_not_waited_for(is_running, timeou
     with pytest.raises(SwarmError, match="while it started"):
         started.run_in_background(timeout=timeout)
     started.dht.is_running = False  # or it would be shut down, and waited for
+
+
+def test_no_sign_of_life_is_expected_of_an_averager_that_was_shut_down(monkeypatch):
+    async def done(*_):
+        return p2p
+
+    p2p = SimpleNamespace(peer_id=None, daemon_listen_maddr="", **dict.fromkeys(P2P_CALLS, done))
+    monkeypatch.setattr(corrected.GuardedP2P, "behind", lambda door: p2p)
+    monkeypatch.setattr(hivemind_averager, "switch_to_uvloop", asyncio.new_event_loop)
+    dht = dht_without_process()
+    dht._peer_id, dht._node = "QmMe", SimpleNamespace(protocol=SimpleNamespace(p2p=p2p))
+
+    def pulse():
+        asyncio.run(asyncio.wait_for(show_life(dht, dht._node), timeout=10))
+
+    served = averager()
+    served.start()
+    served.client_mode, served._ready, served._ended = True, Future(), Future()  # as in the DHT's process
+    thread = threading.Thread(target=served.serve, args=[dht, served._inner_pipe], daemon=True)
+    thread.start()
+    served._ready.result(timeout=10)
+    pulse()
+    assert len(dht.loops) == 1
+    served._outer_pipe.send(("_shutdown", [None], {}))
+    thread.join()
+    pulse()
 
 
 def test_an_averager_serves_its_own_handlers_and_not_upstream_s_download():

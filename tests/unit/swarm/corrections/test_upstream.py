@@ -33,6 +33,8 @@ TAKES_TASKS = "task = asyncio.create_task(getattr(self, method)"
         # It believes whatever length a message claims, and puts its sockets into one shared folder
         ("p2p/p2p_daemon.py", "data = await reader.readexactly(content_length)"),
         ("p2p/p2p_daemon.py", '_UNIX_SOCKET_PREFIX = "/unix/tmp/hivemind-"'),
+        # Futures work only if the first one of a process is of the class itself
+        ("utils/mpfuture.py", "receiver_pipe, cls._global_sender_pipe = mp.Pipe(duplex=False)"),
         # It takes the machine's clock for the swarm's
         ("utils/timed_storage.py", "get_dht_time = time.time"),
         # It takes every step of a schedule
