@@ -323,7 +323,7 @@ def at_streams(door, story):
             if ends:
                 reader.feed_eof()
             await wire.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer), reader, writer)
-            return read.get(id(writer)), writer
+            return read.pop(id(writer), None), writer
 
         await p2p.add_binary_stream_handler(PING, handler)
         await story(open_stream)
