@@ -348,9 +348,9 @@ class Workplace:
         command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
         return self._started(command, cwd, env, is_cold)
 
-    def start_script(self, script: str, *args: object) -> Peer:
+    def start_script(self, script: str, *args: object, env: Mapping[str, str] | None = None) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
-        return self._started([sys.executable, "-u", "-c", script, *map(str, args)])
+        return self._started([sys.executable, "-u", "-c", script, *map(str, args)], env=env)
 
     def _started(
         self,
