@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import hivemind
+import psutil
 import torch
 from hivemind import compression
 from hivemind.utils import MPFuture
 
 from tests.kit.figures import LEARNING_RATE, Adapted, Committed, News, PeerEnded, Sample, Told
+from tests.kit.processes import tree_of
+from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
@@ -40,7 +43,7 @@ INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
 
 SAMPLED_WEIGHTS = 1024
 GO, STOP = "go", "stop"
-START_LIMIT_S, LEAVE_LIMIT_S = 120.0, 20.0
+START_LIMIT_S, LEAVE_LIMIT_S, END_LIMIT_S = 120.0, 20.0, 5.0
 POLL_S = 0.25
 
 
@@ -281,8 +284,9 @@ def _some(params: Sequence[torch.Tensor]) -> Sample:
     return tuple(torch.cat([param.detach().flatten()[:each] for param in params]).tolist())
 
 
-def become_peer(entry: Entry) -> None:
-    """Make this process fit for a peer: it prints to a file, and leaves when the parent says so."""
+@contextmanager
+def as_peer(pipe: Connection, entry: Entry) -> Iterator[None]:
+    """Make this process fit for a peer: it prints to a file, leaves when told, and tells of its errors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(Path(entry.folder) / f"{entry.number}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
@@ -290,6 +294,11 @@ def become_peer(entry: Entry) -> None:
     mp.set_start_method("fork", force=True)  # hivemind's processes can't be pickled
     MPFuture.reset_backend()  # its locks would be those of all peers: one that is ended may hold them
     torch.set_num_threads(1)
+    try:
+        yield
+    except Exception:
+        pipe.send(("ended", traceback.format_exc()))
+        raise
 
 
 def run_peer(pipe: Connection, entry: Entry) -> None:
@@ -297,14 +306,13 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
 
     Sends `News` through `pipe`, its address first.
     """
-    become_peer(entry)
-    torch.manual_seed(0)
-    shapes = entry.workload.shapes
-    params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
-    generator = torch.Generator().manual_seed(1 + entry.number)
-    noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
-    count = 0
-    try:
+    with as_peer(pipe, entry):
+        torch.manual_seed(0)
+        shapes = entry.workload.shapes
+        params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+        generator = torch.Generator().manual_seed(1 + entry.number)
+        noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+        count = 0
         peer: Any = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
         pipe.send(("address", peer.address))
         if pipe.recv() == GO:
@@ -324,12 +332,17 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
                 for one in (("calls", call), *peer.news()):
                     pipe.send(one)
         peer.close()
-    except Exception:
-        pipe.send(("ended", traceback.format_exc()))
-        raise
 
 
 # -- in the parent --------------------------------------------------------------------------------
+
+
+def spawn_here(host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """See `Wan.spawn`; all hosts are this machine."""
+    del host
+    process = PROCESSES.Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
 class Peers:
@@ -338,11 +351,11 @@ class Peers:
     At its end they leave in good order, if there is time. What they print is in `folder` until then.
 
     Args:
-        spawn: starts processes, as `Wan.spawn`.
         run: what they do; called with a pipe and an `Entry`.
+        spawn: starts processes, as `Wan.spawn`.
     """
 
-    def __init__(self, spawn: Callable[..., Any], run: Callable[..., None] = run_peer) -> None:
+    def __init__(self, run: Callable[..., None] = run_peer, spawn: Callable[..., Any] = spawn_here) -> None:
         self._spawn, self._run = spawn, run
         self._folder = tempfile.TemporaryDirectory()
         self.processes: list[Any] = []
@@ -361,6 +374,24 @@ class Peers:
         theirs.close()
         self.pipes.append(ours)
         self.told.append(Told())
+
+    def start_all(
+        self,
+        side: Side,
+        workload: Workload,
+        paces_s: Iterable[float],
+        host_of: Callable[[int], str] = address_of,
+    ) -> float:
+        """Start a peer of each pace; once all are ready, have them train, and return when that was.
+
+        Raises:
+            PeerEnded: see `wait_until_ready`.
+        """
+        for number, pace_s in enumerate(paces_s):
+            self.start(side, workload, pace_s, host_of(number))
+            self.wait_until_ready()
+        self.go(range(len(self.pipes)))
+        return time.monotonic()
 
     def wait_until_ready(self) -> None:
         """Wait until each can begin to train.
@@ -393,10 +424,15 @@ class Peers:
                 has_stepped |= one[0] == "committed"
         return has_stepped
 
+    def tree(self) -> list[psutil.Process]:
+        """Find all processes of all peers."""
+        return [one for process in self.processes for one in tree_of(process.pid)]
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        left = self.tree()
         for pipe in self.pipes:
             with suppress(OSError):
                 pipe.send(STOP)
@@ -406,6 +442,10 @@ class Peers:
                 with suppress(PeerEnded):
                     deque(hear(pipe), maxlen=0)  # or it would wait for room in the pipe
                 process.join(0.05)
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(left, END_LIMIT_S)
         self._folder.cleanup()
 
 
