@@ -73,8 +73,7 @@ LEARNING_RATES = {"trained": 8e-4, "scratch": BASE_LEARNING_RATE}
 docs/modes.md: the more a run has to learn, the more they lag behind."""
 
 WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_SHARE = 0.1, 1.0, 0.1
-HELD_OUT, EVAL_BATCH = 128, 16
-COPIES = 12
+HELD_OUT, EVAL_BATCH, COPIES = 128, 16, 12
 PATIENCE_S = 600.0
 """A peer that takes no step for so long gives up; a round of 100 local steps takes 400 s."""
 
@@ -136,11 +135,6 @@ class Copy:
     weights: list[torch.Tensor]
 
 
-def is_due(share: float, before: float) -> bool:
-    """Say whether a twelfth of the run ends after the share `before`, and not after `share`."""
-    return math.floor(share * COPIES) > math.floor(before * COPIES)
-
-
 def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
     """Enter the swarm, say so; once told to, train; then evaluate as often as told to.
 
@@ -189,7 +183,7 @@ def _train(
             pipe.send(one)
         if optimizer.local_epoch > step:
             stepped_at, done = time.monotonic(), schedule.share(optimizer.local_epoch)
-            if is_due(done, copies[-1].share):
+            if math.floor(done * COPIES) > math.floor(copies[-1].share * COPIES):
                 with optimizer.agreed_weights():
                     copies.append(Copy(done, optimizer.history.samples, stepped_at, trainee.copy()))
         elif time.monotonic() > stepped_at + PATIENCE_S:

@@ -43,8 +43,7 @@ INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
 
 SAMPLED_WEIGHTS = 1024
 GO, STOP = "go", "stop"
-START_LIMIT_S, LEAVE_LIMIT_S, END_LIMIT_S = 120.0, 20.0, 5.0
-POLL_S = 0.25
+START_LIMIT_S, LEAVE_LIMIT_S, END_LIMIT_S, POLL_S = 120.0, 20.0, 5.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Workload:
     """Samples of all peers behind one step."""
 
 
-LORA = Workload(((16, 4096), (4096, 16)) * 61, 100)
-"""7,995,392 values."""
+LORA = Workload(((16, 4096), (4096, 16)) * 61, 100)  # 7,995,392 values
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Side:
     """`plain hivemind 1.1.12` or `trahiv`."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keywords of `hivemind.Optimizer`; codecs by name."""
+    """Keywords of `hivemind.Optimizer`; trahiv's codecs by name."""
 
     pace: Pace = Pace()
     """Of trahiv's; mode auto has its own."""
@@ -79,8 +77,8 @@ class Side:
 PLAIN, OURS = "plain hivemind 1.1.12", "trahiv"
 TUNED = {
     "matchmaking_time": 3.0,
-    "grad_compression": "float16",
-    "state_averaging_compression": "float16",
+    "grad_compression": compression.Float16Compression(),
+    "state_averaging_compression": compression.Float16Compression(),
     "offload_optimizer": True,
     "delay_optimizer_step": True,
     "delay_grad_averaging": True,
@@ -97,7 +95,6 @@ SIDES: dict[str, Side] = {
     "streaming-10": Side(OURS, pace=Pace("streaming", "blockwise4", local_steps=10)),
     "auto": Side(OURS, auto_share=0.05),
 }
-HIVEMINDS_CODECS = {"float16": compression.Float16Compression}
 
 
 # -- in a peer's process --------------------------------------------------------------------------
@@ -241,10 +238,6 @@ class PlainPeer:
     """A peer of plain hivemind's."""
 
     def __init__(self, entry: Entry, params: Any) -> None:
-        options = entry.side.options
-        codecs = {
-            key: HIVEMINDS_CODECS[value]() for key, value in options.items() if key.endswith("compression")
-        }
         known = [entry.initial_peer] if entry.initial_peer else []
         self._dht = hivemind.DHT(
             initial_peers=known, host_maddrs=[entry.listens_at], start=True, use_relay=False, auto_nat=False
@@ -257,7 +250,7 @@ class PlainPeer:
             optimizer=INNER_OPTIMIZER,
             target_batch_size=entry.workload.target_batch_size,
             batch_size_per_step=1,
-            **options | codecs,
+            **entry.side.options,
         )
 
     def take_state(self) -> None:
@@ -337,9 +330,8 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
 # -- in the parent --------------------------------------------------------------------------------
 
 
-def spawn_here(host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+def spawn_here(_: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
     """See `Wan.spawn`; all hosts are this machine."""
-    del host
     process = PROCESSES.Process(target=function, args=arguments)
     process.start()
     return process
@@ -382,11 +374,7 @@ class Peers:
         paces_s: Iterable[float],
         host_of: Callable[[int], str] = address_of,
     ) -> float:
-        """Start a peer of each pace; once all are ready, have them train, and return when that was.
-
-        Raises:
-            PeerEnded: see `wait_until_ready`.
-        """
+        """Start a peer of each pace; once all are ready, have them train, and return when that was."""
         for number, pace_s in enumerate(paces_s):
             self.start(side, workload, pace_s, host_of(number))
             self.wait_until_ready()
