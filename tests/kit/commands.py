@@ -369,16 +369,12 @@ class Workplace:
         own = {"TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
         return {**_clean_environment(), **own, **more}
 
-    def close(self) -> None:
-        """End everything that was started here, by process id. Safe to call twice."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for peer in reversed(self.peers):
             peer.ask_to_leave()  # all at once: each takes seconds
         for peer in reversed(self.peers):
             peer.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.kit.commands import Peer, Workplace, wait_until
-from tests.kit.faults import PHASES, Fault, ask_too_much, drop_peer, give_state_slowly
+from tests.kit.faults import PHASES, ask_too_much, drop_peer, give_state_slowly
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, GO, MODES_BESIDE_TRAINING, Event, Settings
 from tests.kit.promises import find_broken_promises, find_lost_steps
 
@@ -44,7 +44,7 @@ class Swarm(Workplace):
         self.settings = settings or Settings()
         self._lives: dict[int, list[Peer]] = defaultdict(list)
 
-    def join(self, number: int, *faults: Fault, as_new: bool = False, **changes: Any) -> Peer:
+    def join(self, number: int, *faults: Any, as_new: bool = False, **changes: Any) -> Peer:
         """Start a peer that joins those that run, and wait until it takes part.
 
         Args:

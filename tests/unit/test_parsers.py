@@ -137,13 +137,9 @@ def _report(content: bytes) -> object:
     return report, told, Spans.from_wire(report.leases), PeerID(report.peer_id)
 
 
-def _way() -> Past:
-    past = Past()
-    past.go_on(History(1, 10, b"1" * 16))
-    past.attest(History(1, 10, b"1" * 16), b"12345678")
-    return past
-
-
+WAY = Past()
+WAY.go_on(History(1, 10, b"1" * 16))
+WAY.attest(History(1, 10, b"1" * 16), b"12345678")
 REPORT = {
     "peer_id": PEER.to_bytes(),
     "epoch": 1,
@@ -154,7 +150,7 @@ REPORT = {
     "samples_committed": 10,
     "history": b"1" * 16,
     "leases": [0, 5],
-} | _way().to_wire()
+} | WAY.to_wire()
 
 
 PARSERS: dict[str, Parser] = {
