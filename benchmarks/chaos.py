@@ -32,7 +32,6 @@ import json
 import math
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -45,7 +44,8 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
-from benchmarks.kit.keeper import Keeper, KeptPeer, Stuck
+from benchmarks.kit.keeper import NUM_PEERS, Keeper, KeptPeer, Stuck
+from tests.kit.figures import spread, table
 from tests.kit.verdicts import (
     Event,
     back_after,
@@ -55,11 +55,9 @@ from tests.kit.verdicts import (
     losses_of,
     newest_checkpoint,
     total_lost,
-    verdict_of,
     worst_jump,
 )
 
-NUM_PEERS = 4
 START_LIMIT_S, SETTLE_LIMIT_S = 180.0, 240.0
 STOP_S, FULL_S, DOWN_S = 20.0, 30.0, 5.0
 SHORTEST_CUT_S, LONGEST_CUT_S = 5.0, 30.0
@@ -208,13 +206,8 @@ def _signal(targets: Iterable[psutil.Process], number: signal.Signals) -> None:
 
 def part_of(tree: Sequence[psutil.Process], target: psutil.Process) -> str:
     """Name a process of a peer by its place in the tree."""
-    if target is tree[0]:
-        return "its first process"
     with contextlib.suppress(psutil.NoSuchProcess):
-        if "python" not in target.name():
-            return target.name()
-        siblings = [one for one in tree[1:] if "python" in one.name()]
-        return f"its child process {siblings.index(target) + 1} of {len(siblings)}"
+        return f"{target.name()}, its process {tree.index(target) + 1} of {len(tree)}"
     return "one that had just ended"
 
 
@@ -255,7 +248,7 @@ class Report:
 def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
     """Train while everything fails, then let all come back, end all, and judge."""
     report = Report(seed, seconds)
-    with Keeper(folder, NUM_PEERS, mode="auto") as keeper:
+    with Keeper(folder) as keeper:
         keeper.start_all(START_LIMIT_S)
         began = time.monotonic()
         chaos = Chaos(keeper, plan(seed, num_faults, seconds))
@@ -308,10 +301,10 @@ def text_of(report: Report) -> str:
     kinds: dict[str, list[float]] = defaultdict(list)
     for fault in report.faults:
         kinds[fault.kind].append(math.inf if fault.back_s is None else fault.back_s)
-    lines = ["", "| fault | struck | its peer steps with another after, s (median, most) |", "|---|---|---|"]
-    for kind, times in kinds.items():
-        lines.append(f"| {kind} | {len(times)} | {statistics.median(times):.1f}, {max(times):.1f} |")
-    lines += [
+    columns = ("fault", "struck", "its peer steps with another after, s")
+    lines = [
+        "",
+        table(columns, ((kind, f"{len(times)}", spread(times, ".1f")) for kind, times in kinds.items())),
         "",
         f"seed {report.seed}: {len(report.faults)} faults in {report.seconds / 60:.0f} min, "
         f"lives of the peers {report.lives}, {report.steps} steps, {report.failed_rounds} failed rounds",
@@ -321,7 +314,8 @@ def text_of(report: Report) -> str:
         f"{report.leases_lost} leases lost",
         f"left after SIGTERM within {max(report.leaving_s, default=math.nan):.1f} s",
         f"warnings: {report.warnings}",
-        *verdict_of(report.verdict),
+        "verdict: " + ("NOT as promised" if report.verdict else "all that was promised held"),
+        *(f"- {sentence}" for sentence in report.verdict),
     ]
     return "\n".join(lines)
 

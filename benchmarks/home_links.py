@@ -25,9 +25,8 @@ longer, plus a minute, is given up. The time counts; what it holds does not, as 
 One that never commits a joint step has 0.
 
 **Blocked** is the share of the window that the thread of the peer which waited more spent in `step()`
-beyond the median call, which only accounts for one sample. That call itself, on this machine's CPU, bounds
-the utilisation: **bound** is 0.2 s over 0.2 s and the median call. **Bytes** are counted by the router on
-both uplinks together, over the window's samples.
+beyond the median call, which only accounts for one sample. **Bytes** are counted by the router on both
+uplinks together, over the window's samples.
 
 Both peers begin together, from the same weights, so that a state download is no part of it (`joining.py`).
 Below the tables stand the reasons for which rounds failed, what mode auto said of its pace, and how many
@@ -41,10 +40,8 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,21 +52,22 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
-from benchmarks.kit.paced_peers import LORA, PACE_S, POLL_S, SIDES, Peers
+from benchmarks.kit.paced_peers import LORA, POLL_S, SIDES, Peers
 from tests.kit.figures import (
     Adapted,
     Joint,
     Told,
-    Window,
     blocked_s,
     calls_in,
+    counted,
     find_joint,
     find_window,
     median_of,
     reasons_of,
+    spread,
+    table,
     utilisation,
 )
-from tests.kit.wan import Counters, address_of
 from trahiv_cli.swarm.codecs import CODECS
 
 PATIENCE_S = 60.0
@@ -94,9 +92,6 @@ class Result:
     blocked: list[float]
     """Share of the window, by peer."""
 
-    call_ms: list[float]
-    """The median call of `step()`, by peer."""
-
     longest_stall_s: list[float]
     """The longest call of `step()` in the window, by peer."""
 
@@ -112,47 +107,9 @@ class Result:
     adapted_after: tuple[int, float] | None
     """Joint steps and seconds from then until mode auto first went over to a lighter pace."""
 
-    first_step_s: float | None
-    """From the moment when both began to train."""
-
     def __str__(self) -> str:
         """Say the most important, for a person who waits."""
         return f"{self.utilisation:.3f} ({self.steps} steps in {self.seconds:.0f} s)"
-
-
-def _result(
-    name: str,
-    scenario: Scenario,
-    told: list[Told],
-    window: Window,
-    began: float,
-    fell_at: float | None,
-    traffic: list[tuple[float, Counters]],
-) -> Result:
-    joint = find_joint(told)
-    seconds = window.end - window.start
-    calls = [calls_in(window, one) for one in told]
-    times = [at for at, _ in traffic]
-    first, last = (
-        traffic[min(bisect.bisect_left(times, at), len(times) - 1)][1] for at in (window.start, window.end)
-    )
-    sent = sum(last.up_bytes) - sum(first.up_bytes)
-    return Result(
-        side=name,
-        link=scenario.name,
-        utilisation=utilisation(window, scenario.paces_s),
-        steps=window.steps,
-        seconds=seconds,
-        bytes_per_sample=sent / window.samples if window.samples else None,
-        blocked=[blocked_s(took) / seconds for took in calls],
-        call_ms=[1e3 * statistics.median(took) if took else 0.0 for took in calls],
-        longest_stall_s=[max(took, default=seconds) for took in calls],
-        reasons=reasons_of(told),
-        adapted=[replace(news, at=news.at - window.start) for one in told for news in one.adapted],
-        fell_after_s=fell_at - window.start if fell_at else None,
-        adapted_after=adaptation(told, fell_at) if fell_at else None,
-        first_step_s=joint[0].at - began if joint else None,
-    )
 
 
 def is_lighter(one: Adapted) -> bool:
@@ -186,13 +143,9 @@ def measure(name: str, scenario: Scenario, seconds: float) -> Result:
     side = SIDES[name]
     samples = LORA.target_batch_size * side.pace.steps_per_round
     patience_s = max(seconds, 2 * samples / sum(1 / pace_s for pace_s in scenario.paces_s)) + PATIENCE_S
-    with scenario.network() as wan, Peers(wan.spawn) as peers:
-        for number, pace_s in enumerate(scenario.paces_s):
-            peers.start(side, LORA, pace_s, address_of(number))
-            peers.wait_until_ready()
-        peers.go(range(len(peers.told)))
-        began = last_step_at = time.monotonic()
-        traffic = [(began, wan.counters())]
+    with scenario.network() as wan, Peers(spawn=wan.spawn) as peers:
+        began = last_step_at = peers.start_all(side, LORA, scenario.paces_s)
+        times, traffic = [began], [wan.sent_bytes()]
         joint: list[Joint] = []
         is_closed, fell_at = False, None
         while not is_closed and time.monotonic() < last_step_at + patience_s:
@@ -200,61 +153,66 @@ def measure(name: str, scenario: Scenario, seconds: float) -> Result:
                 joint = find_joint(peers.told)
                 last_step_at = max([began, *(one.at for one in joint)])
             now = time.monotonic()
-            if now >= traffic[-1][0] + POLL_S:
-                traffic.append((now, wan.counters()))
             window, is_closed = find_window(joint, seconds, began, now)
+            if is_closed or now >= times[-1] + POLL_S:
+                times.append(now)
+                traffic.append(wan.sent_bytes())
             is_half = bool(joint) and now >= window.start + seconds / 2
             if scenario.falls_to_mbit and is_half and fell_at is None:
                 fell_at = now
-                for host in range(len(peers.told)):
-                    wan.set_link(host, scenario.falls_to_mbit, scenario.falls_to_mbit)
-        traffic.append((time.monotonic(), wan.counters()))
-        return _result(name, scenario, peers.told, window, began, fell_at, traffic)
-
-
-def _of(results: Sequence[Result], link: str, side: str) -> list[Result]:
-    return [one for one in results if (one.link, one.side) == (link, side)]
+                wan.set_rate(scenario.falls_to_mbit)
+    length, told = window.end - window.start, peers.told
+    calls = [calls_in(window, one) for one in told]
+    first, last = (
+        traffic[min(bisect.bisect_left(times, at), len(times) - 1)] for at in (window.start, window.end)
+    )
+    return Result(
+        side=name,
+        link=scenario.name,
+        utilisation=utilisation(window, scenario.paces_s),
+        steps=window.steps,
+        seconds=length,
+        bytes_per_sample=(last - first) / window.samples if window.samples else None,
+        blocked=[blocked_s(took) / length for took in calls],
+        longest_stall_s=[max(took, default=length) for took in calls],
+        reasons=reasons_of(told),
+        adapted=[replace(news, at=news.at - window.start) for one in told for news in one.adapted],
+        fell_after_s=fell_at - window.start if fell_at else None,
+        adapted_after=adaptation(told, fell_at) if fell_at else None,
+    )
 
 
 def tables(results: Sequence[Result]) -> str:
     """Lay the medians out as Markdown."""
     links, sides = (list(dict.fromkeys(getattr(one, of) for one in results)) for of in ("link", "side"))
-    lines = [f"| link, up and down | {' | '.join(sides)} |", "|---" * (1 + len(sides)) + "|"]
-    for link in links:
-        cells = []
-        for side in sides:
-            all_of = sorted(one.utilisation for one in _of(results, link, side))
-            spread = f" ({all_of[0]:.2f}-{all_of[-1]:.2f})" if len(all_of) > 1 else ""
-            cells.append(f"{median_of(all_of):.3f}{spread}")
-        lines.append(f"| {link} | {' | '.join(cells)} |")
-    lines += [
-        "",
-        "| link | side | kB a sample | blocked | longest stall, s | `step()`, ms | bound "
-        "| first joint step, s | joint steps | failed rounds |",
-        "|---" * 10 + "|",
-    ]
-    for link in links:
-        for side in sides:
-            runs = _of(results, link, side)
-            call_ms = median_of(statistics.fmean(one.call_ms) for one in runs)
-            numbers = (
-                f"{median_of(one.bytes_per_sample for one in runs) / 1e3:.1f}",
-                f"{median_of(max(one.blocked) for one in runs):.3f}",
-                f"{median_of(max(one.longest_stall_s) for one in runs):.1f}",
-                f"{call_ms:.1f}",
-                f"{PACE_S / (PACE_S + call_ms / 1e3):.3f}",
-                f"{median_of(one.first_step_s for one in runs):.0f}",
-                f"{median_of(float(one.steps) for one in runs):g}",
-                f"{median_of(float(len(one.reasons)) for one in runs):g}",
-            )
-            lines.append(f"| {link} | {side} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+    runs = {
+        (link, side): [one for one in results if (one.link, one.side) == (link, side)]
+        for link in links
+        for side in sides
+    }
+    by_link = (
+        (link, *(spread([one.utilisation for one in runs[link, side]], ".3f") for side in sides))
+        for link in links
+    )
+    rows = (
+        (
+            *names,
+            f"{median_of(one.bytes_per_sample for one in own) / 1e3:.1f}",
+            f"{median_of(max(one.blocked) for one in own):.3f}",
+            f"{median_of(max(one.longest_stall_s) for one in own):.1f}",
+            f"{median_of(float(one.steps) for one in own):g}",
+            f"{median_of(float(len(one.reasons)) for one in own):g}",
+        )
+        for names, own in runs.items()
+    )
+    columns = ("link", "side", "kB a sample", "blocked", "longest stall, s", "joint steps", "failed rounds")
+    return "\n\n".join((table(("link, up and down", *sides), by_link), table(columns, rows)))
 
 
 def story(one: Result) -> list[str]:
     """Tell why rounds failed, and what mode auto said."""
     name = f"{one.link}, {one.side}"
-    lines = [f"- {name}: {times} x {reason}" for reason, times in Counter(one.reasons).most_common()]
+    lines = counted(name, one.reasons)
     said: dict[str, float] = {}
     for news in one.adapted:  # each peer says it
         said[news.why] = min(news.at, said.get(news.why, news.at))

@@ -12,7 +12,6 @@ started, knows the first one's address, and must get its state. Told, from the s
 - the first **joint** step, that both peers have committed; `tests/kit/figures.py` says what that is;
 - **downloads**: how often it took over the others' state until then, or steps that they had taken without it.
   A second one means that they were ahead when the first was done;
-- **MB**: what the router brought to it until that sample, headers included;
 - the longest call of **the donor's** `step()` from the start of the joiner's process to that sample.
 
 What had not happened after `--limit` seconds is `never`. Plain hivemind does not say when bytes come. If
@@ -23,22 +22,21 @@ weights. Needs root.
 from __future__ import annotations
 
 import argparse
-import bisect
 import math
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
 from benchmarks.kit.paced_peers import LORA, SIDES, Peers
-from tests.kit.figures import Told, find_joint
+from tests.kit.figures import Told, counted, find_joint, table
 from tests.kit.wan import address_of
 
 DONOR, JOINER = 0, 1
@@ -46,6 +44,10 @@ ROUNDS_BEFORE = 1.5
 """That the donor trains alone: at step 0 there would be no state to get."""
 
 DEFAULT_SIDES = ("auto", "sync-float16", "streaming-10", "hivemind")
+COLUMNS = (
+    *("link", "side", "first byte, s", "all bytes, s", "first sample, s", "from the first byte, s"),
+    *("joint step, s", "downloads", "donor's longest `step()`, s"),
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,6 @@ class Joining:
     sample_s: float | None
     joint_s: float | None
     downloads: int
-    state_bytes: int | None
-    """Of what was to be downloaded first."""
-
-    received_bytes: int
     donor_stall_s: float
     reasons: list[str]
     """Why rounds and downloads failed, as both peers tell it."""
@@ -73,54 +71,26 @@ class Joining:
         return f"seconds to the first sample: {sample}, joint step: {joint}; downloads: {self.downloads}"
 
 
-def joining_of(
-    name: str,
-    link: str,
-    told: Sequence[Told],
-    started: float,
-    limit: float,
-    received: Sequence[tuple[float, int]],
-) -> Joining:
-    """Tell from the news how a peer joined.
-
-    Args:
-        name: of the side.
-        link: its name.
-        told: what donor and joiner have told.
-        started: when the joiner's process was.
-        limit: when the run was over.
-        received: the bytes that the joiner's link had brought by several times, in their order.
-    """
+def joining_of(name: str, link: str, told: Sequence[Told], started: float, limit: float) -> Joining:
+    """Tell how a peer joined from what donor and joiner told, its start, and the end of the run."""
     donor, joiner = told
     joint = next((one.at for one in find_joint(told)), None)
     adopted = [at for at in joiner.adopted if at <= (joint or limit)]
     begun = (at for at, took in joiner.calls if adopted and at - took >= adopted[-1])
     sample = next(begun, None)
     until = sample or limit
-    coming = [one for one in joiner.downloading if one[1] > 0]
-    first_at, _, state_bytes = coming[0] if coming else (None, None, None)
-    last_at = next((at for at, num_bytes, total in coming if num_bytes == total), None)
-
-    def since(at: float | None) -> float | None:
-        return None if at is None else at - started
-
-    def brought(at: float) -> int:
-        place = bisect.bisect_left(received, (at, 0))
-        return received[min(place, len(received) - 1)][1]
-
+    stalls = (took for at, took in donor.calls if started < at <= until)
     return Joining(
         side=name,
         link=link,
-        first_byte_s=since(first_at),
-        last_byte_s=since(last_at),
-        sample_s=since(sample),
-        joint_s=since(joint),
-        downloads=len(adopted),
-        state_bytes=state_bytes,
-        received_bytes=brought(until) - brought(started),
-        donor_stall_s=max(
-            (took for at, took in donor.calls if started < at <= until), default=until - started
+        first_byte_s=_between(started, next((at for at, have, _ in joiner.downloading if have), None)),
+        last_byte_s=_between(
+            started, next((at for at, have, total in joiner.downloading if have == total > 0), None)
         ),
+        sample_s=_between(started, sample),
+        joint_s=_between(started, joint),
+        downloads=len(adopted),
+        donor_stall_s=max(stalls, default=until - started),
         reasons=[*donor.failures, *joiner.failures],
     )
 
@@ -135,7 +105,7 @@ def measure(name: str, scenario: Scenario, limit_s: float) -> Joining:
     """Have one peer join once, and wait until both have committed a step, or for `limit_s`."""
     side = SIDES[name]
     alone = ROUNDS_BEFORE * LORA.target_batch_size * side.pace.steps_per_round
-    with scenario.network() as wan, Peers(wan.spawn) as peers:
+    with scenario.network() as wan, Peers(spawn=wan.spawn) as peers:
 
         def start(number: int) -> None:
             pace_s, host = scenario.paces_s[number], address_of(number)
@@ -145,38 +115,29 @@ def measure(name: str, scenario: Scenario, limit_s: float) -> Joining:
         start(DONOR)
         while len(peers.told[DONOR].calls) < alone:
             peers.listen()
-        started = now = time.monotonic()
-        received = [(started, wan.counters().down_bytes[JOINER])]
+        started = time.monotonic()
         start(JOINER)
-        while now < started + limit_s:
+        while time.monotonic() < started + limit_s:
             if peers.listen() and find_joint(peers.told):
                 break
-            now = time.monotonic()
-            received.append((now, wan.counters().down_bytes[JOINER]))
-        return joining_of(name, scenario.name, peers.told, started, now, received)
+        return joining_of(name, scenario.name, peers.told, started, time.monotonic())
 
 
-def table(results: Sequence[Joining]) -> str:
-    """Lay the medians out as Markdown."""
-    lines = [
-        "| link | side | first byte, s | all bytes, s | first sample, s | from the first byte, s "
-        "| joint step, s | downloads | MB | donor's longest `step()`, s |",
-        "|---" * 10 + "|",
-    ]
+def rows(results: Sequence[Joining]) -> Iterator[tuple[str, ...]]:
+    """Give the medians, one row for each side on each link."""
     for link, side in dict.fromkeys((one.link, one.side) for one in results):
         runs = [one for one in results if (one.link, one.side) == (link, side)]
-        numbers = (
+        yield (
+            link,
+            side,
             say_median(one.first_byte_s for one in runs),
             say_median(_between(one.first_byte_s, one.last_byte_s) for one in runs),
             say_median(one.sample_s for one in runs),
             say_median(_between(one.first_byte_s, one.sample_s) for one in runs),
             say_median(one.joint_s for one in runs),
             f"{statistics.median(one.downloads for one in runs):g}",
-            f"{statistics.median(one.received_bytes for one in runs) / 1e6:.1f}",
             f"{statistics.median(one.donor_stall_s for one in runs):.2f}",
         )
-        lines.append(f"| {link} | {side} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
 
 
 def _between(start: float | None, end: float | None) -> float | None:
@@ -190,10 +151,8 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600, help="s after which a joiner is given up")
     options = parser.parse_args()
     results = run_cells(cells_of(options, partial(measure, limit_s=options.limit)), options.json)
-    print(table(results))
-    for one in results:
-        for reason, times in Counter(one.reasons).most_common():
-            print(f"- {one.link} Mbit/s, {one.side}: {times} x {reason}")
+    reasons = (counted(f"{one.link} Mbit/s, {one.side}", one.reasons) for one in results)
+    print(table(COLUMNS, rows(results)), *chain.from_iterable(reasons), sep="\n")
 
 
 if __name__ == "__main__":

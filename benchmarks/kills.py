@@ -1,6 +1,6 @@
 """What SIGKILL costs: all peers killed at once, ten times in a row; one of them killed each minute.
 
-    .venv/bin/python benchmarks/kills.py [--times 10] [--minutes 10] [--peers 4] [--json FILE]
+    .venv/bin/python benchmarks/kills.py [--times 10] [--minutes 10] [--json FILE]
 
 The peers are those of `benchmarks/kit/keeper.py`: the real command, and a supervisor that starts a peer again
 that has ended, after 3 s.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.keeper import Keeper, KeptPeer
+from tests.kit.figures import spread, table
 from tests.kit.verdicts import Event
 
 START_LIMIT_S = 180.0
@@ -131,21 +131,10 @@ def text_of(revivals: Sequence[Revival], cost: Cost | None) -> str:
     """Say what came of it."""
     lines = []
     if revivals:
-        lines = [
-            "| time | saved | reached | went on with | a step after, s | all together after, s |",
-            "|---|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {number} | {one.saved} | {one.reached} | {one.went_on} "
-            f"| {one.step_s:.1f} | {one.together_s:.1f} |"
-            for number, one in enumerate(revivals, 1)
-        ]
-        times = [one.step_s for one in revivals]
-        lines += [
-            "",
-            f"a step after {statistics.median(times):.1f} s (median), {max(times):.1f} s (most)",
-            "",
-        ]
+        columns = ("saved", "reached", "went on with", "a step after, s", "all together after, s")
+        rows = ([f"{value:.4g}" for value in vars(one).values()] for one in revivals)
+        step_s = spread((one.step_s for one in revivals), ".1f")
+        lines = [table(columns, rows), "", f"a step after {step_s} s", ""]
     if cost is not None:
         lines += [
             f"{cost.kills} kills in {cost.minutes:.0f} min: the others trained {cost.rate:.2f} samples/s, "
@@ -160,15 +149,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--times", type=int, default=10, help="that all are killed at once")
     parser.add_argument("--minutes", type=float, default=10, help="with a kill in each")
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--mode", default="auto")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     revivals: list[Revival] = []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Keeper(Path(folder) / "run", options.peers, options.mode) as keeper,
-    ):
+    with tempfile.TemporaryDirectory() as folder, Keeper(Path(folder) / "run") as keeper:
         keeper.start_all(START_LIMIT_S)
         for _ in range(options.times):
             revivals.append(kill_all(keeper))

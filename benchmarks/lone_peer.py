@@ -18,9 +18,9 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging
@@ -34,25 +34,18 @@ from trahiv_cli.train.trainer import SwarmTrainer
 BATCH = 8
 LOCAL_STEPS_PER_STEP = 8
 SAMPLES_PER_STEP = BATCH * LOCAL_STEPS_PER_STEP
-RECIPE = Path(__file__).with_name("llama.yaml")
+RECIPE = load_recipe(Path(__file__).with_name("llama.yaml")).recipe
 STEPS_A_CHECKPOINT = 2
 
 
-class Blocks(Dataset):
-    """Random tokens in the shape of the recipe's blocks: speed does not depend on what they say."""
-
-    def __init__(self, count: int, length: int) -> None:
-        self._tokens = torch.randint(3, 259, (count, length), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
+def samples(count: int, length: int) -> list[dict[str, torch.Tensor]]:
+    """Draw tokens in the shape of the recipe's blocks: speed does not depend on what they say."""
+    tokens = torch.randint(3, 259, (count, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": one, "labels": one} for one in tokens]
 
 
 class Clock(TrainerCallback):
-    """Seconds from the first local step on, start-up left out."""
+    """Seconds from the first swarm step on, start-up left out."""
 
     def __init__(self) -> None:
         self.began = self.ended = 0.0
@@ -64,40 +57,34 @@ class Clock(TrainerCallback):
             self.began = time.perf_counter()
         self.ended = time.perf_counter()
 
+    on_substep_end = on_step_end  # of a Trainer that accumulates by itself
+
     @property
     def samples_per_second(self) -> float:
         return (self.local_steps - LOCAL_STEPS_PER_STEP) * BATCH / (self.ended - self.began)
 
 
 def arguments(folder: Path, steps: int) -> TrainingArguments:
-    recipe = load_recipe(RECIPE).recipe
     return TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=BATCH,
-        learning_rate=recipe.training.learning_rate, weight_decay=recipe.training.weight_decay,
+        learning_rate=RECIPE.training.learning_rate, weight_decay=RECIPE.training.weight_decay,
         warmup_steps=2, max_grad_norm=1.0, optim="adamw_torch_fused", lr_scheduler_type="cosine",
         logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False, seed=42,
     )  # fmt: skip
 
 
-def plain(folder: Path, data: Blocks, steps: int) -> float:
+def plain(folder: Path, data: list[Any], steps: int) -> float:
     args = arguments(folder, steps)
     args.gradient_accumulation_steps = LOCAL_STEPS_PER_STEP
-    clock = Substeps()
+    clock = Clock()
     trainer = Trainer(model=model(), args=args, train_dataset=data, callbacks=[clock])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     return clock.samples_per_second
 
 
-class Substeps(Clock):
-    """The same clock for a Trainer that accumulates by itself."""
-
-    def on_substep_end(self, args, state, control, **_):
-        self.on_step_end(args, state, control)
-
-
-def swarm(folder: Path, data: Blocks, steps: int, *, saves: bool = False) -> float:
+def swarm(folder: Path, data: list[Any], steps: int, *, saves: bool = False) -> float:
     clock, args = Clock(), arguments(folder, steps)
     if saves:
         args.save_strategy, args.save_steps = "steps", STEPS_A_CHECKPOINT
@@ -113,8 +100,7 @@ def swarm(folder: Path, data: Blocks, steps: int, *, saves: bool = False) -> flo
 
 
 def model() -> torch.nn.Module:
-    recipe = load_recipe(RECIPE).recipe
-    return build_model(recipe, build_tokenizer(recipe))
+    return build_model(RECIPE, build_tokenizer(RECIPE))
 
 
 def main() -> None:
@@ -123,8 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps a turn")
     options = parser.parse_args()
     logging.set_verbosity_error()
-    length = load_recipe(RECIPE).recipe.clm.max_length
-    data = Blocks(SAMPLES_PER_STEP * (options.steps + 1), length)
+    data = samples(SAMPLES_PER_STEP * (options.steps + 1), RECIPE.clm.max_length)
     sides = [("plain", plain), ("swarm", swarm), ("saving", partial(swarm, saves=True))]
     ratios, costs = [], []
     for turn in range(1, options.turns + 1):
@@ -137,7 +122,7 @@ def main() -> None:
         print(f"turn {turn}: " + ", ".join(f"{name} {speeds[name]:.1f}" for name, _ in sides) + " samples/s")
     print(f"median ratio {statistics.median(ratios):.3f} (min {min(ratios):.3f}, max {max(ratios):.3f})")
     cost = statistics.median(costs)
-    apart = load_recipe(RECIPE).recipe.training.save_steps * SAMPLES_PER_STEP / speeds["swarm"]
+    apart = RECIPE.training.save_steps * SAMPLES_PER_STEP / speeds["swarm"]
     print(f"a checkpoint costs {cost:.3f} s, {100 * cost / apart:.2f} % of the {apart:.0f} s between two")
 
 

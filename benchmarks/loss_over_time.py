@@ -36,12 +36,11 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +49,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.cells import Cell, Scenario, run_cells
-from benchmarks.kit.paced_peers import (
-    GO,
-    OURS,
-    POLL_S,
-    Entry,
-    OurPeer,
-    Peers,
-    Side,
-    Workload,
-    become_peer,
-    hear,
-)
-from tests.kit.figures import PeerEnded, median_of
-from tests.kit.wan import PROCESSES, address_of
+from benchmarks.kit.paced_peers import GO, OURS, Entry, OurPeer, Peers, Side, Workload, as_peer
+from tests.kit.figures import PeerEnded, counted, median_of, reasons_of, spread, table
+from tests.kit.wan import PROCESSES
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.load import load_recipe
 
@@ -85,8 +73,7 @@ LEARNING_RATES = {"trained": 8e-4, "scratch": BASE_LEARNING_RATE}
 docs/modes.md: the more a run has to learn, the more they lag behind."""
 
 WEIGHT_DECAY, MAX_GRAD_NORM, WARMUP_SHARE = 0.1, 1.0, 0.1
-HELD_OUT, EVAL_BATCH = 128, 16
-COPIES = 12
+HELD_OUT, EVAL_BATCH, COPIES = 128, 16, 12
 PATIENCE_S = 600.0
 """A peer that takes no step for so long gives up; a round of 100 local steps takes 400 s."""
 
@@ -132,9 +119,6 @@ class Trained:
     history: str
     """Equal in peers that hold the same weights."""
 
-    reasons: list[str]
-    """Why rounds failed."""
-
     late: float
     """Share of its batches that took the CPU longer than the pace allows."""
 
@@ -151,19 +135,13 @@ class Copy:
     weights: list[torch.Tensor]
 
 
-def is_due(share: float, before: float) -> bool:
-    """Say whether a twelfth of the run ends after the share `before`, and not after `share`."""
-    return math.floor(share * COPIES) > math.floor(before * COPIES)
-
-
 def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
     """Enter the swarm, say so; once told to, train; then evaluate as often as told to.
 
-    Sends through `pipe`: its address, as `News`; `Trained`; for each evaluation all `Point`s, with times on
-    the clock that all processes share; an error that ends it, as `News`.
+    Sends `News` through `pipe`; among the answers are `Trained`, and for each evaluation all `Point`s, with
+    times on the clock that all processes share.
     """
-    become_peer(entry)
-    try:
+    with as_peer(pipe, entry):
         trainee, schedule = Trainee(plan.seed, order=entry.number, base=plan.base), Schedule(plan)
         peer = OurPeer(
             entry,
@@ -178,13 +156,10 @@ def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
         pipe.send(("address", peer.address))
         if pipe.recv() == GO:
             trained, copies = _train(pipe, peer, trainee, schedule, entry.pace_s)
-            pipe.send(trained)
+            pipe.send(("answers", trained))
             while pipe.recv() == GO:
-                pipe.send(trainee.evaluate(copies))
+                pipe.send(("answers", trainee.evaluate(copies)))
         peer.close()
-    except Exception:
-        pipe.send(("ended", traceback.format_exc()))
-        raise
 
 
 def _train(
@@ -193,7 +168,6 @@ def _train(
     """Train until the run is over, or something comes through the pipe."""
     optimizer, samples = peer.optimizer, iter(trainee)
     copies = [Copy(0.0, 0, time.monotonic(), trainee.copy())]
-    reasons: list[str] = []
     count = late = 0
     stepped_at = time.monotonic()
     while schedule.share(optimizer.local_epoch) < 1 and not pipe.poll():
@@ -205,15 +179,16 @@ def _train(
         count, late = count + 1, late + (spare_s < 0)
         time.sleep(max(0.0, spare_s))
         optimizer.step(batch_size=BATCH)
-        reasons += [one for one in peer.news() if isinstance(one, str)]
+        for one in peer.news():
+            pipe.send(one)
         if optimizer.local_epoch > step:
             stepped_at, done = time.monotonic(), schedule.share(optimizer.local_epoch)
-            if is_due(done, copies[-1].share):
+            if math.floor(done * COPIES) > math.floor(copies[-1].share * COPIES):
                 with optimizer.agreed_weights():
                     copies.append(Copy(done, optimizer.history.samples, stepped_at, trainee.copy()))
         elif time.monotonic() > stepped_at + PATIENCE_S:
-            raise TimeoutError(f"no step for {PATIENCE_S:.0f} s: {Counter(reasons)}")
-    return Trained(optimizer.history.digest.hex(), reasons, late / max(1, count)), copies
+            raise TimeoutError(f"no step for {PATIENCE_S:.0f} s")
+    return Trained(optimizer.history.digest.hex(), late / max(1, count)), copies
 
 
 class Schedule:
@@ -362,37 +337,30 @@ class Run:
         return f"{last.loss:.4f} after {last.samples} samples in {last.seconds:.0f} s"
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """Write a median, and the range if there are several."""
-    if not values:
-        return "-"
-    low, high = (format(limit(values), form) for limit in (min, max))
-    return f"{median_of(values):{form}}" + (f" ({low} to {high})" if len(values) > 1 else "")
+COLUMNS = (
+    *("side", "final eval loss", "against sync, %", "samples", "wall time, s"),
+    *("kB a sample", "failed rounds", "late"),
+)
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Lay the medians out as Markdown, sides in the order in which they come."""
-    lines = [
-        "| side | final eval loss | against sync, % | samples | wall time, s "
-        "| kB a sample | failed rounds | late |",
-        "|---" * 8 + "|",
-    ]
+def rows(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
+    """Give the medians, one row for each side, in the order in which they come."""
     sync = {run.seed: run.points[-1].loss for run in runs if run.side == SYNC}
     for side in dict.fromkeys(run.side for run in runs):
         own = [run for run in runs if run.side == side]
         last = [run.points[-1] for run in own]
-        against = [100 * (run.points[-1].loss / sync[run.seed] - 1) for run in own if run.seed in sync]
-        cells = (
-            spread([one.loss for one in last], ".4f"),
-            spread(against, "+.2f"),
+        yield (
+            side,
+            spread((one.loss for one in last), ".4f"),
+            spread(
+                (100 * (run.points[-1].loss / sync[run.seed] - 1) for run in own if run.seed in sync), "+.2f"
+            ),
             f"{median_of(one.samples for one in last):.0f}",
             f"{median_of(one.seconds for one in last):.0f}",
             f"{median_of(run.bytes_sent / run.points[-1].samples for run in own) / 1e3:.1f}",
             f"{median_of(float(len(run.reasons)) for run in own):g}",
             f"{median_of(run.late for run in own):.3f}",
         )
-        lines.append(f"| {side} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 # -- in the parent --------------------------------------------------------------------------------
@@ -405,44 +373,26 @@ def measure(name: str, plan: Plan) -> Run:
         PeerEnded: a peer has ended, or the peers did not stay together.
     """
     side, scenario = SIDES[name], Scenario("home", RATE_MBIT, paces_s=(PACE_S, PACE_S))
-    with scenario.network() as wan, Peers(wan.spawn, partial(run_trainer, plan)) as peers:
-        for number, pace_s in enumerate(scenario.paces_s):
-            peers.start(side, STEP, pace_s, address_of(number))
-            peers.wait_until_ready()
-        before, began = wan.counters(), time.monotonic()
-        peers.go(range(len(peers.pipes)))
-        trained: list[Trained] = _answers(peers.pipes)
-        after = wan.counters()
+    with scenario.network() as wan, Peers(partial(run_trainer, plan), wan.spawn) as peers:
+        began, before = peers.start_all(side, STEP, scenario.paces_s), wan.sent_bytes()
+        while not all(one.answers for one in peers.told):
+            peers.listen()
+        trained: list[Trained] = [one.answers.pop() for one in peers.told]
+        sent = wan.sent_bytes() - before
         if len({one.history for one in trained}) > 1:
             raise PeerEnded("the peers hold different histories at the end")
         peers.go([0])
-        points: list[Point] = _answers(peers.pipes[:1])[0]
+        while not peers.told[0].answers:
+            peers.listen()
+        points: list[Point] = peers.told[0].answers.pop()
     return Run(
         side=name,
         seed=plan.seed,
         points=[replace(point, seconds=max(0.0, point.seconds - began)) for point in points],
-        bytes_sent=sum(after.up_bytes) - sum(before.up_bytes),
-        reasons=[reason for one in trained for reason in one.reasons],
+        bytes_sent=sent,
+        reasons=reasons_of(peers.told),
         late=max(one.late for one in trained),
     )
-
-
-def _answers(pipes: Sequence[Connection]) -> list[Any]:
-    """Wait for what each of some peers sends next.
-
-    Raises:
-        PeerEnded: one has ended.
-    """
-    answers: dict[Connection, Any] = {}
-    while len(answers) < len(pipes):
-        for pipe in wait([pipe for pipe in pipes if pipe not in answers], POLL_S):
-            assert isinstance(pipe, Connection)
-            match next(hear(pipe)):
-                case "ended", why:
-                    raise PeerEnded(why)
-                case answer:
-                    answers[pipe] = answer
-    return [answers[pipe] for pipe in pipes]
 
 
 def make_bases(folder: Path, seeds: Sequence[int]) -> dict[int, Path]:
@@ -490,10 +440,8 @@ def main() -> None:
             for plan in plans
         ]
         runs: list[Run] = run_cells(cells, options.json)
-    print(table(runs))
-    for run in runs:
-        for reason, times in Counter(run.reasons).most_common():
-            print(f"- {run.side}, seed {run.seed}: {times} x {reason}")
+    reasons = (counted(f"{run.side}, seed {run.seed}", run.reasons) for run in runs)
+    print(table(COLUMNS, rows(runs)), *chain.from_iterable(reasons), sep="\n")
 
 
 if __name__ == "__main__":

@@ -27,33 +27,34 @@ A size whose peers don't fit into free memory is left out, and that is said.
 from __future__ import annotations
 
 import argparse
-import json
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Self
 
 import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
+from benchmarks.kit.cells import Cell, run_cells
 from benchmarks.kit.paced_peers import OURS, SIDES, Peers, Workload
 from tests.kit.figures import (
     PeerEnded,
     blocked_s,
     calls_in,
+    counted,
     find_joint,
     find_window,
     reasons_of,
+    table,
     utilisation,
 )
-from tests.kit.processes import cpu_s, memory_bytes, tree_of
+from tests.kit.processes import cpu_s, memory_bytes
 from tests.kit.wan import PROCESSES
 from trahiv_cli.swarm.codecs import CODECS
 
@@ -65,7 +66,18 @@ HOST = "127.0.0.1"
 PEER_BYTES, SPARE_BYTES = 6 * 2**27, 2**30
 """What is asked for a peer, somewhat more than it takes, and what is left for others."""
 
-PATIENCE_S, PATIENCE_STEPS, END_LIMIT_S = 60.0, 4, 5.0
+PATIENCE_S, PATIENCE_STEPS = 60.0, 4
+COLUMNS = (
+    *(
+        "peers",
+        "utilisation",
+        "of the first",
+        "CPU of a peer, s a step",
+        "kB of a peer and round",
+        "quotient",
+    ),
+    *("of the first", "blocked", "joint steps", "failed rounds", "memory of a peer, MiB", "load"),
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +86,6 @@ class Result:
 
     side: str
     peers: int
-    pace_s: float
-    """Seconds for a sample."""
-
     utilisation: float
     steps: int
     seconds: float
@@ -94,10 +103,6 @@ class Result:
     blocked: float
     """Share of the window, mean of the peers."""
 
-    longest_stall_s: float
-    call_ms: float
-    """The median call of `step()`, of all peers."""
-
     reasons: list[str]
     """Why rounds failed, as all peers tell it."""
 
@@ -106,35 +111,6 @@ class Result:
 
     load: float
     """Share of the machine's processors, over the window."""
-
-
-class Loopback:
-    """Starts peers' processes on 127.0.0.1, and ends what is left of them when the `with` block is over."""
-
-    def __init__(self) -> None:
-        self._started: list[Any] = []
-
-    def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
-        """See `Wan.spawn`; all hosts are this one."""
-        del host
-        process = PROCESSES.Process(target=function, args=arguments)
-        process.start()
-        self._started.append(process)
-        return process
-
-    def processes(self) -> list[psutil.Process]:
-        """Find all processes of all peers."""
-        return [one for process in self._started for one in tree_of(process.pid)]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        left = self.processes()
-        for one in left:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
-        psutil.wait_procs(left, END_LIMIT_S)
 
 
 def encoded_bytes(name: str) -> int:
@@ -158,14 +134,8 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
     """
     side = SIDES[name]
     workload = Workload(SHAPES, SAMPLES_A_STEP * num_peers)
-    with Loopback() as machine, Peers(machine.spawn) as peers:
-        for number in range(num_peers):
-            peers.start(side, workload, pace_s, HOST)
-            if number == 0:
-                peers.wait_until_ready()  # the others need its address
-        peers.wait_until_ready()
-        peers.go(range(num_peers))
-        began = time.monotonic()
+    with Peers() as peers:
+        began = peers.start_all(side, workload, [pace_s] * num_peers, lambda _: HOST)
         deadline = began + seconds + PATIENCE_STEPS * SAMPLES_A_STEP * pace_s + PATIENCE_S
         processes: list[psutil.Process] = []
         is_closed = False
@@ -176,7 +146,7 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
                 continue
             joint = find_joint(peers.told)
             if joint and not processes:
-                processes = machine.processes()
+                processes = peers.tree()
                 before, all_before, sent_before = cpu_s(processes), busy_s(), sent_bytes()
                 opened = time.monotonic()
             window, is_closed = find_window(joint, seconds, began, time.monotonic())
@@ -190,7 +160,6 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
     return Result(
         side=name,
         peers=num_peers,
-        pace_s=pace_s,
         utilisation=utilisation(window, [pace_s] * num_peers),
         steps=window.steps,
         seconds=length,
@@ -198,8 +167,6 @@ def measure(name: str, num_peers: int, pace_s: float, seconds: float) -> Result:
         bytes_a_round=bytes_a_round,
         quotient=bytes_a_round / butterfly,
         blocked=statistics.fmean(blocked_s(took) for took in calls) / length,
-        longest_stall_s=max(took for one in calls for took in one),
-        call_ms=1e3 * statistics.median(took for one in calls for took in one),
         reasons=reasons_of(told),
         peer_bytes=memory / num_peers,
         load=load,
@@ -217,33 +184,34 @@ def busy_s() -> float:
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 
-def table(results: Sequence[Result]) -> str:
-    """Lay the figures out as Markdown; the first size is what others are compared with."""
-    lines = [
-        "| peers | utilisation | of the first | CPU of a peer, s a step | kB of a peer and round | quotient "
-        "| of the first | blocked | longest stall, s | `step()`, ms | joint steps | failed rounds "
-        "| memory of a peer, MiB | load |",
-        "|---" * 14 + "|",
-    ]
+def rows(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
+    """Give the figures, one row for each size; the first size is what others are compared with."""
     for one in results:
-        first = next(other for other in results if other.side == one.side)
-        numbers = (
+        yield (
+            f"{one.peers}",
             f"{one.utilisation:.3f}",
-            f"{one.utilisation / first.utilisation:.3f}",
+            f"{one.utilisation / results[0].utilisation:.3f}",
             f"{one.cpu_s:.2f}",
             f"{one.bytes_a_round / 1e3:.0f}",
             f"{one.quotient:.3f}",
-            f"{one.quotient / first.quotient:.3f}",
+            f"{one.quotient / results[0].quotient:.3f}",
             f"{one.blocked:.3f}",
-            f"{one.longest_stall_s:.1f}",
-            f"{one.call_ms:.1f}",
             f"{one.steps}",
             f"{len(one.reasons)}",
             f"{one.peer_bytes / 2**20:.0f}",
             f"{one.load:.2f}",
         )
-        lines.append(f"| {one.peers} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
+
+
+def cells_of(sizes: Sequence[int], side: str, pace_s: float, seconds: float) -> Iterator[Cell]:
+    """Give a cell for each size whose peers fit into memory; say which don't."""
+    for size in sizes:
+        needed, free = size * PEER_BYTES + SPARE_BYTES, psutil.virtual_memory().available
+        if free < needed:
+            print(f"  {size} peers are left out: {needed / 2**30:.1f} GiB of memory are needed, "
+                  f"{free / 2**30:.1f} are free", file=sys.stderr)  # fmt: skip
+        else:
+            yield f"{size} peers", partial(measure, side, size, pace_s, seconds)
 
 
 def main() -> None:
@@ -257,27 +225,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="least length of the window")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     PROCESSES.set_forkserver_preload(["trahiv_cli.optim.assemble"])  # or each would import torch anew
-    results = []
-    for num_peers in options.peers:
-        needed, free = num_peers * PEER_BYTES + SPARE_BYTES, psutil.virtual_memory().available
-        if free < needed:
-            print(f"  {num_peers} peers are left out: {needed / 2**30:.1f} GiB of memory are needed, "
-                  f"{free / 2**30:.1f} are free", file=sys.stderr)  # fmt: skip
-            continue
-        try:
-            results.append(measure(options.side, num_peers, options.pace, options.seconds))
-        except PeerEnded as error:
-            print(f"  {num_peers} peers: {error}", file=sys.stderr)
-    if not results:
-        raise SystemExit("nothing was measured")
-    print(table(results))
-    for one in results:
-        for reason in dict.fromkeys(one.reasons):
-            print(f"- {one.peers} peers: {one.reasons.count(reason)} x {reason}")
-    if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    cells = cells_of(options.peers, options.side, options.pace, options.seconds)
+    results = run_cells(cells, options.json)
+    reasons = (counted(f"{one.peers} peers", one.reasons) for one in results)
+    print(table(COLUMNS, rows(results)), *chain.from_iterable(reasons), sep="\n")
 
 
 if __name__ == "__main__":

@@ -13,15 +13,12 @@ its ratio, and what the peer held beyond plain Trainer. Run nothing else that lo
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import shlex
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
+from tests.kit.commands import VANISH_S, Peer, Workplace
 from tests.kit.processes import memory_bytes, tree_of
 
 MIB = 2**20
@@ -37,7 +35,10 @@ WORDS = 32000
 ROWS = 64
 ROW_WORDS = 400
 STEPS = 3
-PEER, PLAIN = "--as-peer", "--as-plain-trainer"
+PEER, PLAIN, MODELS = "peer", "plain Trainer", "write models"
+LIMIT_S = 1800.0
+"""For anything that a process does at once."""
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 WITHOUT_PLAIN = ("dpo",)
 """Tasks that plain Trainer does not have."""
@@ -84,7 +85,7 @@ MODES: dict[str, dict[str, Any]] = {
 # -- models, data, recipes ------------------------------------------------------------------------
 
 
-def write_models(folder: Path) -> None:
+def write_models(folder: str) -> None:
     """Save the models of about 100M weights, each with a tokenizer of one token a word."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -112,8 +113,8 @@ def write_models(folder: Path) -> None:
         ("llama-bf16", AutoModelForCausalLM, llama, torch.bfloat16),
         ("bert", AutoModelForMaskedLM, bert, torch.float32),
     ):
-        kind.from_config(config).to(dtype).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        kind.from_config(config).to(dtype).save_pretrained(f"{folder}/{name}")
+        tokenizer.save_pretrained(f"{folder}/{name}")
 
 
 def write_rows(folder: Path, task: str) -> Path:
@@ -169,23 +170,27 @@ def write_recipe(folder: Path, name: str, run: dict[str, Any], mode: str) -> lis
 # -- one run --------------------------------------------------------------------------------------
 
 
-def as_child(side: str, result: Path, words: list[str]) -> None:
-    """Be a peer, or plain Trainer, in this process; write down what torch allocated on a GPU."""
+CHILD = "import sys; from benchmarks import memory; memory.as_child(*sys.argv[1:])"
+GPU = {"CUDA_VISIBLE_DEVICES": "0"}
+
+
+def as_child(what: str, *words: str) -> None:
+    """Be a peer, or do one of `DEEDS`, in this process; say what torch allocated on a GPU."""
     try:
-        if side == PEER:
+        if what == PEER:
             from trahiv_cli.cli.app import run
 
-            run(words)
+            run(list(words))
         else:
-            train_plainly(Path(words[0]), words[1], Path(words[2]))
+            DEEDS[what](*words)
     finally:
         import torch
 
-        if torch.cuda.is_available():
-            result.write_text(json.dumps(torch.cuda.max_memory_allocated()))
+        gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        print(json.dumps({"v": 1, "event": "gpu", "bytes": gpu}), flush=True)
 
 
-def train_plainly(folder: Path, name: str, output: Path) -> None:
+def train_plainly(folder: str, name: str, output: str) -> None:
     """Train the model of a run with plain Trainer, on random tokens in samples of the same length."""
     import torch
     import transformers
@@ -204,13 +209,13 @@ def train_plainly(folder: Path, name: str, output: Path) -> None:
         quantized = own.get("quantization")
         config = transformers.BitsAndBytesConfig(**quantized) if quantized else None
         dtype = torch.bfloat16 if own["model"].endswith("bf16") else torch.float32
-        model = kind.from_pretrained(folder / own["model"], quantization_config=config, dtype=dtype)
+        model = kind.from_pretrained(Path(folder) / own["model"], quantization_config=config, dtype=dtype)
         if quantized:
             model = prepare_model_for_kbit_training(model, bool(own.get("activation_checkpointing")))
     if "peft" in own:
         model = get_peft_model(model, LoraConfig(**own["peft"], target_modules="all-linear"))
     args = transformers.TrainingArguments(
-        output_dir=str(output), max_steps=STEPS, save_steps=1, save_total_limit=1, report_to=[],
+        output_dir=output, max_steps=STEPS, save_steps=1, save_total_limit=1, report_to=[],
         disable_tqdm=True, per_device_train_batch_size=own["batch"], gradient_accumulation_steps=2,
         optim=own.get("optim", "adamw_torch_fused"), logging_strategy="no", dataloader_pin_memory=False,
         gradient_checkpointing=bool(own.get("activation_checkpointing")),
@@ -221,121 +226,73 @@ def train_plainly(folder: Path, name: str, output: Path) -> None:
     transformers.Trainer(model=model, args=args, train_dataset=rows).train()
 
 
-def estimate(recipe: list[str]) -> dict[str, Any]:
-    """Ask `init --dry-run`, in a process of its own, for its `estimate` event."""
-    said = subprocess.run(
-        [sys.executable, "-m", "trahiv_cli", "init", *recipe, "--dry-run", "--format", "json"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    events = map(json.loads, said.stdout.splitlines())
-    found = next((event for event in events if event["event"] == "estimate"), None)
-    if found is None:
-        raise SystemExit(f"no estimate of {recipe}:\n{said.stdout}{said.stderr}")
-    return found
+DEEDS = {PLAIN: train_plainly, MODELS: write_models}
 
 
-class Child:
-    """A process of this script, and the most that it and those that it started have held."""
-
-    def __init__(self, folder: Path, side: str, *words: str) -> None:
-        self._log, self._result = folder / "log", folder / "gpu.json"
-        folder.mkdir()
-        self.ram = 0
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, side, str(self._result), *words],
-                stdout=log, stderr=log, env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
-            )  # fmt: skip
-
-    def is_running(self) -> bool:
-        """Look at its memory once; tell whether it runs."""
-        self.ram = max(self.ram, memory_bytes(tree_of(self._process.pid)))
-        return self._process.poll() is None
-
-    def has_failed(self) -> bool:
-        """Tell whether it has ended with an error."""
-        return bool(self._process.poll())
-
-    def end(self) -> None:
-        """End it, if it still runs."""
-        self._process.terminate()
-
-    def gpu(self) -> int:
-        """Return what torch had allocated there at most, in bytes, once it has ended well."""
-        if self._process.returncode != 0:
-            raise SystemExit(f"a process failed:\n{self._log.read_text()[-2000:]}")
-        return json.loads(self._result.read_text()) if self._result.exists() else 0
-
-    def join_line(self) -> list[str] | None:
-        """Find the words by which others join this peer, if it has said them."""
-        events = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
-        ready = next((event for event in events if event["event"] == "ready"), None)
-        return shlex.split(ready["join"])[1:] if ready else None
+def start(place: Workplace, what: str, *words: str) -> Peer:
+    """Start a process that does what `as_child` says. None is forked: a fork would share another's memory."""
+    return place.start_script(CHILD, what, *words, env=GPU)
 
 
-def measure_peers(folder: Path, recipe: list[str]) -> tuple[int, int]:
+def peak(peers: Sequence[Peer], is_over: Callable[[], bool] = lambda: False) -> int:
+    """Wait until it is over, or all have ended well; return the most RAM that all processes of one held."""
+    ram = 0
+    while not is_over() and (running := [peer for peer in peers if peer.is_running]):
+        ram = max(ram, *(memory_bytes(tree_of(peer.pid)) for peer in running), 0)
+        time.sleep(EVERY_S)
+        for peer in peers:
+            if not peer.is_running and peer.exit_code(VANISH_S):
+                raise SystemExit(f"a process failed:\n{peer.err[-2000:]}")
+    return ram
+
+
+def gpu_of(peers: Sequence[Peer]) -> int:
+    """Return the most that torch had allocated on a GPU for one, in bytes."""
+    return max(peer.wait_for("gpu", VANISH_S)["bytes"] for peer in peers)
+
+
+def measure_peers(place: Workplace, recipe: list[str]) -> tuple[int, int]:
     """Train with two peers; return the larger peak of RAM of all processes of one, and of a GPU, in bytes."""
     options = ["--host-maddr", "/ip4/127.0.0.1/tcp/0", "--yes", "--format", "json", "--output-dir"]
-    first = Child(folder / "first", PEER, "init", *recipe, *options, str(folder / "first/run"))
-    while (line := first.join_line()) is None and first.is_running():
-        time.sleep(EVERY_S)
-    words = ["join", *recipe, *(line or [])[1:], *options, str(folder / "second/run")]
-    second = Child(folder / "second", PEER, *words)
-    return _peaks(first, second)
+    first = start(place, PEER, "init", *recipe, *options, "first")
+    ram = peak([first], lambda: any(event["event"] == "ready" for event in first.events))
+    second = start(place, PEER, "join", *recipe, "--peer", first.address, *options, "second")
+    return max(ram, peak([first, second])), gpu_of([first, second])
 
 
-def measure_plain(folder: Path, name: str) -> tuple[int, int]:
+def measure_plain(place: Workplace, folder: Path, name: str) -> tuple[int, int]:
     """Train twice with plain Trainer, side by side; return the same."""
-    sides = [folder / "plain", folder / "plain too"]
-    return _peaks(*(Child(side, PLAIN, str(folder.parent), name, str(side / "run")) for side in sides))
-
-
-def _peaks(*children: Child) -> tuple[int, int]:
-    while sum(child.is_running() for child in children):  # looks at each of them
-        if any(child.has_failed() for child in children):
-            for child in children:
-                child.end()
-        time.sleep(EVERY_S)
-    return max(child.ram for child in children), max(child.gpu() for child in children)
+    sides = [start(place, PLAIN, str(folder), name, output) for output in ("plain", "plain too")]
+    return peak(sides), gpu_of(sides)
 
 
 def main() -> None:
-    if sys.argv[1:2] in ([PEER], [PLAIN]):
-        as_child(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
-        return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["sync"], metavar="MODE")
-    parser.add_argument("--keep", type=Path, help="work here, and leave it")
     options = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder.mkdir(parents=True, exist_ok=True)
+    columns = "".join(f"{name:>12}" for name in ("estimate", "measured", "plain", "beyond"))
+    print(f"{'run':<22}{'mode':<11}{'memory':<8}{columns}  ratio")
+    with tempfile.TemporaryDirectory() as name, Workplace(Path(name)) as place:
+        folder = Path(name)
         # In a process of its own: what torch leaves in memory here would make its libraries cheaper there.
-        subprocess.run(
-            [sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import memory; "
-             "memory.write_models(memory.Path(sys.argv[2]))",
-             str(Path(__file__).parent), str(folder)],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        columns = ("estimate", "measured", "plain", "beyond")
-        print(
-            f"{'run':<22}{'mode':<11}{'memory':<8}" + "".join(f"{name:>12}" for name in columns) + "  ratio"
-        )
-        for name in options.only:
-            with tempfile.TemporaryDirectory(dir=folder) as runs:
-                plain = (
-                    measure_plain(Path(runs), name) if RUNS[name].get("task") not in WITHOUT_PLAIN else (0, 0)
-                )
+        peak([start(place, MODELS, name)])
+        for run in options.only:
+            plain = (0, 0)
+            if RUNS[run].get("task") not in WITHOUT_PLAIN:
+                with tempfile.TemporaryDirectory() as own, Workplace(Path(own)) as runs:
+                    plain = measure_plain(runs, folder, run)
             for mode in options.modes:
-                recipe = write_recipe(folder, name, RUNS[name], mode)
-                needed = estimate(recipe)
-                with tempfile.TemporaryDirectory(dir=folder) as runs:
-                    ram, gpu = measure_peers(Path(runs), recipe)
+                recipe = write_recipe(folder, run, RUNS[run], mode)
+                asked = start(place, PEER, "init", *recipe, "--dry-run", "--format", "json")
+                needed = asked.wait_for("estimate", LIMIT_S)
+                asked.exit_code(LIMIT_S)
+                with tempfile.TemporaryDirectory() as own, Workplace(Path(own)) as runs:
+                    ram, gpu = measure_peers(runs, recipe)
                 if gpu:
-                    report(name, mode, "GPU", needed["device_bytes"], gpu, plain[1])
+                    report(run, mode, "GPU", needed["device_bytes"], gpu, plain[1])
                 ram_needed = needed["host_bytes"] if gpu else needed["total_bytes"]
-                report(name, mode, "RAM", ram_needed, ram, plain[0])
+                report(run, mode, "RAM", ram_needed, ram, plain[0])
 
 
 def report(name: str, mode: str, place: str, promised: int, measured: int, plain: int) -> None:

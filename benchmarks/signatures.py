@@ -3,12 +3,11 @@
 In a round a peer signs its claim and its vote, and checks those of all others; the leader of the group does
 so, too. It all happens in one thread, whose processor time is what is counted.
 
-    python benchmarks/signatures.py [--peers 16] [--round 0.2] [--times 50]
+    python benchmarks/signatures.py
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
@@ -31,27 +30,22 @@ CLAIM = Claim(
     trained=Spans([(1_000_000, 1_000_032), (1_000_096, 1_000_128)]),
 )
 VOTE = Vote(bytes(32))
+PEERS, ROUND_S, TIMES = 16, 0.2, 50
 
 
 def main() -> None:
     """Measure, and print one line each."""
-    options = argparse.ArgumentParser()
-    options.add_argument("--peers", type=int, default=16)
-    options.add_argument("--round", type=float, default=0.2, help="seconds of a round")
-    options.add_argument("--times", type=int, default=50)
-    told = options.parse_args()
-
-    keys = [RSAPrivateKey() for _ in range(told.peers)]
+    keys = [RSAPrivateKey() for _ in range(PEERS)]
     ids = [PeerID.from_base58(peer_of(key.get_public_key().to_bytes()) or "") for key in keys]
     claims = [sign(key, b"step", CLAIM.to_bytes()) for key in keys]
     votes = [sign(key, b"round", VOTE.to_bytes()) for key in keys]
     spent = []
-    for turn in range(told.times):
-        own = turn % told.peers
+    for turn in range(TIMES):
+        own = turn % PEERS
         started = time.thread_time()
         sign(keys[own], b"step", CLAIM.to_bytes())
         sign(keys[own], b"round", VOTE.to_bytes())
-        for place in range(told.peers):
+        for place in range(PEERS):
             if place != own:
                 Claim.parse(verified(claims[place], ids[place], b"step"))
                 Vote.parse(verified(votes[place], ids[place], b"round"))
@@ -60,8 +54,8 @@ def main() -> None:
     print(f"a claim: {len(CLAIM.to_bytes())} bytes, signed {len(claims[0])}")
     print(f"a vote: {len(VOTE.to_bytes())} bytes, signed {len(votes[0])}")
     least, most = 1e3 * min(spent), 1e3 * max(spent)
-    print(f"a round of {told.peers}: {1e3 * cost:.2f} ms a peer ({least:.2f} to {most:.2f})")
-    print(f"that is {cost / told.round:.2%} of {told.round} s")
+    print(f"a round of {PEERS}: {1e3 * cost:.2f} ms a peer ({least:.2f} to {most:.2f})")
+    print(f"that is {cost / ROUND_S:.2%} of {ROUND_S} s")
 
 
 if __name__ == "__main__":

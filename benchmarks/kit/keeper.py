@@ -25,7 +25,7 @@ from tests.kit.recipes import tiny_llama, write_tiny
 from tests.kit.verdicts import Event, group_of
 from tests.kit.wan import Wan, address_of
 
-LINK_MBIT, DELAY_MS = 100.0, 2.0
+NUM_PEERS, LINK_MBIT, DELAY_MS = 4, 100.0, 2.0
 PORT = 31337
 PACE_S, BATCH, TARGET = 0.2, 4, 200
 SAMPLE_BYTES = 64
@@ -47,7 +47,7 @@ LISTENING = ("0A", "07")
 """States of sockets in /proc/net/tcp and udp (include/net/tcp_states.h): listening, and bound."""
 
 
-def write_recipe(folder: Path, mode: str) -> Path:
+def write_recipe(folder: Path) -> Path:
     """Write a recipe for a run without an end; return its file."""
     return write_tiny(
         folder,
@@ -63,7 +63,7 @@ def write_recipe(folder: Path, mode: str) -> Path:
         training__save_steps=STEPS_A_CHECKPOINT,
         training__save_total_limit=3,
         training__eval_steps=STEPS_AN_EVALUATION,
-        swarm={"mode": mode},
+        swarm={"mode": "auto"},
         hivemind_config={
             "dht": {"nat_port_map": False, "auto_nat": False},
             "opt": {"target_batch_size": TARGET},
@@ -135,21 +135,18 @@ class KeptPeer:
 class Keeper:
     """Peers of one run and their supervisor, for as long as the `with` block lasts.
 
-    Args:
-        folder: gets all that they write.
-        num_peers: the first one begins the run, the others join by its line.
-        mode: of the recipe.
+    The first one begins the run, the others join by its line. `folder` gets all that they write.
     """
 
-    def __init__(self, folder: Path, num_peers: int, mode: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.leaving_s: list[float] = []
         """How long each peer took from SIGTERM to its end, once `end` was called."""
         self._shared_before = set(Path("/dev/shm").iterdir())
-        self._recipe = write_recipe(folder, mode)
+        self._recipe = write_recipe(folder)
         with contextlib.ExitStack() as stack:
-            self.wan = stack.enter_context(Wan(num_peers, LINK_MBIT, DELAY_MS))
+            self.wan = stack.enter_context(Wan(NUM_PEERS, LINK_MBIT, DELAY_MS))
             self._place = Workplace(folder)
-            self.peers = [KeptPeer(n, self.wan.namespace(n), self._place) for n in range(num_peers)]
+            self.peers = [KeptPeer(n, self.wan.namespace(n), self._place) for n in range(NUM_PEERS)]
             for peer in self.peers:
                 peer.disk.mkdir()
                 size = f"size={DISK_MB}m"

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import hivemind
+import psutil
 import torch
 from hivemind import compression
 from hivemind.utils import MPFuture
 
 from tests.kit.figures import LEARNING_RATE, Adapted, Committed, News, PeerEnded, Sample, Told
+from tests.kit.processes import tree_of
+from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
@@ -40,8 +43,7 @@ INNER_OPTIMIZER = partial(torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
 
 SAMPLED_WEIGHTS = 1024
 GO, STOP = "go", "stop"
-START_LIMIT_S, LEAVE_LIMIT_S = 120.0, 20.0
-POLL_S = 0.25
+START_LIMIT_S, LEAVE_LIMIT_S, END_LIMIT_S, POLL_S = 120.0, 20.0, 5.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ class Workload:
     """Samples of all peers behind one step."""
 
 
-LORA = Workload(((16, 4096), (4096, 16)) * 61, 100)
-"""7,995,392 values."""
+LORA = Workload(((16, 4096), (4096, 16)) * 61, 100)  # 7,995,392 values
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Side:
     """`plain hivemind 1.1.12` or `trahiv`."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keywords of `hivemind.Optimizer`; codecs by name."""
+    """Keywords of `hivemind.Optimizer`; trahiv's codecs by name."""
 
     pace: Pace = Pace()
     """Of trahiv's; mode auto has its own."""
@@ -76,8 +77,8 @@ class Side:
 PLAIN, OURS = "plain hivemind 1.1.12", "trahiv"
 TUNED = {
     "matchmaking_time": 3.0,
-    "grad_compression": "float16",
-    "state_averaging_compression": "float16",
+    "grad_compression": compression.Float16Compression(),
+    "state_averaging_compression": compression.Float16Compression(),
     "offload_optimizer": True,
     "delay_optimizer_step": True,
     "delay_grad_averaging": True,
@@ -94,7 +95,6 @@ SIDES: dict[str, Side] = {
     "streaming-10": Side(OURS, pace=Pace("streaming", "blockwise4", local_steps=10)),
     "auto": Side(OURS, auto_share=0.05),
 }
-HIVEMINDS_CODECS = {"float16": compression.Float16Compression}
 
 
 # -- in a peer's process --------------------------------------------------------------------------
@@ -238,10 +238,6 @@ class PlainPeer:
     """A peer of plain hivemind's."""
 
     def __init__(self, entry: Entry, params: Any) -> None:
-        options = entry.side.options
-        codecs = {
-            key: HIVEMINDS_CODECS[value]() for key, value in options.items() if key.endswith("compression")
-        }
         known = [entry.initial_peer] if entry.initial_peer else []
         self._dht = hivemind.DHT(
             initial_peers=known, host_maddrs=[entry.listens_at], start=True, use_relay=False, auto_nat=False
@@ -254,7 +250,7 @@ class PlainPeer:
             optimizer=INNER_OPTIMIZER,
             target_batch_size=entry.workload.target_batch_size,
             batch_size_per_step=1,
-            **options | codecs,
+            **entry.side.options,
         )
 
     def take_state(self) -> None:
@@ -281,8 +277,9 @@ def _some(params: Sequence[torch.Tensor]) -> Sample:
     return tuple(torch.cat([param.detach().flatten()[:each] for param in params]).tolist())
 
 
-def become_peer(entry: Entry) -> None:
-    """Make this process fit for a peer: it prints to a file, and leaves when the parent says so."""
+@contextmanager
+def as_peer(pipe: Connection, entry: Entry) -> Iterator[None]:
+    """Make this process fit for a peer: it prints to a file, leaves when told, and tells of its errors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log = os.open(Path(entry.folder) / f"{entry.number}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
@@ -290,6 +287,11 @@ def become_peer(entry: Entry) -> None:
     mp.set_start_method("fork", force=True)  # hivemind's processes can't be pickled
     MPFuture.reset_backend()  # its locks would be those of all peers: one that is ended may hold them
     torch.set_num_threads(1)
+    try:
+        yield
+    except Exception:
+        pipe.send(("ended", traceback.format_exc()))
+        raise
 
 
 def run_peer(pipe: Connection, entry: Entry) -> None:
@@ -297,14 +299,13 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
 
     Sends `News` through `pipe`, its address first.
     """
-    become_peer(entry)
-    torch.manual_seed(0)
-    shapes = entry.workload.shapes
-    params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
-    generator = torch.Generator().manual_seed(1 + entry.number)
-    noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
-    count = 0
-    try:
+    with as_peer(pipe, entry):
+        torch.manual_seed(0)
+        shapes = entry.workload.shapes
+        params = [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+        generator = torch.Generator().manual_seed(1 + entry.number)
+        noise = [torch.randn(shape, generator=generator) * 1e-3 for shape in shapes]
+        count = 0
         peer: Any = (PlainPeer if entry.side.system == PLAIN else OurPeer)(entry, params)
         pipe.send(("address", peer.address))
         if pipe.recv() == GO:
@@ -324,12 +325,16 @@ def run_peer(pipe: Connection, entry: Entry) -> None:
                 for one in (("calls", call), *peer.news()):
                     pipe.send(one)
         peer.close()
-    except Exception:
-        pipe.send(("ended", traceback.format_exc()))
-        raise
 
 
 # -- in the parent --------------------------------------------------------------------------------
+
+
+def spawn_here(_: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> Any:
+    """See `Wan.spawn`; all hosts are this machine."""
+    process = PROCESSES.Process(target=function, args=arguments)
+    process.start()
+    return process
 
 
 class Peers:
@@ -338,11 +343,11 @@ class Peers:
     At its end they leave in good order, if there is time. What they print is in `folder` until then.
 
     Args:
-        spawn: starts processes, as `Wan.spawn`.
         run: what they do; called with a pipe and an `Entry`.
+        spawn: starts processes, as `Wan.spawn`.
     """
 
-    def __init__(self, spawn: Callable[..., Any], run: Callable[..., None] = run_peer) -> None:
+    def __init__(self, run: Callable[..., None] = run_peer, spawn: Callable[..., Any] = spawn_here) -> None:
         self._spawn, self._run = spawn, run
         self._folder = tempfile.TemporaryDirectory()
         self.processes: list[Any] = []
@@ -361,6 +366,20 @@ class Peers:
         theirs.close()
         self.pipes.append(ours)
         self.told.append(Told())
+
+    def start_all(
+        self,
+        side: Side,
+        workload: Workload,
+        paces_s: Iterable[float],
+        host_of: Callable[[int], str] = address_of,
+    ) -> float:
+        """Start a peer of each pace; once all are ready, have them train, and return when that was."""
+        for number, pace_s in enumerate(paces_s):
+            self.start(side, workload, pace_s, host_of(number))
+            self.wait_until_ready()
+        self.go(range(len(self.pipes)))
+        return time.monotonic()
 
     def wait_until_ready(self) -> None:
         """Wait until each can begin to train.
@@ -393,10 +412,15 @@ class Peers:
                 has_stepped |= one[0] == "committed"
         return has_stepped
 
+    def tree(self) -> list[psutil.Process]:
+        """Find all processes of all peers."""
+        return [one for process in self.processes for one in tree_of(process.pid)]
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        left = self.tree()
         for pipe in self.pipes:
             with suppress(OSError):
                 pipe.send(STOP)
@@ -406,6 +430,10 @@ class Peers:
                 with suppress(PeerEnded):
                     deque(hear(pipe), maxlen=0)  # or it would wait for room in the pipe
                 process.join(0.05)
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(left, END_LIMIT_S)
         self._folder.cleanup()
 
 

@@ -348,9 +348,9 @@ class Workplace:
         command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
         return self._started(command, cwd, env, is_cold)
 
-    def start_script(self, script: str, *args: object) -> Peer:
+    def start_script(self, script: str, *args: object, env: Mapping[str, str] | None = None) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
-        return self._started([sys.executable, "-u", "-c", script, *map(str, args)])
+        return self._started([sys.executable, "-u", "-c", script, *map(str, args)], env=env)
 
     def _started(
         self,
@@ -369,16 +369,12 @@ class Workplace:
         own = {"TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
         return {**_clean_environment(), **own, **more}
 
-    def close(self) -> None:
-        """End everything that was started here, by process id. Safe to call twice."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for peer in reversed(self.peers):
             peer.ask_to_leave()  # all at once: each takes seconds
         for peer in reversed(self.peers):
             peer.stop()
         shutil.rmtree(self.temporary, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

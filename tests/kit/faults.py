@@ -1,8 +1,8 @@
 """Failures as data: `drop_peer(at_step=2, phase="half-way")` says what shall happen, and to nobody yet.
 
-A peer's process installs its faults before it builds its optimizer, so that the processes which that forks
-inherit them. They wrap methods at the edges: where a peer looks for a group, sends, votes and is called. What
-lies between the edges is under test and does not know of them. A peer says when a fault strikes.
+A peer's process calls `install` of its faults before it builds its optimizer, so that processes which that
+forks inherit them. They wrap methods at the edges: where a peer looks for a group, sends, votes, is called.
+What lies between the edges is under test and does not know of them. A peer says when a fault strikes.
 
 What needs neither processes nor sockets is among the faults of `tests/simulation`.
 """
@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
@@ -37,13 +37,8 @@ Phase = Literal["matchmaking", "first-part", "half-way", "before-vote", "after-v
 were sent; this peer holds the average and has told nobody; it has voted and not applied anything."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
-
-
-class Fault(Protocol):
-    """Something that goes wrong in one peer: a dataclass whose fields say what."""
-
-    def install(self) -> None:
-        """Have it happen in this process and those that it forks."""
+CALLS = 160
+"""Of each kind, to each peer, in one round of `ask_too_much`."""
 
 
 def say_struck(fault: Any) -> None:
@@ -133,9 +128,6 @@ class ask_too_much:
     does not answer.
     """
 
-    times: int = 160
-    """Of each kind, to each peer."""
-
     def install(self) -> None:
         hold_vote = ExactAverager._hold_vote
         asking: set[Any] = set()
@@ -152,7 +144,7 @@ class ask_too_much:
         async def asking_vote(averager: ExactAverager, group_info: Any, *args: Any, **kwargs: Any) -> Any:
             say_struck(self)
             others = [peer for peer in group_info.peer_ids if peer != averager.peer_id]
-            running = asyncio.gather(*(ask(averager, peer) for peer in others for _ in range(self.times)))
+            running = asyncio.gather(*(ask(averager, peer) for peer in others for _ in range(CALLS)))
             asking.add(running)
             running.add_done_callback(asking.discard)
             return await hold_vote(averager, group_info, *args, **kwargs)

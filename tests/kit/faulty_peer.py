@@ -1,6 +1,6 @@
 """A peer that trains a tiny model, says what happens to it, and goes wrong as told.
 
-In `tests.kit.faulty_swarm` it is a command with real averagers and sockets, and says it in JSON lines; in
+In `tests/swarm/test_faults.py` it is a command with real averagers and sockets, and says it in JSON lines; in
 `tests.simulation` it lives in memory. `tests.kit.promises` judges what it says.
 """
 

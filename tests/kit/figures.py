@@ -23,6 +23,7 @@ from __future__ import annotations
 import bisect
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,9 @@ class Told:
 
     failures: list[str] = field(default_factory=list)
     """Why rounds failed."""
+
+    answers: list[Any] = field(default_factory=list)
+    """What it says when it is asked for more."""
 
     def hear(self, news: News) -> None:
         """Take note of one piece of news.
@@ -211,3 +215,23 @@ def median_of(values: Iterable[float | None]) -> float:
     """Return the median of those that are known; NaN if none is."""
     known = [value for value in values if value is not None and value == value]
     return statistics.median(known) if known else float("nan")
+
+
+# -- for a person ---------------------------------------------------------------------------------
+
+
+def spread(values: Iterable[float | None], form: str) -> str:
+    """Write the median of those that are known, and the range if there are several."""
+    known = [value for value in values if value is not None and value == value]
+    low, high = (format(limit(known, default=math.nan), form) for limit in (min, max))
+    return f"{median_of(known):{form}}" + (f" ({low} to {high})" if len(known) > 1 else "")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Lay rows out as Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+def counted(name: str, reasons: Iterable[str]) -> list[str]:
+    """Say in lines how often there was which reason, the most frequent first."""
+    return [f"- {name}: {times} x {reason}" for reason, times in Counter(reasons).most_common()]

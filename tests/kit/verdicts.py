@@ -18,14 +18,6 @@ SAME_LOSS = 1e-4
 """Peers whose weights are equal differ by so much at most, relative: by the order of their sums."""
 
 
-def verdict_of(wrong: Sequence[str]) -> list[str]:
-    """Say whether a run was as promised, in lines for a person."""
-    return [
-        "verdict: " + ("NOT as promised" if wrong else "all that was promised held"),
-        *(f"- {sentence}" for sentence in wrong),
-    ]
-
-
 # -- steps ----------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,8 @@
 
     with Wan(hosts=2, rate_mbit=20, delay_ms=25) as wan:
         peer = wan.spawn(0, function, ("arguments",))    # runs in the first host's namespace
-        wan.set_link(1, up_mbit=5, down_mbit=5)          # at any time
-        print(wan.counters().up_bytes)
+        wan.set_rate(5)                                  # at any time
+        print(wan.sent_bytes())
 
 Each host has one network device, a TUN whose other end the router holds. A packet waits for the sender's
 uplink, is under way for the delay, and waits for the receiver's downlink. Each line is a drop-tail
@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 MTU = 1500
 QUEUE_S, MIN_QUEUE_BYTES = 0.1, 64 * 1024
@@ -95,15 +95,6 @@ class Line:
 # -- the router's process -------------------------------------------------------------------------
 
 
-class Counters(NamedTuple):
-    """What the router has carried since its start, by host."""
-
-    up_bytes: list[int]
-    """Sent over the uplink, IP headers included, also what was lost behind it."""
-
-    down_bytes: list[int]
-
-
 class Router:
     """Moves packets between the TUNs of its hosts. Lives in a process of its own."""
 
@@ -117,7 +108,7 @@ class Router:
         finally:
             _enter(self._home)
         self._up, self._down = ([Line(rate_mbit) for _ in range(hosts)] for _ in range(2))
-        self._carried = Counters([0] * hosts, [0] * hosts)
+        self._sent_bytes = 0
         self._delay_s = delay_ms / 1e3
         self._due: list[tuple[float, int, bool, int, bytes]] = []
         """A heap: when which packet has left which host's uplink (False) or downlink (True), by number."""
@@ -176,13 +167,13 @@ class Router:
 
     def _move(self, now: float) -> float:
         """Bring every packet as far as it has come by `now`; return when to look again."""
-        due, carried = self._due, self._carried
+        due = self._due
         while due and due[0][0] <= now:
             at, _, has_left, host, packet = heapq.heappop(due)
-            (carried.down_bytes if has_left else carried.up_bytes)[host] += len(packet)
             if has_left:
                 os.write(self._tuns[host], packet)
                 continue
+            self._sent_bytes += len(packet)
             to = self._host_of[packet[16:20]]
             if (host, to) in self._cut or (self._loss and self._random.random() < self._loss):
                 continue
@@ -200,15 +191,15 @@ class Router:
         pipe.send(getattr(self, what)(*arguments))
         return True
 
-    def set_link(self, host: int, up_mbit: float, down_mbit: float) -> None:
-        self._up[host].set_rate(up_mbit)
-        self._down[host].set_rate(down_mbit)
+    def set_rate(self, rate_mbit: float) -> None:
+        for line in (*self._up, *self._down):
+            line.set_rate(rate_mbit)
 
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
         (self._cut.update if is_cut else self._cut.difference_update)({(one, other), (other, one)})
 
-    def counters(self) -> Counters:
-        return self._carried
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
 
     def end_processes(self) -> None:
         """End all that runs in the namespaces.
@@ -309,17 +300,17 @@ class Wan:
         process.start()
         return process
 
-    def set_link(self, host: int, up_mbit: float, down_mbit: float) -> None:
-        """Change the rates of a host's link from now on; what waits in its queues leaves at the old ones."""
-        self._ask("set_link", host, up_mbit, down_mbit)
+    def set_rate(self, rate_mbit: float) -> None:
+        """Change the rate of all lines from now on; what waits in their queues leaves at the old one."""
+        self._ask("set_rate", rate_mbit)
 
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
         """Let nothing through between a pair, without a word to either; or let it through again."""
         self._ask("set_cut", one, other, is_cut)
 
-    def counters(self) -> Counters:
-        """Return what was carried so far."""
-        return self._ask("counters")
+    def sent_bytes(self) -> int:
+        """Return what all uplinks have carried, IP headers included, also what was lost behind them."""
+        return int(self._ask("sent_bytes"))
 
     def close(self) -> None:
         """End all processes in the namespaces, and the router. Safe to call twice."""

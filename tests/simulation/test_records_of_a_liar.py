@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.fuzz import RECIPE
 from tests.kit.lies import VALUES, lies
 from tests.simulation.board import INVITED, OWNER, Board, Dht, InMemory, id_of, key_of
 from trahiv_cli.optim import leases as leasing
@@ -23,7 +22,8 @@ from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
-from trahiv_cli.recipe.agreement import agreement, fingerprint
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
+from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import is_address_of
@@ -40,6 +40,7 @@ SIGNATURE_BYTES = 370
 
 KEY = "run_progress"
 HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
+RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
 TARGET = 24
 ROUND_S = 20.0
 
