@@ -26,6 +26,7 @@ from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import Doubts, Fork, Standing
 from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
 
 logger = logging.getLogger(__name__)
@@ -326,7 +327,8 @@ class SwarmTracker(ProgressTracker):
                 continue  # a refresh meanwhile has put the next one off
             try:
                 found = self._look_up().result(timeout=2 * DHT_TIMEOUT_S)
-            except Exception as error:  # noqa: BLE001 - one that reports and does not look holds others up
+            except (*UNREACHABLE, OSError, concurrent.futures.CancelledError) as error:
+                # A peer that reports and looks no more would hold the others up.
                 logger.debug("Reports can't be fetched; they are again in a moment: %r", error)
                 self.shutdown_triggered.wait(DHT_TIMEOUT_S)
                 continue
