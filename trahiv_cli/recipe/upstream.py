@@ -68,4 +68,6 @@ def mistake_in(template: str) -> str:
         return f"{str(error.message).rstrip('.')} (line {error.lineno} of the template)"
     except RecursionError:
         return "it is nested too deeply"
+    except ValueError as error:  # a number that is too long for Python
+        return str(error)
     return ""
