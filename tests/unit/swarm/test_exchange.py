@@ -148,7 +148,7 @@ def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_i
     ],
 )
 def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp_path, name, text, differs):
-    """What is said where none is brought is in `tests/unit/recipe/test_untrusted.py`."""
+    """What is said where none is brought is in `tests/unit/recipe/test_record.py`."""
     (tmp_path / "chat.jsonl").write_text("1234")
     node = FakeNode()
     publish_recipe(node, recipe(f"data.datasets.0.path={tmp_path}/chat.jsonl"), "run-1", 7)
