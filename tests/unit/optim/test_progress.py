@@ -245,7 +245,9 @@ def test_leases_that_can_t_be_do_not_count(swarm, tracker, caplog, lease, is_els
     covered = Spans.of([(0, 10), (12, 15)])
     assert tracker.leased_by_others(covered, MOST) == Spans.of([(10, 10 + MOST)])
     named = f"Peer {B} is not believed: it leases more samples, or later ones, than it can train."
-    assert caplog.messages == ([] if is_elsewhere else [named])
+    # hivemind warns of averagers of other tests when they are collected.
+    told = [one.getMessage() for one in caplog.records if one.name.startswith("trahiv_cli")]
+    assert told == ([] if is_elsewhere else [named])
 
 
 def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monkeypatch):
