@@ -28,7 +28,7 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture, get_logger
+from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
@@ -47,8 +47,6 @@ from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from
 from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity, SharedNumber
 from trahiv_cli.swarm.statements import content_of
-
-logger = get_logger(__name__)
 
 ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a round
 
@@ -333,14 +331,8 @@ class ExactAverager(CorrectedAverager):
         return Log(STATES_KEPT * sum(tensor.nbytes for tensor in self._averaged_tensors))
 
     async def _replay(self, donor: str, exchange: Exchange, silence_s: float, *, future: Any) -> None:
-        try:
-            future.set_result(await self._replayed(PeerID.from_base58(donor), exchange, silence_s))
-        except (*UNREACHABLE, StopAsyncIteration, ValueError) as error:
-            logger.debug(f"{donor} gave no round to go through: {error!r}")
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)  # else the caller would wait for a long time
-            raise
+        nothing = (*UNREACHABLE, StopAsyncIteration, ValueError)
+        await self.fulfil(future, self._replayed(PeerID.from_base58(donor), exchange, silence_s), nothing)
 
     async def _replayed(self, donor: PeerID, exchange: Exchange, silence_s: float) -> Outcome | None:
         stub = self.get_stub(self._p2p, donor, namespace=self.prefix)

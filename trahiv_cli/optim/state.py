@@ -120,7 +120,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
 
     def _make_averaged_parameters(self, main_parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copy the weights to host memory where the optimizer is offloaded, and moves the copies.
+        """Copy the weights to host memory where the optimizer is offloaded and moves the copies.
 
         optim/state_averager.py:173 copies them everywhere, to average them. Here no weights are averaged.
         """
@@ -348,13 +348,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
             number.value = value
 
     async def _fetch_state(self, wanted: StateRequest, *, future: Any) -> None:
-        try:
-            future.set_result(await self._downloader.fetch(wanted))
-        except NobodyHas:
-            future.set_result(None)
-        except BaseException as error:
-            future.set_exception(error)  # else the caller would wait for a long time
-            raise
+        await self.fulfil(future, self._downloader.fetch(wanted), (NobodyHas,))
 
     async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
         """Ask a donor for the snapshot of this digest, else one of this rank or further; `own` is ours.

@@ -14,6 +14,7 @@ import multiprocessing
 import threading
 import time
 import weakref
+from collections.abc import Awaitable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -211,6 +212,18 @@ class CorrectedAverager(DecentralizedAverager):
             self._run_internal()
         finally:
             self._ended.set_result(None)
+
+    @staticmethod
+    async def fulfil(future: Any, work: Awaitable[Any], nothing: tuple[type[Exception], ...]) -> None:
+        """Give the training process what comes of `work`, and None for an error that means: nothing came."""
+        try:
+            future.set_result(await work)
+        except nothing as error:
+            logger.debug("nothing came of what was asked for: %r", error)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)  # else whoever asked would wait for a long time
+            raise
 
     async def _declare_for_download_periodically(self) -> None:
         """Declare nothing: who has which state is in the reports on progress."""
