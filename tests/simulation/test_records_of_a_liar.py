@@ -32,7 +32,7 @@ from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
 from trahiv_cli.swarm.membership import mark_of
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
-from trahiv_cli.swarm.roll import Credentials, MemberList, PolicyBook, members_key, policy_key, read_members
+from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, Credentials, MemberList, PolicyBook, read_members
 from trahiv_cli.train.comparison import Comparison
 
 SIGNATURE_BYTES = 370
@@ -271,7 +271,7 @@ def test_certificates(nodes, caplog, clock):
     for name in (*HONEST, LIAR):
         MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
     expected = {id_of(name): INVITED.grant for name in HONEST}
-    for what, lie in published(nodes, members_key(), caplog):
+    for what, lie in published(nodes, MEMBERS_KEY, caplog):
         found = read_members(nodes[NEWCOMER], OWNER.public)
         is_member = found.pop(id_of(LIAR), None) == INVITED.grant
         assert found == expected and (is_member or id_of(LIAR) in caplog.text or len(str(lie)) > 3000), what
@@ -288,7 +288,7 @@ def test_policies(nodes, caplog, clock, tmp_path):
         MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
     flipped = [wires[1][:at] + bytes([wires[1][at] ^ 1]) + wires[1][at + 1 :] for at in range(len(wires[1]))]
     for lie in (*VALUES, wires[0], *flipped):
-        nodes[LIAR].publish(policy_key(), lie, 60)
+        nodes[LIAR].publish(POLICY_KEY, lie, 60)
         newcomer = PolicyBook(OWNER.public)
         MemberList(nodes[NEWCOMER], Credentials(INVITED), newcomer, clock).turn()
         assert newcomer.policy == book.policy == nodes["A"].book.policy, lie

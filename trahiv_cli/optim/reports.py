@@ -167,10 +167,7 @@ def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, 
             continue
         try:
             report = Report.parse_obj(entry.value)
-        except (
-            ValueError,
-            TypeError,
-        ):  # nonsense, perhaps names that are no texts, or another version
+        except (ValueError, TypeError):  # perhaps of names that are no texts
             disbelieve(owner, "it publishes no report, or one of another version")
             continue
         if report.peer_id == PeerID.from_base58(owner).to_bytes():

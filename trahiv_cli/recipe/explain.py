@@ -1,4 +1,4 @@
-"""pydantic's errors, said for people: where it is in the file, what was expected, what to write instead.
+"""This module tells people what pydantic found: where in the file, what was expected, what to write instead.
 
 1. `explain` follows each error to its place in the data, and keeps one error for each place.
 2. `_say` words it: pydantic's own words, and what was meant by an unknown key, a missing one or a choice.
@@ -16,7 +16,7 @@ from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
 from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.paths import closest
-from trahiv_cli.recipe.schema import general, sections_of_a_recipe
+from trahiv_cli.recipe.schema import NAME_PATTERN, general, sections_of_a_recipe
 
 _WORDS = {
     "a valid integer": "a whole number",
@@ -25,7 +25,7 @@ _WORDS = {
     "a valid string": "text",
     "a valid list": "a list",
     "a valid dictionary": "a section (`key: value` lines)",
-    "match pattern '^[A-Za-z0-9_-]{1,48}$'": "be letters, digits, `-` and `_`, at most 48",
+    f"match pattern '{NAME_PATTERN}'": "be letters, digits, `-` and `_`, at most 48",
 }
 """What pydantic says of a value -> the same in a user's words."""
 

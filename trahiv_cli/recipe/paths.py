@@ -1,4 +1,4 @@
-"""Which names mean a place on this machine, where that is, what others see of it, and what was meant."""
+"""This module tells which names mean a place here, where that is, what others see, and what was meant."""
 
 from __future__ import annotations
 

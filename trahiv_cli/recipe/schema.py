@@ -48,7 +48,8 @@ Compared = Annotated[_T, COMPARED]
 LookedUp = Annotated[_T, LOOKED_UP]
 """Text that may name a file or folder here, and is looked up on this machine before the hub is asked."""
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,48}$")]
+NAME_PATTERN = r"^[A-Za-z0-9_-]{1,48}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 """Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
 
 Word = Annotated[str, Field(min_length=1)]
@@ -251,7 +252,7 @@ class ContentSection(Section):
     """What a dataset of files holds: equal for equal files, whatever they are called."""
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """Of one file: what `sha256sum` prints. Of several: over their digests, in the order of their names."""
+    """For one file this is what `sha256sum` prints; for several it is over their digests, sorted by name."""
 
     num_files: Count
     """How many files there are."""
@@ -583,7 +584,7 @@ class DhtSection(Section):
     """Multiaddrs of peers to join, or `@FILE` with an invitation; usually given by `join --peer`."""
 
     host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
-    """Where to listen; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default:
+    """Listen here; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default:
     rounds of three peers on loopback stalled for 20 s in every second run with it, never with TCP."""
 
     announce_maddrs: list[str] = []
@@ -732,8 +733,8 @@ class SwarmSection(Section):
     goes through all of the data in an order of its own."""
 
     public: Own[bool] = False
-    """Whoever learns an address may join, take the weights and send gradients. By default a swarm is closed
-    and takes invitations. Of those that join nothing is asked here."""
+    """Anyone who learns an address may join, take the weights and send gradients. By default a swarm is
+    closed and takes invitations. Of those that join nothing is asked here."""
 
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
     """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""

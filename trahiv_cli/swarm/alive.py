@@ -66,7 +66,7 @@ class Alive:
         self._answer: Any = None  # the future of a sign of life that was asked for
         self._asked_at, self._used_s, self._still_looks = -math.inf, -1.0, 0
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
         self.ailment = ""  # what is wrong with a process that failed; empty if none did. It stays
 
     def watch(self) -> None:

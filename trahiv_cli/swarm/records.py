@@ -144,9 +144,8 @@ class OwnersOnly(RecordValidatorBase):
             return False
         if self._swarm is None:
             return not place.certificate
-        return (
-            certified(self._swarm, PeerID.from_base58(place.owner).to_bytes(), place.certificate) is not None
-        )
+        peer = PeerID.from_base58(place.owner).to_bytes()
+        return certified(self._swarm, peer, place.certificate) is not None
 
 
 class Readable(RecordValidatorBase):

@@ -41,6 +41,8 @@ from trahiv_cli.swarm.records import disbelieve
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
 
+MEMBERS_KEY = "trahiv_members"  # where members publish their certificates
+POLICY_KEY = "trahiv_policy"  # where they hand on the owner's policy
 POLICY_FILE = "policy"  # in a run's folder
 POLICY_LOOK_EVERY_S = 0.5  # how often a process looks whether that file has changed
 ROLL_FILE = "members.json"  # in the owner's folder
@@ -57,16 +59,6 @@ POLICY_TTL_S = 120.0  # a member that finds no record of the policy that it know
 # The owner's: the grants by which peers (ids, base58) came, the first to come first. So names that a member
 # made up later take nobody's place.
 Roll = Mapping[str, Grant]
-
-
-def members_key() -> str:
-    """Where members publish their certificates."""
-    return "trahiv_members"
-
-
-def policy_key() -> str:
-    """Where members hand on the owner's policy."""
-    return "trahiv_policy"
 
 
 @dataclass(frozen=True)
@@ -194,7 +186,7 @@ class MemberList:
         """Publish, read and decide what is due; SetupError if the policy has become too long."""
         now = self._now()
         if now >= self._publish_at:
-            self._node.publish(members_key(), self._certificate, CERTIFICATE_TTL_S)
+            self._node.publish(MEMBERS_KEY, self._certificate, CERTIFICATE_TTL_S)
             self._publish_at = now + PUBLISH_EVERY_S
         if now >= self._look_at or self._book.wire != self._wire:  # it was decided here a moment ago
             self._look_at = now + LOOK_EVERY_S
@@ -207,13 +199,13 @@ def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
 
     Say whether a peer of the DHT has it. SetupError if it has become too long.
     """
-    found = list(node.fetch(policy_key()).values())
+    found = list(node.fetch(POLICY_KEY).values())
     for wire in found:
         book.offer(wire)
     if standing.owner is not None and standing.folder is not None:
         roll = write_down(standing.folder, read_members(node, standing.owner.public))
         book.decide(standing.owner, partial(_with_those_who_came, roll))
-    return not book.wire or book.wire in found or node.publish(policy_key(), book.wire, POLICY_TTL_S)
+    return not book.wire or book.wire in found or node.publish(POLICY_KEY, book.wire, POLICY_TTL_S)
 
 
 def _id(peer: str) -> bytes:
@@ -277,7 +269,7 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
     """Fetch the grants of the members that are there, or were within ten minutes, by peer id."""
     grants: dict[str, Grant] = {}
-    for peer, entry in node.fetch(members_key()).items():
+    for peer, entry in node.fetch(MEMBERS_KEY).items():
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
         grant = certified(owner, _id(peer), shown)
         if grant is None:

@@ -121,4 +121,4 @@ def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
         assert not one.must_stop
     for one in (alive, member, homeless):
         assert one.close() and one.must_stop and not one.close()
-    assert "vitals" not in {thread.name for thread in threading.enumerate()}
+    assert "alive" not in {thread.name for thread in threading.enumerate()}

@@ -126,8 +126,8 @@ def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(sw
 
 def test_a_member_of_the_version_before_is_in_the_roll(swarm):
     marks = mark_of(id_of(M)) * 2  # of whom it saw
-    swarm.neighbour(C).publish(roll.members_key(), swarm.home.certify(id_of(C)) + marks, 60)
-    swarm.neighbour(STRANGER).publish(roll.members_key(), ["no bytes"], 60)
+    swarm.neighbour(C).publish(roll.MEMBERS_KEY, swarm.home.certify(id_of(C)) + marks, 60)
+    swarm.neighbour(STRANGER).publish(roll.MEMBERS_KEY, ["no bytes"], 60)
     assert read_members(swarm, swarm.owner.public).keys() == {A, B, M, C}
 
 
@@ -139,7 +139,7 @@ def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_
     assert swarm.objection(M, once) == "" and "used before" in swarm.objection(STRANGER, once)
     short, other = (swarm.owner.invite(expires=int(swarm.time) + 100) for _ in range(2))
     for number in range(MAX_STAYING + 10):
-        swarm.neighbour(peer(number)).publish(roll.members_key(), short.certify(id_of(peer(number))), 60)
+        swarm.neighbour(peer(number)).publish(roll.MEMBERS_KEY, short.certify(id_of(peer(number))), 60)
     swarm.run(LOOK_EVERY_S)
     swarm.enter(other, C)
     swarm.run()
@@ -160,7 +160,7 @@ def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
     assert {swarm.books[one].policy.serial for one in (A, B, M)} == {1}
     del swarm.lists[A]  # the owner leaves; the others hand it on
     swarm.run(2 * roll.POLICY_TTL_S)
-    assert list(swarm.fetch(roll.policy_key()).values()) == [swarm.owned.book.wire], "one record is enough"
+    assert list(swarm.fetch(roll.POLICY_KEY).values()) == [swarm.owned.book.wire], "one record is enough"
     swarm.enter(swarm.home, STRANGER)
     swarm.run(LOOK_EVERY_S)
     assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
@@ -245,7 +245,7 @@ def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(swarm):
     assert {one.peer_id for one in list_members(None, watcher)} == {A, B, M}, "somebody else's"
     assert swarm.standing.membership == watcher.membership and swarm.standing.owner is None
     swarm.owned.take_out(M)
-    del swarm.records[roll.members_key()][B]
+    del swarm.records[roll.MEMBERS_KEY][B]
     listed = list_members(swarm.owned.folder, Invitation())
     states = {one.peer_id: (one.is_there, one.objection) for one in listed}
     assert states == {A: (True, ""), B: (False, ""), M: (True, TAKEN_OUT)}
