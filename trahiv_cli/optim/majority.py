@@ -1,4 +1,4 @@
-"""Which reports a peer believes, which history it follows, and which states it adopts.
+"""A peer decides here which reports it believes, which history it follows, and which states it adopts.
 
 1. A step further than the swarm can have come by now is not believed. Samples count as far as a peer has
    brought such a share of a round before. Who has offered a state, and gave none, is passed over for a

@@ -108,7 +108,7 @@ class ChunkRequest:
 
 
 class ChunkBoard:
-    """Which chunks of the snapshot with this digest are there, and which donor is asked for which.
+    """Keeps which chunks of the snapshot with this digest are there, and which donor is asked for which.
 
     Each donor is asked for its share of what is missing. Who is done takes over half of what another owes,
     and a share of what one owes that has been silent for `QUIET_S`. Every chunk is checked against the

@@ -1,4 +1,4 @@
-"""Who belongs to a closed swarm, and how a peer proves it.
+"""This module defines who belongs to a closed swarm, and how a peer proves it.
 
 1. Whoever starts a swarm owns it: they hold the owner's key, and all others know its public half.
 2. An invitation is a key of its own. A `Grant`, signed by the owner, says what the invitation is good for.

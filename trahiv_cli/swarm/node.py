@@ -68,12 +68,12 @@ ADDRESSES_KEY = "trahiv_addresses"  # where its nodes publish how they can be re
 
 
 def recipe_key(run_id: str, number: int = 0) -> str:
-    """Where the peers of a run publish its recipe: subkey peer id, value one part of the packed recipe."""
+    """Return the key of a run's recipe in the DHT: subkey peer id, value one part of the packed recipe."""
     return f"{run_id}_recipe_{number}" if number else f"{run_id}_recipe"
 
 
 def likeness_key(run_id: str) -> str:
-    """Where the peers of a run publish what they loaded: subkey peer id, value digests by name."""
+    """Return the key of what a run's peers loaded: subkey peer id, value digests by name."""
     return f"{run_id}_likeness"
 
 

@@ -76,7 +76,7 @@ class OwnedSwarm:
 
     @property
     def roll(self) -> Roll:
-        """Who came, as far as this folder's peer or a command saw it."""
+        """The members that came, as far as this folder's peer or a command saw it."""
         return read_roll(self.folder)
 
     @property
@@ -183,7 +183,7 @@ class OwnedSwarm:
 
 
 def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
-    """Where the peer of a folder can be reached, from this machine too."""
+    """List where the peer of a folder can be reached, from this machine too."""
     own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
     ports = Acquaintances(folder / FILE).ports
     here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports.values()]

@@ -1,4 +1,4 @@
-"""hivemind's processes end with their parent, outlive each other's failures, and leave nothing behind.
+"""Here hivemind's processes end with their parent, outlive each other's failures, and leave nothing behind.
 
 p2p/p2p_daemon.py:74 puts hivemind's sockets directly into /tmp under random names, where multiprocessing has
 some, too. Here each process has a folder for them, whose name says whose it is.
