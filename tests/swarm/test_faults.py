@@ -176,7 +176,8 @@ def test_a_download_is_finished_from_the_other_donor_when_one_dies(tmp_path: Pat
         amounts = [said["bytes"] for said in told]
         assert amounts == sorted(amounts) and amounts[-1] == told[-1]["total"]
         swarm.wait_until_equal((0, 2), STEP_S, beyond=joined["step"] + 3)
-        assert swarm.events(2, "loaded") == [], "it went through the steps that were taken meanwhile"
+        # Also the last round of the donor that died, if only the other one knows that it was committed.
+        assert swarm.events(2, "download") == told, "it went through the steps that were taken meanwhile"
         swarm.require_promises()  # equal weights at equal steps, so equal moments
 
 
