@@ -182,7 +182,7 @@ class Peer:
         )
         self._listen(optimizer)
         if settings.num_samples:
-            self._leases = optimizer.divide_data(Leases, settings.num_samples)
+            self._leases = optimizer.divide_data(settings.num_samples)
         self._enter(optimizer, is_first)
         self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
         self._wait_for_go()
@@ -236,7 +236,8 @@ class Peer:
             index += 1
             taken = [self._leases.take() for _ in range(BATCH)] if self._leases else []
             positions = [position for position in taken if position is not None]
-            optimizer.expect_batch(BATCH, BATCH, lend=True, positions=positions)
+            optimizer.parts.work.announce(positions)
+            optimizer.expect_batch(BATCH, BATCH, lend=True)
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             self._compute()

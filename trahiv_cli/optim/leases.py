@@ -18,7 +18,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import in_background
@@ -49,28 +50,33 @@ PATIENCE_S, POLL_S = 120.0, 0.05
 
 
 class Leases:
-    """Gives this peer positions to train, one after the other, of passes of `num_samples`. Thread-safe.
+    """Gives this peer units of the data to train, one after the other, `number` in a pass. Thread-safe.
+
+    A unit is a sample; with `is_stream`, a shard, whose samples are read one after the other, and trained
+    where `hand_out` says so. A shard of which some have to be trained again is given once more.
 
     `ledger` gives what is trained already, `samples_per_second` how fast this peer trains, 0 if that is not
     known yet. `while_waiting` is called again and again by whoever waits for a position; it may raise.
     """
 
-    unit, counted = 1, "samples"
-    """Positions that are leased as one, and what there is one of for each such unit."""
-
     def __init__(
         self,
         reports: SwarmTracker,
         ledger: Callable[[], Ledger],
-        num_samples: int,
+        number: int,
+        *,
+        is_stream: bool = False,
         samples_per_second: Callable[[], float] = lambda: 0.0,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        self._reports, self._ledger, self.num_samples = reports, ledger, num_samples
+        self._reports, self._ledger, self.number = reports, ledger, number
+        self.unit = SHARD if is_stream else 1  # positions that are leased as one
         self._samples_per_second, self._while_waiting = samples_per_second, while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self._held = Spans()
+        self._handed_out: set[int] = set()
+        self._ends: dict[int, int] = {}  # by the first position of each shard read, that after its samples
         self._running: Future[None] | None = None
         self._failure: BaseException | None = None
         self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
@@ -83,7 +89,9 @@ class Leases:
             return self._held
 
     def take(self, should_leave: Callable[[], bool] = lambda: False) -> int | None:
-        """Return the next position; waits for a lease if there is none. None if this peer leaves meanwhile.
+        """Return the first position of the next unit; waits for a lease if there is none.
+
+        None if this peer leaves meanwhile.
 
         Raises:
             SwarmError: there was none for two minutes.
@@ -111,6 +119,7 @@ class Leases:
     def give_back(self, positions: Sequence[int]) -> None:
         """Have positions that are still this peer's trained again: their gradients were dropped."""
         with self._lock:
+            self._handed_out.difference_update(positions)
             left = self._held - self._ledger().covered
             units = {position // self.unit * self.unit for position in positions if position in left}
             self._ready.extendleft(sorted(units - set(self._ready), reverse=True))
@@ -128,62 +137,10 @@ class Leases:
             mine, num_ready = self._held.units(self.unit), len(self._ready)
             self._ready = deque(position for position in self._ready if position // self.unit in mine)
             self.lost += num_ready - len(self._ready)
+            self._handed_out = {position for position in self._handed_out if position in self._held}
+            self._ends = {start: stop for start, stop in self._ends.items() if start // SHARD in mine}
 
-    # -- leasing, with the lock --------------------------------------------------------------------
-
-    def _find(self, leased: Spans, size: int, skip: int, least: int) -> tuple[int, int]:
-        """Find a block of units that nobody has leased: its first position, and that after its last."""
-        return self._ledger().free_block(leased, size, skip, least)
-
-    def _ahead(self) -> int:
-        """How many units to hold ahead of training."""
-        most = min(self.num_samples, AHEAD_ROUNDS * self._reports.target_batch_size)
-        speed = self._samples_per_second()
-        return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
-
-    def _leased_by_others(self) -> Spans:
-        """Return what others have leased, as far as they can have."""
-        self._longest_round = max(self._longest_round, self._reports.target_batch_size)
-        most = MOST_ROUNDS * self._longest_round * self.unit
-        return self._reports.leased_by_others(self._ledger().covered, most)
-
-    def _lease(self) -> None:
-        """Lease another block, in a thread of its own, which takes the lock for moments."""
-        skip = self._reports.rank_among_peers
-        for skipped in range(skip, skip + TRIES):
-            with self._lock:
-                size = max(self._ahead(), len(self._held) // self.unit)
-                least = size if len(self._held.spans) >= FREE_LEASES else 1
-                start, stop = self._find(self._held | self._leased_by_others(), size, skipped, least)
-                block = Spans.of([(start, stop)]) - self._ledger().covered
-                wanted = self._held | block
-            if not block or len(wanted.spans) > MOST_LEASES:
-                break
-            is_told = self._reports.lease(wanted)
-            with self._lock:
-                if is_told and not block & self._leased_by_others():
-                    self._held = self._held | block
-                    self._ready.extend(range(start, stop, self.unit))
-                    return
-        time.sleep(PAUSE_S)
-
-
-class ShardLeases(Leases):
-    """Leases of whole shards of a stream, whose samples are read one after the other. Thread-safe.
-
-    `take` gives the first position of a shard to read, of `num_shards` in a pass. Of its samples, those are
-    to be trained that `hand_out` says; a shard of which some have to be trained again is given once more.
-    """
-
-    unit, counted = SHARD, "shards"
-
-    def __init__(
-        self, reports: SwarmTracker, ledger: Callable[[], Ledger], num_shards: int, **more: Any
-    ) -> None:
-        super().__init__(reports, ledger, num_shards * SHARD, **more)
-        self._handed_out: set[int] = set()
-        self._ends: dict[int, int] = {}
-        """Maps the first position of each shard read to its end to the position after its last sample."""
+    # -- the samples of a shard --------------------------------------------------------------------
 
     def has(self, start: int) -> bool:
         """Whether something is left of the shard that begins there, and it is this peer's."""
@@ -203,32 +160,49 @@ class ShardLeases(Leases):
         with self._lock:
             self._ends[start] = stop
 
-    def give_back(self, positions: Sequence[int]) -> None:
-        """Have samples that are still this peer's trained again: their gradients were dropped."""
-        with self._lock:
-            self._handed_out.difference_update(positions)
-        super().give_back(positions)
-
-    def settle(self, done: Iterable[int]) -> None:
-        """Take note of a committed round; see `Leases.settle`."""
-        super().settle(done)
-        with self._lock:
-            mine = self._held.units(SHARD)
-            self._handed_out = {position for position in self._handed_out if position in self._held}
-            self._ends = {start: stop for start, stop in self._ends.items() if start // SHARD in mine}
-
-    def last_positions(self, brought: Spans) -> list[int]:
-        """List the last positions of those shards of this peer's that are trained with what it brings."""
+    def last_positions(self, brought: Spans) -> Spans:
+        """The last positions of those shards of this peer's that are trained with what it brings."""
         with self._lock:
             done = self._ledger().covered | brought
-            read = {start: Spans.of([(start, stop)]) for start, stop in self._ends.items()}
-            return [start + SHARD - 1 for start, samples in read.items() if not samples - done]
+            ended = [start for start, stop in self._ends.items() if not Spans.of([(start, stop)]) - done]
+            return Spans.of_positions(start + SHARD - 1 for start in ended)
 
-    def _find(self, leased: Spans, size: int, skip: int, least: int) -> tuple[int, int]:
-        return self._ledger().free_shards(leased, size, self.num_samples // SHARD, skip, least)
+    # -- leasing, with the lock --------------------------------------------------------------------
 
     def _ahead(self) -> int:
-        return 1
+        """How many units to hold ahead of training."""
+        if self.unit == SHARD:
+            return 1
+        most = min(self.number, AHEAD_ROUNDS * self._reports.target_batch_size)
+        speed = self._samples_per_second()
+        return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
+
+    def _leased_by_others(self) -> Spans:
+        """Return what others have leased, as far as they can have."""
+        self._longest_round = max(self._longest_round, self._reports.target_batch_size)
+        most = MOST_ROUNDS * self._longest_round * self.unit
+        return self._reports.leased_by_others(self._ledger().covered, most)
+
+    def _lease(self) -> None:
+        """Lease another block, in a thread of its own, which takes the lock for moments."""
+        skip, num_shards = self._reports.rank_among_peers, self.number if self.unit == SHARD else None
+        for skipped in range(skip, skip + TRIES):
+            with self._lock:
+                size = max(self._ahead(), len(self._held) // self.unit)
+                least = size if len(self._held.spans) >= FREE_LEASES else 1
+                leased = self._held | self._leased_by_others()
+                start, stop = self._ledger().free_block(leased, size, skipped, least, num_shards)
+                block = Spans.of([(start, stop)]) - self._ledger().covered
+                wanted = self._held | block
+            if not block or len(wanted.spans) > MOST_LEASES:
+                break
+            is_told = self._reports.lease(wanted)
+            with self._lock:
+                if is_told and not block & self._leased_by_others():
+                    self._held = self._held | block
+                    self._ready.extend(range(start, stop, self.unit))
+                    return
+        time.sleep(PAUSE_S)
 
 
 class Work:
@@ -236,7 +210,7 @@ class Work:
 
     def __init__(self) -> None:
         self.leases: Leases | None = None
-        self._announced: list[int] = []
+        self._announced: list[Sequence[int]] = []  # of each batch whose gradients come next
         self._held: list[int] = []  # in the order in which their gradients came
         self._useless: list[int] = []  # their gradients were not finite, and would not be another time
 
@@ -246,19 +220,19 @@ class Work:
         return self.leases.unit if self.leases is not None else 1
 
     def announce(self, positions: Sequence[int]) -> None:
-        """Expect the gradients of these."""
-        self._announced += positions
+        """Expect the gradients of the batch of these."""
+        self._announced.append(positions)
 
     def count_announced(self) -> None:
         """The gradients of what was announced are there."""
-        self._held, self._announced = [*self._held, *self._announced], []
+        self._held, self._announced = [*self._held, *chain(*self._announced)], []
 
-    def forget_announced(self, but: Sequence[int] = ()) -> None:
-        """Have what was announced trained again, but for these: they are announced anew."""
-        kept = set(but)
-        gone, self._announced = [position for position in self._announced if position not in kept], []
+    def forget_announced(self, *, but_last: bool = False) -> None:
+        """Have what was announced trained again, or all but the last batch, which stays announced."""
+        num_gone = len(self._announced) - but_last
+        gone, self._announced = self._announced[:num_gone], self._announced[num_gone:]
         if self.leases is not None:
-            self.leases.give_back(gone)
+            self.leases.give_back([*chain(*gone)])
 
     def drop(self, num_held: int, *, are_useless: bool = False) -> None:
         """Forget all but the first positions; have the others trained again, unless they are useless."""
@@ -274,9 +248,8 @@ class Work:
     def aside(self, num_samples: int) -> Spans:
         """Return the positions of the first samples, which a round is about, and of the useless ones."""
         mine = Spans.of_positions([*self._held[:num_samples], *self._useless])
-        if not isinstance(self.leases, ShardLeases):
-            return mine
-        return mine | Spans.of_positions(self.leases.last_positions(mine))
+        is_stream = self.leases is not None and self.leases.unit == SHARD
+        return mine | self.leases.last_positions(mine) if is_stream else mine
 
     def settle(self, num_samples: int, brought: Spans) -> None:
         """A round of this peer's was committed, about its first samples, so many, with these positions."""
@@ -296,13 +269,13 @@ class Work:
 
         `covered` counts samples or shards after complete `passes`; `duplicates` were trained twice in a pass.
         """
-        if self.leases is None:
+        if (leases := self.leases) is None:
             return None
-        passes, covered = ledger.passes(self.leases.num_samples)
+        passes, covered = ledger.passes(leases.number * leases.unit)
         return {
             "passes": passes,
-            "covered": covered // self.unit,
-            self.leases.counted: self.leases.num_samples // self.unit,
+            "covered": covered // leases.unit,
+            "samples" if leases.unit == 1 else "shards": leases.number,
             "duplicates": ledger.duplicates,
-            "lost": self.leases.lost,
+            "lost": leases.lost,
         }

@@ -163,32 +163,27 @@ class Ledger:
         whole = next(self.covered.gaps())[0] // num_samples
         return whole, len(self.covered) - whole * num_samples
 
-    def free_block(self, leased: Spans, size: int, skip: int = 0, least: int = 1) -> tuple[int, int]:
+    def free_block(
+        self, leased: Spans, size: int, skip: int = 0, least: int = 1, num_shards: int | None = None
+    ) -> tuple[int, int]:
         """Return start and stop of the lowest free positions without a gap; `MAX_POSITION` if there are none.
 
         They are `size`, or fewer, but `least`, before a gap ends. `skip` blocks are left to others, which
-        look at the same time.
+        look at the same time. Of a stream, `num_shards` are a pass, and all is in shards that are not covered
+        and of which nobody has leased anything: a pass's end ends a gap, and as long as it has more, none of
+        the next one is found. Some positions of the block may be covered.
         """
-        blocks = _cut((self.covered | leased).gaps(), size, least)
-        return next(islice(blocks, skip, None), (MAX_POSITION, MAX_POSITION))
-
-    def free_shards(
-        self, leased: Spans, size: int, num_shards: int, skip: int = 0, least: int = 1
-    ) -> tuple[int, int]:
-        """Find neighbouring shards that are not covered and of which nobody has leased anything.
-
-        All is as in `free_block`, in shards, of which `num_shards` are a pass: its end ends a gap, and as
-        long as it has more, none of the next one is found. Some positions of the block may be covered.
-        """
-        covered = [(-(-start // SHARD), stop // SHARD) for start, stop in self.covered.spans]
-        taken = Spans.of(covered) | leased.units(SHARD)
-        first, least = next(taken.gaps())[0], min(least, num_shards)
-        while first < MAX_POSITION // SHARD:
-            after = (first // num_shards + 1) * num_shards
-            if blocks := list(_cut((Spans(((first, after),)) - taken).spans, size, least)):
+        unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards)
+        covered = Spans.of((-(-start // unit), stop // unit) for start, stop in self.covered.spans)
+        taken = covered | leased.units(unit)
+        first, least = next(taken.gaps())[0], min(least, in_a_row)
+        while first < MAX_POSITION // unit:
+            end = (first // in_a_row + 1) * in_a_row
+            gaps = (Spans(((first, end),)) - taken).spans
+            if blocks := list(islice(_cut(gaps, size, least), skip + 1)):
                 start, stop = blocks[skip % len(blocks)]
-                return start * SHARD, stop * SHARD
-            first = after
+                return start * unit, stop * unit
+            first = end
         return MAX_POSITION, MAX_POSITION
 
     def to_wire(self) -> list[Any]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import hivemind
 import torch
@@ -47,8 +47,6 @@ from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
-
-AnyLeases = TypeVar("AnyLeases", bound=Leases)
 
 
 @dataclass(frozen=True)
@@ -185,12 +183,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         """
         self.position.enter(history, ledger)
 
-    def divide_data(self, kind: type[AnyLeases], number: int) -> AnyLeases:
+    def divide_data(self, number: int, *, is_stream: bool = False) -> Leases:
         """Have peers train different samples, or shards, of so many; return where this peer's come from."""
-        leases = kind(
+        leases = Leases(
             self.tracker,
             lambda: self.ledger,
             number,
+            is_stream=is_stream,
             samples_per_second=lambda: self.parts.adaptation.measured.samples_per_second,
             # Without a DHT no leases, and without a lease no step, which would notice a failed process.
             while_waiting=self._alive.require,
@@ -198,11 +197,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.parts.work.leases = leases
         return leases
 
-    def expect_batch(
-        self, samples: int, weight: float, *, lend: bool, positions: Sequence[int] = ()
-    ) -> float:
-        """Announce a batch, of these positions of divided data; see `ExactGradientAverager.expect_batch`."""
-        self.parts.work.announce(positions)
+    def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
+        """Announce a batch, or a part of it; see `ExactGradientAverager.expect_batch`."""
         return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
 
     def forget_announced(self) -> None:
@@ -210,12 +206,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.grad_averager.forget_announced()
         self.parts.work.forget_announced()
 
-    def start_batch_over(self, positions: Sequence[int]) -> None:
+    def start_batch_over(self) -> None:
         """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it.
 
-        The batch in training, of these positions, is announced anew.
+        The positions of the batch in training stay announced.
         """
-        self.parts.work.forget_announced(but=positions)
+        self.parts.work.forget_announced(but_last=True)
         self.stepper.start_batch_over()
 
     def step(

@@ -8,7 +8,7 @@ memory is divided, and each part is announced and weighed as a batch of its own:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,22 +49,19 @@ class Batches:
         self._factor: float | None = None  # of the batch in training; None between batches
         self._loss = torch.zeros(())  # mean of the last batch in training, without its factor
 
-    def train(
-        self, inputs: Batch, num_items: NumItems, positions: Sequence[int], train_one: TrainOne
-    ) -> torch.Tensor:
+    def train(self, inputs: Batch, num_items: NumItems, train_one: TrainOne) -> torch.Tensor:
         """Run one batch forward and backward, in smaller parts where memory runs out.
 
-        `positions` are those of the batch's samples, where the data is divided. Returns the batch's loss as
-        the Trainer logs it: a scalar on the model's device.
+        Returns its loss as the Trainer logs it: a scalar on the model's device.
         """
         while True:
             try:
-                return self._train_parts(inputs, num_items, positions, train_one)
+                return self._train_parts(inputs, num_items, train_one)
             except (RuntimeError, MemoryError) as failure:
                 if not is_out_of_memory(failure) or split(inputs, self._size, 2 * self._num_parts) is None:
                     raise
             self._num_parts *= 2
-            self._trainer.swarm_optimizer.start_batch_over(positions)
+            self._trainer.swarm_optimizer.start_batch_over()
             size = max(1, self._size // self._num_parts)
             self._go_on("training", size, "per_device_train_batch_size")
 
@@ -106,9 +103,7 @@ class Batches:
             loss = loss * self._factor
         return (loss, *outputs) if outputs else loss
 
-    def _train_parts(
-        self, inputs: Batch, num_items: NumItems, positions: Sequence[int], train_one: TrainOne
-    ) -> torch.Tensor:
+    def _train_parts(self, inputs: Batch, num_items: NumItems, train_one: TrainOne) -> torch.Tensor:
         trainer = self._trainer
         # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
         is_shifted = getattr(trainer, "_loss_shifts_labels", False)
@@ -122,7 +117,6 @@ class Batches:
                 own.samples,
                 own.weight,
                 lend=trainer.accelerator.scaler is None,  # it would scale the accumulators as well
-                positions=() if done else positions,
             )
             # Divided by its own count: some models (BERT) do so whatever they are told of the window.
             is_whole_window = window == len(parts) == 1 or num_items is None

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers import TrainingArguments
 
 from trahiv_cli.assets.data import STREAM_BUFFER, is_divisible, shards_of
-from trahiv_cli.optim.leases import Leases, ShardLeases
+from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import SHARD
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.train.comparison import SAMPLES, SHARDS
@@ -25,17 +25,26 @@ from trahiv_cli.train.comparison import SAMPLES, SHARDS
 class Divided:
     """The order of each pass, and the positions in it that this peer's loader has asked for.
 
-    A pass has a `number` of `SAMPLES` or `SHARDS`; `seed` draws another order for each, the same for all
-    peers, and None leaves that of the data. The loader delivers a `batch` of samples at once.
+    A pass has a `number` of samples, or of a stream's shards; `seed` draws another order for each, the same
+    for all peers, and None leaves that of the data. The loader delivers a `batch` of samples at once.
     """
 
-    def __init__(
-        self, what: str, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]
-    ) -> None:
-        self.size = {what: str(number)}  # what must be the same on all peers
+    leases: Leases  # where positions come from
+    is_stream = False
+
+    def __init__(self, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
         self.number, self._batch, self._seed, self._should_leave = number, batch, seed, should_leave
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
+
+    @property
+    def size(self) -> dict[str, str]:
+        """What must be the same on all peers; see `Comparison`."""
+        return {SHARDS if self.is_stream else SAMPLES: str(self.number)}
+
+    def lease_from(self, optimizer: SwarmOptimizer) -> None:
+        """Divide the data with the swarm's other peers."""
+        self.leases = optimizer.divide_data(self.number, is_stream=self.is_stream)
 
     def next_batch(self) -> list[int]:
         """Return the positions of the next batch that the loader delivered; it asks ahead of training."""
@@ -55,12 +64,6 @@ class Divided:
 class DividedSampler(Divided, Sampler[int]):
     """Gives indices of the dataset, in each pass of the Trainer as many as there are in whole batches."""
 
-    leases: Leases  # where positions come from
-
-    def lease_from(self, optimizer: SwarmOptimizer) -> None:
-        """Divide the data with the swarm's other peers."""
-        self.leases = optimizer.divide_data(Leases, self.number)
-
     def __len__(self) -> int:
         """Samples in all whole batches of the dataset."""
         return self.number // self._batch * self._batch
@@ -68,8 +71,7 @@ class DividedSampler(Divided, Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         """Give the next indices."""
         for _ in range(len(self)):
-            position = self.leases.take(self._should_leave)
-            if position is None:
+            if (position := self.leases.take(self._should_leave)) is None:
                 return
             self._asked.append(position)
             yield self.index(position)
@@ -81,17 +83,11 @@ class DividedStream(Divided, IterableDataset[Any]):
     No peer shuffles the stream itself: the seed draws an order of the shards and of the samples in each.
     """
 
-    leases: ShardLeases  # where shards come from
+    is_stream = True
 
-    def __init__(
-        self, stream: datasets.IterableDataset, batch: int, seed: int | None, should_leave: Callable[[], bool]
-    ) -> None:
-        super().__init__(SHARDS, shards_of(stream), batch, seed, should_leave)
+    def __init__(self, stream: datasets.IterableDataset, *more: Any) -> None:
+        super().__init__(shards_of(stream), *more)
         self._stream = stream
-
-    def lease_from(self, optimizer: SwarmOptimizer) -> None:
-        """Divide the shards with the swarm's other peers."""
-        self.leases = optimizer.divide_data(ShardLeases, self.number)
 
     def __iter__(self) -> Iterator[Any]:
         """Give the next samples."""
@@ -127,4 +123,4 @@ def divide(
         return DividedStream(samples, batch, order_seed, should_leave)
     if strategy not in ("random", "sequential"):
         return None
-    return DividedSampler(SAMPLES, len(samples), batch, order_seed, should_leave)
+    return DividedSampler(len(samples), batch, order_seed, should_leave)

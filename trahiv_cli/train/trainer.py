@@ -362,9 +362,10 @@ class SwarmTrainerMixin(_Host):
         if self._resumes_from is not None:  # here: all that draws numbers before the first batch has done so
             set_random_states(self._resumes_from.state.random)
             self._resumes_from = None
-        positions = self._divided.next_batch() if self._divided is not None else ()
+        if self._divided is not None:
+            self.swarm_optimizer.parts.work.announce(self._divided.next_batch())
         train_one = partial(super().training_step, model)
-        return self._batches.train(inputs, num_items_in_batch, positions, train_one)
+        return self._batches.train(inputs, num_items_in_batch, train_one)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the class that is mixed into; in a swarm's training step, times its factor."""

@@ -10,7 +10,7 @@ import pytest
 
 from trahiv_cli.optim import leases
 from trahiv_cli.optim.background import in_background
-from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, MOST_LEASES, Leases, ShardLeases, Work
+from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, MOST_LEASES, Leases, Work
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 
 SAMPLES = 1000
@@ -48,10 +48,9 @@ class Tracker:
 class Peer:
     """One peer's leases, and its tracker; a pass has `count` samples, or with `is_stream` shards."""
 
-    def __init__(self, board, name="A", rank=0, count=SAMPLES, *, is_stream=False, **more):
+    def __init__(self, board, name="A", rank=0, count=SAMPLES, **more):
         self.board, self.tracker = board, Tracker(board, name, rank)
-        cls = ShardLeases if is_stream else Leases
-        self.leases = cls(self.tracker, lambda: board.ledger, count, **more)
+        self.leases = Leases(self.tracker, lambda: board.ledger, count, **more)
 
     def take(self, count):
         return [self.leases.take() for _ in range(count)]
@@ -195,7 +194,7 @@ def test_many_shards_are_read_in_a_round_and_each_once(board, num_peers):
         assert all(len(spans) == 2 * 128 // num_peers for spans in trained.values())
         assert max(len(one.leases.held.spans) for one in peers) <= MOST_LEASES
         for one in peers:
-            trained[one] |= Spans.of_positions(one.leases.last_positions(trained[one]))
+            trained[one] |= one.leases.last_positions(trained[one])
         board.ledger = board.ledger.extend(list(trained.values()))
         for one in peers:
             one.leases.settle(trained[one])
@@ -210,7 +209,7 @@ def test_neighbouring_shards_of_which_another_peer_took_over_one_are_kept_but_fo
     one.sees("B", Spans.of([(0, SHARD), (3 * SHARD, 3 * SHARD + 1)]))
     assert one.leases.lost == 1, "the one that it had not begun"
     assert not one.leases.has(0) and one.leases.has(SHARD) and one.take(1) == [4 * SHARD]
-    assert one.leases.last_positions(Spans.of_positions(begun)) == [2 * SHARD - 1, 3 * SHARD - 1]
+    assert list(one.leases.last_positions(Spans.of_positions(begun))) == [2 * SHARD - 1, 3 * SHARD - 1]
     one.leases.give_back([SHARD, SHARD + 1])
     assert one.take(1) == [SHARD] and one.leases.hand_out(SHARD) and not one.leases.hand_out(SHARD)
 

@@ -68,15 +68,7 @@ def test_spans_are_sets(seed):
 
 NO_SPANS = [None, 3, "0 1", {}, [0], [1, 1], [2, 1], [0, 2, 1, 3], [0, 1, 1, 2], [-1, 1]]
 NO_SPANS += [[0, MAX_POSITION + 1], [0.0, 1.0], [True, 2], [None, 1], list(range(2 * MAX_SPANS + 2))]
-NO_LEDGERS = (
-    None,
-    [],
-    [[0, 1]],
-    [[0, 1], -1],
-    [[0, 1], "0"],
-    [[0, 1], 0, 0],
-    *([data, 0] for data in NO_SPANS),
-)
+NO_LEDGERS = None, [], [[0, 1]], [[0, 1], -1], [[0, 1], "0"], [[0, 1], 0, 0], *([no, 0] for no in NO_SPANS)
 NO_HISTORIES = [1, 8], [-1, 8, DIGEST], [1, -8, DIGEST], [1.0, 8, DIGEST], [1, 8, DIGEST + b"x"]
 NO_HISTORIES += [1, 8, "0" * DIGEST_BYTES], [1, 8, DIGEST, 0]
 
@@ -127,16 +119,14 @@ def test_claims_in_so_many_pieces_that_nobody_could_read_the_ledger_are_left_out
 def test_the_lowest_free_positions_are_leased_first_and_others_look_elsewhere():
     ledger, between = Ledger(Spans.of([(0, 10), (14, 20)])), Spans.of([(11, 13)])
     assert ledger.free_block(Spans(), size=8) == (10, 14)
-    assert ledger.free_block(Spans.of([(10, 14)]), size=8) == (20, 28)
     assert ledger.free_block(between, size=8) == (10, 11)
     assert ledger.free_block(between, size=8, least=8) == (20, 28)
     ledger = Ledger(Spans.of([(0, 5)]))
     blocks = [ledger.free_block(Spans.of([(11, 12)]), size=4, skip=rank) for rank in range(4)]
     assert blocks == [(5, 9), (9, 11), (12, 16), (16, 20)]
-    nothing = MAX_POSITION, MAX_POSITION
     for ledger, leased in ((Ledger(Spans((ALL,))), Spans()), (Ledger(), Spans((ALL,)))):
-        assert ledger.free_block(leased, size=8) == nothing
-        assert ledger.free_shards(leased, size=8, num_shards=10) == nothing
+        for num_shards in (None, 10):
+            assert ledger.free_block(leased, 8, num_shards=num_shards) == (MAX_POSITION, MAX_POSITION)
 
 
 # -- shards of a stream ----------------------------------------------------------------------------
@@ -158,7 +148,7 @@ def test_a_shard_is_covered_with_its_last_position_and_nothing_of_another():
 
 def test_the_lowest_free_shards_of_a_pass_are_leased_first_also_one_that_a_dead_peer_began():
     def free(leased=(), *, covered, **how):
-        start, stop = Ledger().extend([Spans.of(covered)]).free_shards(Spans.of(leased), **how)
+        start, stop = Ledger().extend([Spans.of(covered)]).free_block(Spans.of(leased), **how)
         return start // SHARD, stop // SHARD
 
     begun = {"covered": [(0, SHARD), (SHARD, SHARD + 30)], "size": 1, "num_shards": 3}

@@ -45,13 +45,13 @@ class Announced:
 
     agreed_weights = staticmethod(contextlib.nullcontext)
 
-    def expect_batch(self, samples, weight, *, lend, positions):
+    def expect_batch(self, samples, weight, *, lend):
         self.anchor = self.anchor or weight
         self.weights.append(weight)
         self.lent.append(lend)
         return weight / self.anchor if self.anchor else 1.0
 
-    def start_batch_over(self, positions):
+    def start_batch_over(self):
         self.weights, self.anchor = [], 0.0
         self._model.zero_grad()
 

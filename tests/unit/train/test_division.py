@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.optim.test_leases import Board, Tracker
 from trahiv_cli.assets.data import MOST_SHARDS
-from trahiv_cli.optim.leases import ShardLeases
+from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import SHARD, Spans
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 
@@ -24,8 +24,8 @@ class Reader:
 
     def __init__(self, board, seed=7, stream=None):
         self.board, self.stream = board, DividedStream(stream or stream_of(), BATCH, seed, lambda: False)
-        tracker = Tracker(board, "A", 0)
-        self.stream.leases = self.leases = ShardLeases(tracker, lambda: board.ledger, self.stream.number)
+        tracker, number = Tracker(board, "A", 0), self.stream.number
+        self.stream.leases = self.leases = Leases(tracker, lambda: board.ledger, number, is_stream=True)
         self._samples = iter(self.stream)
 
     def read(self):
@@ -35,7 +35,7 @@ class Reader:
     def train(self):
         batch, positions = self.read()
         mine = Spans.of_positions(positions)
-        mine |= Spans.of_positions(self.leases.last_positions(mine))
+        mine |= self.leases.last_positions(mine)
         self.board.ledger = self.board.ledger.extend([mine])
         self.leases.settle(mine)
         return batch
@@ -71,7 +71,7 @@ def test_samples_whose_gradients_were_dropped_are_read_again_and_without_a_seed_
 
 def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leaves():
     given = iter([0, 9, 4, 13, 2, 5, 8, None])  # of two passes; None: it leaves
-    sampler = DividedSampler("samples", 7, BATCH, 7, lambda: False)
+    sampler = DividedSampler(7, BATCH, 7, lambda: False)
     sampler.leases = SimpleNamespace(take=lambda should_leave: next(given))
     indices = list(sampler)
     assert len(indices) == len(sampler) == 6
