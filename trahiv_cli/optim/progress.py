@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import logging
+import contextlib
 import math
 import threading
 import time
@@ -28,8 +28,6 @@ from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, r
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
-
-logger = logging.getLogger(__name__)
 
 DHT_TIMEOUT_S = 5.0
 REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
@@ -55,9 +53,8 @@ class SwarmTracker(ProgressTracker):
     that they report. `is_out` says whether the swarm's owner has taken a peer out.
     """
 
-    peers: tuple[PeerProgress, ...] = ()
-    """Everybody's last report, this peer's own included; `others` are all but that."""
     others: tuple[PeerProgress, ...] = ()
+    """The last report of each other peer."""
 
     def __init__(
         self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
@@ -73,7 +70,7 @@ class SwarmTracker(ProgressTracker):
         """The state after a round that this peer voted for, without knowing that it was committed."""
         self.companions: frozenset[str] = frozenset()
         """Ids of those in the round that led here, or that gave this state; set after `update_history`."""
-        # When this peer began to train towards the next step, and when `peers` was fetched.
+        # When this peer began to train towards the next step, and when `others` was fetched.
         self._begun_at = self._fetched_at = swarm_time()
         self._is_announced, self._is_out = False, is_out
         self._way_back: History | None = None
@@ -93,7 +90,7 @@ class SwarmTracker(ProgressTracker):
     @property
     def fetch_every_s(self) -> float:
         """The shortest time between two fetches of the reports of several peers, in seconds."""
-        return min(FETCH_EVERY_S_A_PEER * len(self.peers), float(self.metadata_expiration))
+        return min(FETCH_EVERY_S_A_PEER * (1 + len(self.others)), float(self.metadata_expiration))
 
     @cached_property
     def own_id(self) -> str:
@@ -132,8 +129,7 @@ class SwarmTracker(ProgressTracker):
         return own + int(guessed)
 
     def _believed_samples(self, peer: str, reported: int) -> int:
-        is_own = peer == self.own_id
-        return reported if is_own else self.doubts.believed_samples(peer, reported, self.target_batch_size)
+        return self.doubts.believed_samples(peer, reported, self.target_batch_size)
 
     @property
     def standing(self) -> Standing:
@@ -236,40 +232,40 @@ class SwarmTracker(ProgressTracker):
 
     # -- what others report ------------------------------------------------------------------------
 
-    def refresh(self) -> bool:
-        """Fetch everybody's reports now; without an answer within 5 s, which is said, the old ones stay."""
+    def refresh(self, timeout_s: float | None = None) -> bool:
+        """Fetch everybody's reports now; without an answer within 5 s, which is said, the old ones stay.
+
+        The lock that a commit takes is held to read them, not to wait for them as upstream does
+        (progress_tracker.py:264): 3 to 15 s where nodes are silent.
+        """
+        look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
         try:
-            self._read(self._look_up().result(timeout=DHT_TIMEOUT_S))
+            found = look_up.result(timeout=DHT_TIMEOUT_S if timeout_s is None else timeout_s)
         except concurrent.futures.TimeoutError:
             return False
+        with self.lock_global_progress:
+            self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
         return True
 
-    def _look_up(self) -> Any:
-        return self.dht.get(self.training_progress_key, latest=True, return_future=True)
-
-    def _read(self, found: Any) -> None:
-        self.global_progress = self._parse_swarm_progress_data(found.value if found else None)
-
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        newest, without = read_reports(metadata, self._is_out)
-        gone = without | (self.gone & self.companions)  # of others nobody asks
-        others = {peer: report.epoch for peer, report in newest.items() if peer != self.own_id}
-        for peer in self.doubts.unbelieved(others, self.history.step, self.steps_a_round):
+        newest, gone = read_reports(metadata, self._is_out)
+        own = newest.pop(self.own_id, None)
+        steps = {peer: report.epoch for peer, report in newest.items()}
+        for peer in self.doubts.unbelieved(steps, self.history.step, self.steps_a_round):
             newest.pop(peer, None)
-        self.peers = tuple(
+        self.others = tuple(
             PeerProgress.of(peer_id, report, self._believed_samples(peer_id, report.samples_accumulated))
             for peer_id, report in newest.items()
         )
-        self.others = tuple(peer for peer in self.peers if peer.peer_id != self.own_id)
         self._fetched_at = now = swarm_time()
         self._way_back = self._fork.look(self.standing, self.past)
+        gone |= self.gone & self.companions  # of others nobody asks
         self.gone = frozenset(gone - newest.keys())
-        known = set(LocalTrainingProgress.__fields__)  # hivemind's schema takes no others
-        target = self.target
+        known, step = set(LocalTrainingProgress.__fields__), self.target.step  # hivemind's takes no others
         plain = {
-            peer_id: ValueWithExpiration(report.dict(include=known), float("inf"))
-            for peer_id, report in newest.items()
-            if peer_id == self.own_id or report.epoch <= target.step
+            peer: ValueWithExpiration(report.dict(include=known), float("inf"))
+            for peer, report in {self.own_id: own, **newest}.items()
+            if report is not None and (report is own or report.epoch <= step)
         }
         progress = super()._parse_swarm_progress_data(plain)
         progress.next_fetch_time = max(progress.next_fetch_time, now + self.fetch_every_s)
@@ -319,21 +315,15 @@ class SwarmTracker(ProgressTracker):
     def _keep_fetching(self) -> None:
         """Fetch everybody's reports when they are due.
 
-        Upstream (progress_tracker.py:264) holds `lock_global_progress`, which a commit takes, while it waits
-        for the DHT: 3 to 15 s where nodes are silent.
+        Whatever it fails by, it goes on: a peer that reports and looks no more would hold the others up.
         """
         while not self.shutdown_triggered.wait(max(0.0, self.global_progress.next_fetch_time - swarm_time())):
             if self.global_progress.next_fetch_time > swarm_time():
                 continue  # a refresh meanwhile has put the next one off
-            try:
-                found = self._look_up().result(timeout=2 * DHT_TIMEOUT_S)
-            except (*UNREACHABLE, OSError, concurrent.futures.CancelledError) as error:
-                # A peer that reports and looks no more would hold the others up.
-                logger.debug("Reports can't be fetched; they are again in a moment: %r", error)
-                self.shutdown_triggered.wait(DHT_TIMEOUT_S)
-                continue
-            with self.lock_global_progress:
-                self._read(found)
+            with contextlib.suppress(*UNREACHABLE, OSError, concurrent.futures.CancelledError):
+                if self.refresh(2 * DHT_TIMEOUT_S):
+                    continue
+            self.shutdown_triggered.wait(DHT_TIMEOUT_S)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and take this peer's report back; upstream does not wait until that is sent."""
