@@ -131,14 +131,14 @@ class Leases:
         pieces too many for a report.
         """
         with self._lock:
-            theirs = (self._held & self._leased_by_others()).units(self.unit)
-            left = self._held - theirs.of_units(self.unit) - self._ledger().covered
+            theirs = (self._held & self._leased_by_others()).widened(self.unit)
+            left = self._held - theirs - self._ledger().covered
             self._held = (left - Spans.of_positions(done)).longest(FREE_LEASES)
-            mine, num_ready = self._held.units(self.unit), len(self._ready)
-            self._ready = deque(position for position in self._ready if position // self.unit in mine)
+            mine, num_ready = self._held.widened(self.unit), len(self._ready)
+            self._ready = deque(start for start in self._ready if start in mine)
             self.lost += num_ready - len(self._ready)
             self._handed_out = {position for position in self._handed_out if position in self._held}
-            self._ends = {start: stop for start, stop in self._ends.items() if start // SHARD in mine}
+            self._ends = {start: stop for start, stop in self._ends.items() if start in mine}
 
     # -- the samples of a shard --------------------------------------------------------------------
 

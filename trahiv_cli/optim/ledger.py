@@ -101,13 +101,9 @@ class Spans:
         """The positions of the `count` longest spans; of equal ones the first."""
         return Spans.of(sorted(self.spans, key=lambda span: span[0] - span[1])[:count])
 
-    def units(self, size: int) -> Spans:
-        """The numbers of the units of `size` positions that have one of these at least."""
-        return Spans.of((start // size, -(-stop // size)) for start, stop in self.spans)
-
-    def of_units(self, size: int) -> Spans:
-        """The positions of the units of `size` positions that have these numbers."""
-        return Spans(tuple((start * size, stop * size) for start, stop in self.spans))
+    def widened(self, unit: int) -> Spans:
+        """All positions of the units, of so many each, that have one of these at least."""
+        return Spans.of((start // unit * unit, -(-stop // unit) * unit) for start, stop in self.spans)
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Give what is not in the set, ascending, from 0 on; the last gap is endless."""
@@ -173,17 +169,17 @@ class Ledger:
         and of which nobody has leased anything: a pass's end ends a gap, and as long as it has more, none of
         the next one is found. Some positions of the block may be covered.
         """
-        unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards)
-        covered = Spans.of((-(-start // unit), stop // unit) for start, stop in self.covered.spans)
-        taken = covered | leased.units(unit)
-        first, least = next(taken.gaps())[0], min(least, in_a_row)
-        while first < MAX_POSITION // unit:
-            end = (first // in_a_row + 1) * in_a_row
-            gaps = (Spans(((first, end),)) - taken).spans
-            if blocks := list(islice(_cut(gaps, size, least), skip + 1)):
-                start, stop = blocks[skip % len(blocks)]
-                return start * unit, stop * unit
-            first = end
+        unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards * SHARD)
+        covered = [(-(-start // unit) * unit, stop // unit * unit) for start, stop in self.covered.spans]
+        taken = Spans.of(covered) | leased.widened(unit)
+        start = next(taken.gaps())[0]
+        while start < MAX_POSITION:
+            end = min((start // in_a_row + 1) * in_a_row, MAX_POSITION)
+            gaps = (Spans(((start, end),)) - taken).spans
+            blocks = _cut(gaps, size * unit, min(least * unit, in_a_row))
+            if found := list(islice(blocks, skip + 1)):
+                return found[skip % len(found)]
+            start = end
         return MAX_POSITION, MAX_POSITION
 
     def to_wire(self) -> list[Any]:

@@ -20,9 +20,6 @@ from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.telemetry.events import Events
 
 Batch = Mapping[str, Any]
-NumItems = torch.Tensor | int | None
-"""Trained tokens in the window of gradient accumulation, as the Trainer counts them."""
-
 TrainOne = Callable[[dict[str, Any], Any], object]
 """Runs a part of a batch forward and backward; takes the part, and what its loss is divided by."""
 
@@ -49,10 +46,11 @@ class Batches:
         self._factor: float | None = None  # of the batch in training; None between batches
         self._loss = torch.zeros(())  # mean of the last batch in training, without its factor
 
-    def train(self, inputs: Batch, num_items: NumItems, train_one: TrainOne) -> torch.Tensor:
+    def train(self, inputs: Batch, num_items: torch.Tensor | int | None, train_one: TrainOne) -> torch.Tensor:
         """Run one batch forward and backward, in smaller parts where memory runs out.
 
-        Returns its loss as the Trainer logs it: a scalar on the model's device.
+        `num_items` is the number of trained tokens in the window of gradient accumulation, as the Trainer
+        counts them. Returns the batch's loss as the Trainer logs it: a scalar on the model's device.
         """
         while True:
             try:
@@ -103,7 +101,7 @@ class Batches:
             loss = loss * self._factor
         return (loss, *outputs) if outputs else loss
 
-    def _train_parts(self, inputs: Batch, num_items: NumItems, train_one: TrainOne) -> torch.Tensor:
+    def _train_parts(self, inputs: Batch, num_items: Any, train_one: TrainOne) -> torch.Tensor:
         trainer = self._trainer
         # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
         is_shifted = getattr(trainer, "_loss_shifts_labels", False)

@@ -163,38 +163,34 @@ def test_a_download_that_goes_on_is_not_given_up_and_how_far_it_is_is_told(passi
     assert peer.catch_up.load() and passing.now > 250
     told = [event for event in peer.told if event["event"] == "download"][-1]
     assert told["what"] == "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
-    fields = {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}
-    assert {name: told[name] for name in fields} == fields
+    assert [told[name] for name in ("step", "bytes", "total", "donors")] == [4, 12_300_000, 48_000_000, 2]
 
 
 # -- whether what came is believed ----------------------------------------------------------------
 
 
-def stands(believes, holds):
-    """How the others stand: whether they went by a state, and hold what it is; None: they do not say yet."""
-
-    def held(history, common, *, is_final):
-        return holds or (True if is_final and holds is None else None)
-
-    return SimpleNamespace(believes=lambda history: believes, holds=held)
+def stands(believes, holds, in_the_end=True):
+    """How the others stand: whether they went by a state, and hold it, now and in the end; None: not said."""
+    held = {False: holds, True: in_the_end}
+    return SimpleNamespace(believes=lambda history: believes, holds=lambda *_, is_final: held[is_final])
 
 
-WAITS = [stands(False, None)] * 5 + [stands(True, None)] * 5 + [stands(True, True)]
-SILENT = SimpleNamespace(believes=lambda history: True, holds=lambda *_, is_final: None)
-DIFFERENT = SimpleNamespace(believes=lambda history: True, holds=lambda *_, is_final: False)
+THERE, NOT_THERE, UNSAID = stands(True, True), stands(False, True), stands(True, None)
+WAITS = [stands(False, None)] * 5 + [UNSAID] * 5 + [THERE]
+SILENT, DIFFERENT = stands(True, None, None), stands(True, False, False)
 
 
 @pytest.mark.parametrize(
     ("standings", "state", "common", "is_believed", "low", "high"),
     [
-        ([stands(True, True)], FURTHER, b"digest", True, 0, 0),
+        ([THERE], FURTHER, b"digest", True, 0, 0),
         (WAITS, FURTHER, b"digest", True, 0.1, BELIEVED_S),
-        ([stands(False, True)], FURTHER, b"digest", False, BELIEVED_S, 2 * BELIEVED_S),  # they may come there
-        ([stands(True, None)], FURTHER, b"digest", True, BELIEVED_S, 2 * BELIEVED_S),  # they say nothing
-        ([stands(True, True)], OLD, b"digest", False, 0, SAID_S),  # older than was wished
+        ([NOT_THERE], FURTHER, b"digest", False, BELIEVED_S, 2 * BELIEVED_S),  # they may come there
+        ([UNSAID], FURTHER, b"digest", True, BELIEVED_S, 2 * BELIEVED_S),
+        ([THERE], OLD, b"digest", False, 0, SAID_S),  # older than was wished
         ([SILENT], FURTHER, b"digest", False, SAID_S, 2 * SAID_S),
-        ([stands(True, None)], FURTHER, b"", True, 0, 0),  # of rounded weights: by its way alone
-        ([stands(False, True)], FURTHER, b"", False, 0, SAID_S),
+        ([UNSAID], FURTHER, b"", True, 0, 0),  # of rounded weights: by its way alone
+        ([NOT_THERE], FURTHER, b"", False, 0, SAID_S),
     ],
 )
 def test_a_state_is_believed_when_others_say_that_it_is_theirs(

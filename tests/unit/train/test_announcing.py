@@ -7,39 +7,24 @@ import threading
 
 import pytest
 
-from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.train import announcing
 from trahiv_cli.train.announcing import is_shown_to_a_person, published
 
 
-class Node(FakeNode):
-    """A node whose DHT does not answer while it is deaf."""
-
-    is_deaf = False
-
-    def publish(self, key, value, ttl_s):
-        return self.fetch(key) is not None and super().publish(key, value, ttl_s)
-
-    def fetch(self, key):
-        if self.is_deaf:
-            raise SwarmError("no answer")
-        return super().fetch(key)
-
-
 def test_a_recipe_is_published_again_and_again_whether_the_dht_answers_or_not(monkeypatch):
-    monkeypatch.setattr(announcing, "REPUBLISH_EVERY_S", 0.001)
-    node, steps, is_over = Node(), itertools.count(), threading.Event()
+    steps, is_over = itertools.count(), threading.Event()
 
-    def reached():
-        step = next(steps)
-        node.is_deaf = 0 < step < 4
+    def publish(node, recipe, run, step):
+        if 0 < step < 4:
+            raise SwarmError("no answer")
         if step > 5:
             is_over.set()
-        return step
 
-    with published(node, load_recipe("quickstart").recipe, reached):
+    monkeypatch.setattr(announcing, "REPUBLISH_EVERY_S", 0.001)
+    monkeypatch.setattr(announcing, "publish_recipe", publish)
+    with published(None, load_recipe("quickstart").recipe, lambda: next(steps)):
         assert is_over.wait(10)
 
 

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import datasets
-import pytest
 
 from tests.unit.optim.test_leases import Board, Tracker
 from trahiv_cli.assets.data import MOST_SHARDS
@@ -24,9 +23,12 @@ class Reader:
 
     def __init__(self, board, seed=7, stream=None):
         self.board, self.stream = board, DividedStream(stream or stream_of(), BATCH, seed, lambda: False)
-        tracker, number = Tracker(board, "A", 0), self.stream.number
-        self.stream.leases = self.leases = Leases(tracker, lambda: board.ledger, number, is_stream=True)
+        self.stream.lease_from(SimpleNamespace(divide_data=self._divide))
         self._samples = iter(self.stream)
+
+    def _divide(self, number, *, is_stream):
+        self.leases = Leases(Tracker(self.board), lambda: self.board.ledger, number, is_stream=is_stream)
+        return self.leases
 
     def read(self):
         batch = [next(self._samples)["number"] for _ in range(BATCH)]
@@ -42,19 +44,18 @@ class Reader:
 
 
 def test_a_peer_reads_each_sample_once_in_a_pass_in_another_order_each_time_also_after_a_restart():
-    board, again_board = Board(), Board()
-    reader = Reader(board)
+    board, again = Board(), Board()
+    reader, before = Reader(board), Reader(again)
     batches = [reader.train() for _ in range(2 * SAMPLES // BATCH)]
     numbers = sum(batches, [])
     first, second = numbers[:SAMPLES], numbers[SAMPLES:]
     assert sorted(first) == list(range(SAMPLES)) and len(set(second)) == len(second)
     assert first[: len(second)] != second
     assert board.ledger.passes(SHARDS * SHARD)[0] >= 1 and board.ledger.duplicates == 0
-    before = Reader(again_board)
     trained = [before.train(), before.train()]
-    again_board.reports.clear()
-    again = Reader(again_board)
-    assert [*trained, *(again.train() for _ in range(4))] == batches[:6]
+    again.reports.clear()
+    after = Reader(again)
+    assert [*trained, *(after.train() for _ in range(4))] == batches[:6]
 
 
 def test_samples_whose_gradients_were_dropped_are_read_again_and_without_a_seed_in_order():
@@ -74,26 +75,21 @@ def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leave
     sampler = DividedSampler(7, BATCH, 7, lambda: False)
     sampler.leases = SimpleNamespace(take=lambda should_leave: next(given))
     indices = list(sampler)
-    assert len(indices) == len(sampler) == 6
-    positions = [sampler.next_batch(), sampler.next_batch()]
-    assert positions == [[0, 9, 4], [13, 2, 5]]
-    assert [sampler.index(position) for batch in positions for position in batch] == indices
-    assert sorted(sampler.index(position) for position in range(7)) == list(range(7))
+    assert [sampler.next_batch(), sampler.next_batch()] == [[0, 9, 4], [13, 2, 5]]
+    assert [sampler.index(position) for position in (0, 9, 4, 13, 2, 5)] == indices
+    assert len(sampler) == 6 and sorted(sampler.index(position) for position in range(7)) == list(range(7))
     assert list(sampler) == [sampler.index(8)]
 
 
-@pytest.mark.parametrize(
-    ("samples", "strategy", "workers", "size"),
-    [
+def test_what_has_no_shards_and_no_plain_order_is_not_divided(arguments):
+    one = datasets.Dataset.from_dict({"number": [1]})
+    for samples, strategy, workers, size in (
         (stream_of(), "random", 0, {"number of shards": "4"}),
         (stream_of(2000, 1000), "random", 0, {"number of shards": str(MOST_SHARDS)}),
         (stream_of(), "random", 1, None),
-        (datasets.Dataset.from_dict({"number": [1]}), "random", 1, {"number of samples": "1"}),
-        (datasets.Dataset.from_dict({"number": [1]}), "group_by_length", 0, None),
-    ],
-    ids=["stream", "many files", "stream in other processes", "data set", "in no plain order"],
-)
-def test_what_has_no_shards_and_no_plain_order_is_not_divided(arguments, samples, strategy, workers, size):
-    args = arguments(dataloader_num_workers=workers, train_sampling_strategy=strategy)
-    divided = divide(samples, args, lambda: False)
-    assert (None if divided is None else divided.size) == size
+        (one, "random", 1, {"number of samples": "1"}),
+        (one, "group_by_length", 0, None),
+    ):
+        args = arguments(dataloader_num_workers=workers, train_sampling_strategy=strategy)
+        divided = divide(samples, args, lambda: False)
+        assert (None if divided is None else divided.size) == size
