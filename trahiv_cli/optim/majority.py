@@ -143,7 +143,7 @@ class Doubts:
         self._together: tuple[float, int] | None = None  # when the last round with others was, and its step
         self._pace = 0.0
         self._interval_s = 0.0
-        self._joined_at = -math.inf
+        self._together_at = -math.inf  # when this peer last trained its state, or took it over, with others
         # By peer id, what it brought as a share of that round's target: the next may be of more steps.
         self._credit: dict[str, float] = {}
         self._failing: dict[str, float] = {}
@@ -160,20 +160,19 @@ class Doubts:
         if self._together is not None and now > self._together[0]:
             self._interval_s = now - self._together[0]
             self._pace = max(0.9 * self._pace, (step - self._together[1]) / self._interval_s)
-        self._together = now, step
+        self._together, self._together_at = (now, step), now
         for peer, number in samples.items():
             self._credit[peer] = max(self._credit.get(peer, 0.0) / 2, number / target)
         self._credit = dict([*self._credit.items()][-MOST_REMEMBERED:])
 
     def join(self) -> None:
         """Take note that this peer has taken over a state that most others hold."""
-        self._joined_at = self._clock()
+        self._together_at = self._clock()
 
     @property
     def is_together(self) -> bool:
         """Whether this peer holds a state that it has lately trained, or taken over, with others."""
-        latest = max(self._joined_at, self._together[0] if self._together else -math.inf)
-        return self._clock() - latest < max(APART_S, APART_ROUNDS * self._interval_s)
+        return self._clock() - self._together_at < max(APART_S, APART_ROUNDS * self._interval_s)
 
     def believed_samples(self, peer: str, reported: int, target: int) -> int:
         """Return how many of the samples that a peer reports count towards the next round.

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 from hivemind.dht.schema import SchemaValidator
@@ -59,6 +58,7 @@ class SwarmTracker(ProgressTracker):
     def __init__(
         self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
     ) -> None:
+        self.own_id = str(dht.peer_id.to_base58())
         self.history, self.past, self.leases = History(), Past(), Spans()
         """This peer's state, how it came there, and what it has leased: each report has them."""
         self.doubts, self._fork = Doubts(), Fork()
@@ -92,11 +92,6 @@ class SwarmTracker(ProgressTracker):
         """The shortest time between two fetches of the reports of several peers, in seconds."""
         return min(FETCH_EVERY_S_A_PEER * (1 + len(self.others)), float(self.metadata_expiration))
 
-    @cached_property
-    def own_id(self) -> str:
-        """This peer's id, base58."""
-        return str(self.dht.peer_id.to_base58())
-
     @property
     def rank_among_peers(self) -> int:
         """This peer's place among the ids of all that are there; 0 for one that is alone."""
@@ -122,14 +117,11 @@ class SwarmTracker(ProgressTracker):
         seen = [(peer, peer.samples, self._fetched_at) for peer in self.mates]
         if self.fetch_every_s < GUESSED_FROM_S:
             return own + sum(samples for _, samples, _ in seen)
-        now, guessed = swarm_time(), 0.0
+        now, target, guessed = swarm_time(), self.target_batch_size, 0.0
         for peer, samples, at in (*seen, *((peer, 0, self._begun_at) for peer in self._coming)):
             by_now = samples + peer.samples_per_second * max(0.0, now - at)
-            guessed += min(by_now, self._believed_samples(peer.peer_id, math.ceil(by_now)))
+            guessed += min(by_now, self.doubts.believed_samples(peer.peer_id, math.ceil(by_now), target))
         return own + int(guessed)
-
-    def _believed_samples(self, peer: str, reported: int) -> int:
-        return self.doubts.believed_samples(peer, reported, self.target_batch_size)
 
     @property
     def standing(self) -> Standing:
@@ -253,9 +245,10 @@ class SwarmTracker(ProgressTracker):
         steps = {peer: report.epoch for peer, report in newest.items()}
         for peer in self.doubts.unbelieved(steps, self.history.step, self.steps_a_round):
             newest.pop(peer, None)
+        believed, target = self.doubts.believed_samples, self.target_batch_size
         self.others = tuple(
-            PeerProgress.of(peer_id, report, self._believed_samples(peer_id, report.samples_accumulated))
-            for peer_id, report in newest.items()
+            PeerProgress.of(peer, report, believed(peer, report.samples_accumulated, target))
+            for peer, report in newest.items()
         )
         self._fetched_at = now = swarm_time()
         self._way_back = self._fork.look(self.standing, self.past)

@@ -19,16 +19,16 @@ LABELS = torch.tensor([[5, 6, 7, -100]])
 
 
 @pytest.mark.parametrize(
-    ("batch", "is_shifted", "samples", "weight"),
+    ("batch", "samples", "weight"),
     [
-        ({"input_ids": torch.zeros(4, 2)}, True, 4, 4.0),
-        ({"labels": LABELS, "position_ids": torch.tensor([[0, 1, 0, 1]])}, True, 4, 2.0),
-        ({"labels": LABELS, "shift_labels": torch.tensor([[6, 7, -100]])}, True, 1, 2.0),
+        ({"input_ids": torch.zeros(4, 2)}, 4, 4.0),
+        ({"labels": LABELS, "position_ids": torch.tensor([[0, 1, 0, 1]])}, 4, 2.0),
+        ({"labels": LABELS, "shift_labels": torch.tensor([[6, 7, -100]])}, 1, 2.0),
     ],
     ids=["pairs", "one row", "shifted already"],
 )
-def test_rows_may_be_something_else_than_samples(batch, is_shifted, samples, weight):
-    counted = weigh(batch, batch_size=4, is_shifted=is_shifted)
+def test_rows_may_be_something_else_than_samples(batch, samples, weight):
+    counted = weigh(batch, batch_size=4, is_shifted=True)
     assert (counted.samples, counted.weight) == (samples, weight)
 
 
@@ -134,9 +134,9 @@ def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tok
 def test_a_window_equals_one_batch_of_all_its_samples(bench, llama, cls, window, weights):
     """BERT's losses are each batch's own mean, whatever they are told of the window."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(**sizes, **no_dropout, num_attention_heads=2, num_labels=3)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_labels": 3}
+    one = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(**sizes, **one, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     it = bench(llama() if cls is None else cls(config))
     losses, ours = it.train(it.swarm, window)
     all_of_it = {key: torch.cat([batch[key] for batch in window]) for key in window[0]}
