@@ -247,9 +247,8 @@ class Work:
 
     def aside(self, num_samples: int) -> Spans:
         """Return the positions of the first samples, which a round is about, and of the useless ones."""
-        mine = Spans.of_positions([*self._held[:num_samples], *self._useless])
-        is_stream = self.leases is not None and self.leases.unit == SHARD
-        return mine | self.leases.last_positions(mine) if is_stream else mine
+        leases, mine = self.leases, Spans.of_positions([*self._held[:num_samples], *self._useless])
+        return mine if leases is None or leases.unit == 1 else mine | leases.last_positions(mine)
 
     def settle(self, num_samples: int, brought: Spans) -> None:
         """A round of this peer's was committed, about its first samples, so many, with these positions."""

@@ -105,14 +105,10 @@ class Spans:
         """All positions of the units, of so many each, that have one of these at least."""
         return Spans.of((start // unit * unit, -(-stop // unit) * unit) for start, stop in self.spans)
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """Give what is not in the set, ascending, from 0 on; the last gap is endless."""
-        end = 0
-        for start, stop in self.spans:
-            if start > end:
-                yield end, start
-            end = stop
-        yield end, MAX_POSITION
+    @property
+    def first_gap(self) -> int:
+        """The lowest position that is not in the set."""
+        return self.spans[0][1] if 0 in self else 0
 
     def to_wire(self) -> list[int]:
         """Return them as a flat list that MessagePack and JSON carry: start, stop, start, stop..."""
@@ -156,7 +152,7 @@ class Ledger:
 
     def passes(self, num_samples: int) -> tuple[int, int]:
         """Return how many passes over so many samples are complete, and what is covered beyond them."""
-        whole = next(self.covered.gaps())[0] // num_samples
+        whole = self.covered.first_gap // num_samples
         return whole, len(self.covered) - whole * num_samples
 
     def free_block(
@@ -172,14 +168,15 @@ class Ledger:
         unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards * SHARD)
         covered = [(-(-start // unit) * unit, stop // unit * unit) for start, stop in self.covered.spans]
         taken = Spans.of(covered) | leased.widened(unit)
-        start = next(taken.gaps())[0]
-        while start < MAX_POSITION:
-            end = min((start // in_a_row + 1) * in_a_row, MAX_POSITION)
-            gaps = (Spans(((start, end),)) - taken).spans
-            blocks = _cut(gaps, size * unit, min(least * unit, in_a_row))
-            if found := list(islice(blocks, skip + 1)):
-                return found[skip % len(found)]
-            start = end
+        size, least, low = size * unit, min(least * unit, in_a_row), taken.first_gap
+        while low < MAX_POSITION:
+            end = min((low // in_a_row + 1) * in_a_row, MAX_POSITION)
+            gaps = (Spans(((low, end),)) - taken).spans
+            starts = ((start, stop) for first, stop in gaps for start in range(first, stop - least + 1, size))
+            if found := list(islice(starts, skip + 1)):
+                start, stop = found[skip % len(found)]
+                return start, min(start + size, stop)
+            low = end
         return MAX_POSITION, MAX_POSITION
 
     def to_wire(self) -> list[Any]:
@@ -193,14 +190,6 @@ class Ledger:
             case [spans, int(duplicates)] if 0 <= duplicates <= MAX_POSITION:
                 return cls(Spans.from_wire(spans), duplicates)
         raise ValueError("not a ledger")
-
-
-def _cut(gaps: Iterable[tuple[int, int]], size: int, least: int) -> Iterator[tuple[int, int]]:
-    """Cut gaps into blocks of `size`; of what is left of a gap, leave out what is shorter than `least`."""
-    for start, stop in gaps:
-        while stop - start >= least:
-            yield start, min(start + size, stop)
-            start += size
 
 
 def _without_tails(covered: Spans) -> Spans:
