@@ -16,10 +16,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import in_background
@@ -28,6 +28,8 @@ from trahiv_cli.optim.soundness import USELESS_AT_MOST
 
 if TYPE_CHECKING:
     from trahiv_cli.optim.progress import SwarmTracker
+
+T = TypeVar("T")
 
 MOST_LEASES = 32
 """Spans of positions in a report: it stays below a page."""
@@ -52,8 +54,8 @@ PATIENCE_S, POLL_S = 120.0, 0.05
 class Leases:
     """Gives this peer units of the data to train, one after the other, `number` in a pass. Thread-safe.
 
-    A unit is a sample; with `is_stream`, a shard, whose samples are read one after the other, and trained
-    where `hand_out` says so. A shard of which some have to be trained again is given once more.
+    A unit is a sample; with `is_stream`, a shard, whose samples are given by `read`. A shard of which some
+    have to be trained again is given once more.
 
     `ledger` gives what is trained already, `samples_per_second` how fast this peer trains, 0 if that is not
     known yet. `while_waiting` is called again and again by whoever waits for a position; it may raise.
@@ -142,23 +144,24 @@ class Leases:
 
     # -- the samples of a shard --------------------------------------------------------------------
 
-    def has(self, start: int) -> bool:
-        """Whether something is left of the shard that begins there, and it is this peer's."""
-        with self._lock:
-            return bool(self._held & Spans(((start, start + SHARD),)))
+    def read(self, start: int, shard: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Give those samples of the shard that begins at `start` that this peer is to train, by position.
 
-    def hand_out(self, position: int) -> bool:
-        """Whether this peer is to train a sample, now; False if it does already, or anybody did."""
+        Not those that it trains already, or that anybody has trained; it ends where nothing is left.
+        """
+        position = start
+        for sample in shard:
+            with self._lock:
+                if not self._held & Spans(((start, start + SHARD),)):
+                    return
+                is_due = position in self._held and position not in self._handed_out
+                if is_due:
+                    self._handed_out.add(position)
+            if is_due:
+                yield position, sample
+            position += 1
         with self._lock:
-            if position in self._handed_out or position not in self._held:
-                return False
-            self._handed_out.add(position)
-            return True
-
-    def note_end(self, start: int, stop: int) -> None:
-        """Take note that the samples of the shard that begins at `start` end before `stop`."""
-        with self._lock:
-            self._ends[start] = stop
+            self._ends[start] = position
 
     def last_positions(self, brought: Spans) -> Spans:
         """The last positions of those shards of this peer's that are trained with what it brings."""

@@ -98,16 +98,9 @@ class DividedStream(Divided, IterableDataset[Any]):
             if self._seed is not None:
                 seed = (self._seed + number) % 2**63
                 shard = shard.shuffle(seed=seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)
-            position = start
-            for sample in shard:
-                if not self.leases.has(start):
-                    break
-                if self.leases.hand_out(position):
-                    self._asked.append(position)
-                    yield sample
-                position += 1
-            else:
-                self.leases.note_end(start, position)
+            for position, sample in self.leases.read(start, shard):
+                self._asked.append(position)
+                yield sample
 
 
 def divide(

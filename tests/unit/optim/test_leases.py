@@ -63,11 +63,7 @@ class Peer:
 
     def read(self, count):
         """Read so many shards of two samples each to their ends; return what is trained of them."""
-        positions = []
-        for start in self.take(count):
-            positions += [position for position in (start, start + 1) if self.leases.hand_out(position)]
-            self.leases.note_end(start, start + 2)
-        return positions
+        return [one for start in self.take(count) for one, _ in self.leases.read(start, "ab")]
 
     def sees(self, name, spans):
         """Somebody reports leases, as after a time in which nobody saw this peer's report."""
@@ -190,10 +186,12 @@ def test_neighbouring_shards_of_which_another_peer_took_over_one_are_kept_but_fo
     assert one.leases.held == Spans.of([(0, 4 * SHARD)])
     one.sees("B", Spans.of([(0, SHARD), (3 * SHARD, 3 * SHARD + 1)]))
     assert one.leases.lost == 1, "the one that it had not begun"
-    assert not one.leases.has(0) and one.leases.has(SHARD) and one.take(1) == [4 * SHARD]
-    assert list(one.leases.last_positions(Spans.of_positions(begun))) == [2 * SHARD - 1, 3 * SHARD - 1]
-    one.leases.give_back([SHARD, SHARD + 1])
-    assert one.take(1) == [SHARD] and one.leases.hand_out(SHARD) and not one.leases.hand_out(SHARD)
+    assert list(one.leases.read(0, "a")) == [] and one.take(1) == [4 * SHARD]
+    assert list(one.leases.read(4 * SHARD, "")) == [], "a shard may be empty"
+    last = [number * SHARD - 1 for number in (2, 3, 5)]
+    assert list(one.leases.last_positions(Spans.of_positions(begun))) == last
+    one.leases.give_back([SHARD + 1])
+    assert one.read(1) == [SHARD + 1], "once more what was given back, and nothing else"
 
 
 def test_what_a_peer_worked_on_is_brought_with_the_last_positions_of_its_shards(board):
