@@ -98,12 +98,11 @@ class CatchUp:
 
         Returns whether gradients that were taken before are of no use any more.
         """
-        if self._tracker.target.rank < self._position.history.rank:
+        if self._tracker.target.rank < (own := self._position.history).rank:
             self._parts.events.warn(
                 "fork",
-                "Most others have gone on another way than this peer, which is at step "
-                f"{self._position.history.step}: it takes over their state, though fewer samples are behind "
-                "it.",
+                f"Most others have gone on another way than this peer, which is at step {own.step}: "
+                "it takes over their state, though fewer samples are behind it.",
                 "nothing to do; if it repeats, look which peers can't reach each other",
             )
         has_followed = self.follow()

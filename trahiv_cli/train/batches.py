@@ -128,15 +128,13 @@ class Batches:
             done.append((self._loss, own))
         for loss, own in done:
             trainer.swarm_callback.add_loss(loss, samples=own.samples, weight=own.weight)
-        loss = done[0][0]
-        if len(parts) > 1:
-            shares = [loss * (own.weight / whole.weight) for loss, own in done if own.weight]
-            loss = torch.stack(shares or [torch.zeros_like(loss)]).sum()
+        shares = [loss * (own.weight / whole.weight) for loss, own in done if own.weight]
+        loss = torch.stack(shares or [torch.zeros_like(done[0][0])]).sum()
         if window == 1:
             return loss
         if num_items is None or whole.labels is None or trainer.loss_is_scaled_for_ga is False:
             return loss / window
-        return loss * (whole.labels / num_items) if whole.weight else torch.zeros_like(loss)
+        return loss * (whole.labels / num_items)
 
 
 def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:

@@ -109,11 +109,9 @@ def divide(
     """Make what reads this peer's part of the data; None where that has no shards or no plain order."""
     batch, strategy = args.per_device_train_batch_size, args.train_sampling_strategy
     seed = args.data_seed if args.data_seed is not None else args.seed
-    order_seed = seed if strategy == "random" else None
+    order = batch, seed if strategy == "random" else None, should_leave
     if not is_divisible(samples, args.dataloader_num_workers):
         return None
     if isinstance(samples, datasets.IterableDataset):
-        return DividedStream(samples, batch, order_seed, should_leave)
-    if strategy not in ("random", "sequential"):
-        return None
-    return DividedSampler(len(samples), batch, order_seed, should_leave)
+        return DividedStream(samples, *order)
+    return DividedSampler(len(samples), *order) if strategy in ("random", "sequential") else None

@@ -64,11 +64,9 @@ def test_not_everybody_is_asked_for_a_round(is_kept, monkeypatch):
 
 
 def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
-    class Fewer(Tracker):
-        target, is_behind = after(2), True
-
-    peer, _ = of_one_weight(Fewer())
+    peer, _ = of_one_weight(Reports())
     peer.position.enter(after(5))
+    peer.tracker.is_behind = True
     monkeypatch.setattr(peer.catch_up, "load", lambda: True)
     peer.train()
     assert peer.codes == ["fork"]
