@@ -25,6 +25,7 @@ from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 from trahiv_cli.optim.soundness import USELESS_AT_MOST
+from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:
     from trahiv_cli.optim.progress import SwarmTracker
@@ -76,19 +77,12 @@ class Leases:
         self._samples_per_second, self._while_waiting = samples_per_second, while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
-        self._held = Spans()
+        self.held = Spans()  # all that this peer has leased
         self._handed_out: set[int] = set()
         self._ends: dict[int, int] = {}  # by the first position of each shard read, that after its samples
         self._running: Future[None] | None = None
-        self._failure: BaseException | None = None
         self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
         self.lost = 0  # positions that others took over while this peer had leased them
-
-    @property
-    def held(self) -> Spans:
-        """All that this peer has leased."""
-        with self._lock:
-            return self._held
 
     def take(self, should_leave: Callable[[], bool] = lambda: False) -> int | None:
         """Return the first position of the next unit; waits for a lease if there is none.
@@ -98,23 +92,23 @@ class Leases:
         Raises:
             SwarmError: there was none for two minutes.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline, failure = time.monotonic() + PATIENCE_S, None
         while True:
             with self._lock:
                 if len(self._ready) <= self._ahead() // 2 and (self._running is None or self._running.done()):
                     # Whatever the last attempt failed by, another one may succeed.
-                    self._failure = self._running.exception() if self._running else None
+                    failure = self._running.exception() if self._running else None
                     self._running = in_background(self._lease)
                 if self._ready:
                     return self._ready.popleft()
             if should_leave():
                 return None
             if time.monotonic() >= deadline:
+                why = failure or "the DHT does not answer"
                 raise SwarmError(
-                    f"No samples could be leased for {PATIENCE_S:.0f} s: "
-                    f"{self._failure or 'the DHT does not answer'}.",
+                    f"No samples could be leased for {PATIENCE_S:.0f} s: {why}.",
                     hint="start again with the same command",
-                ) from self._failure
+                ) from failure
             self._while_waiting()
             time.sleep(POLL_S)
 
@@ -122,7 +116,7 @@ class Leases:
         """Have positions that are still this peer's trained again: their gradients were dropped."""
         with self._lock:
             self._handed_out.difference_update(positions)
-            left = self._held - self._ledger().covered
+            left = self.held - self._ledger().covered
             units = {position // self.unit * self.unit for position in positions if position in left}
             self._ready.extendleft(sorted(units - set(self._ready), reverse=True))
 
@@ -133,13 +127,13 @@ class Leases:
         pieces too many for a report.
         """
         with self._lock:
-            theirs = (self._held & self._leased_by_others()).widened(self.unit)
-            left = self._held - theirs - self._ledger().covered
-            self._held = (left - Spans.of_positions(done)).longest(FREE_LEASES)
-            mine, num_ready = self._held.widened(self.unit), len(self._ready)
+            theirs = (self.held & self._leased_by_others()).widened(self.unit)
+            left = self.held - theirs - self._ledger().covered
+            self.held = (left - Spans.of_positions(done)).longest(FREE_LEASES)
+            mine, num_ready = self.held.widened(self.unit), len(self._ready)
             self._ready = deque(start for start in self._ready if start in mine)
             self.lost += num_ready - len(self._ready)
-            self._handed_out = {position for position in self._handed_out if position in self._held}
+            self._handed_out = {position for position in self._handed_out if position in self.held}
             self._ends = {start: stop for start, stop in self._ends.items() if start in mine}
 
     # -- the samples of a shard --------------------------------------------------------------------
@@ -152,9 +146,9 @@ class Leases:
         position = start
         for sample in shard:
             with self._lock:
-                if not self._held & Spans(((start, start + SHARD),)):
+                if not self.held & Spans(((start, start + SHARD),)):
                     return
-                is_due = position in self._held and position not in self._handed_out
+                is_due = position in self.held and position not in self._handed_out
                 if is_due:
                     self._handed_out.add(position)
             if is_due:
@@ -181,28 +175,41 @@ class Leases:
         return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
 
     def _leased_by_others(self) -> Spans:
-        """Return what others have leased, as far as they can have."""
+        """Return the positions of the data that are other peers' to train.
+
+        Leases of more than `MOST_ROUNDS` that is not covered, or beyond what all together come to, don't
+        count; their owner is named if it is at this peer's history: else it may know of more that is covered.
+        """
+        others, covered = self._reports.others, self._ledger().covered
         self._longest_round = max(self._longest_round, self._reports.target_batch_size)
         most = MOST_ROUNDS * self._longest_round * self.unit
-        return self._reports.leased_by_others(self._ledger().covered, most)
+        end = covered.end + (1 + len(others)) * most
+        believed: list[tuple[int, int]] = []
+        for peer in others:
+            if peer.leases.end <= end and len(peer.leases - covered) <= most:
+                believed += peer.leases.spans
+            elif peer.history == self._reports.history:
+                disbelieve(peer.peer_id, "it leases more samples, or later ones, than it can train")
+        return Spans.of(believed)
 
     def _lease(self) -> None:
         """Lease another block, in a thread of its own, which takes the lock for moments."""
-        skip, num_shards = self._reports.rank_among_peers, self.number if self.unit == SHARD else None
+        num_shards = self.number if self.unit == SHARD else None
+        skip = sum(peer.peer_id < self._reports.own_id for peer in self._reports.others)
         for skipped in range(skip, skip + TRIES):
             with self._lock:
-                size = max(self._ahead(), len(self._held) // self.unit)
-                least = size if len(self._held.spans) >= FREE_LEASES else 1
-                leased = self._held | self._leased_by_others()
+                size = max(self._ahead(), len(self.held) // self.unit)
+                least = size if len(self.held.spans) >= FREE_LEASES else 1
+                leased = self.held | self._leased_by_others()
                 start, stop = self._ledger().free_block(leased, size, skipped, least, num_shards)
                 block = Spans.of([(start, stop)]) - self._ledger().covered
-                wanted = self._held | block
+                wanted = self.held | block
             if not block or len(wanted.spans) > MOST_LEASES:
                 break
             is_told = self._reports.lease(wanted)
             with self._lock:
                 if is_told and not block & self._leased_by_others():
-                    self._held = self._held | block
+                    self.held = self.held | block
                     self._ready.extend(range(start, stop, self.unit))
                     return
         time.sleep(PAUSE_S)

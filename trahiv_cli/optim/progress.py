@@ -26,7 +26,6 @@ from trahiv_cli.optim.majority import Doubts, Fork, Standing
 from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.records import disbelieve
 
 DHT_TIMEOUT_S = 5.0
 REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
@@ -91,11 +90,6 @@ class SwarmTracker(ProgressTracker):
     def fetch_every_s(self) -> float:
         """The shortest time between two fetches of the reports of several peers, in seconds."""
         return min(FETCH_EVERY_S_A_PEER * (1 + len(self.others)), float(self.metadata_expiration))
-
-    @property
-    def rank_among_peers(self) -> int:
-        """This peer's place among the ids of all that are there; 0 for one that is alone."""
-        return sum(peer.peer_id < self.own_id for peer in self.others)
 
     # -- how far all are ---------------------------------------------------------------------------
 
@@ -265,21 +259,6 @@ class SwarmTracker(ProgressTracker):
         if not self.others:
             progress.next_fetch_time = now + ALONE_EVERY_S
         return progress
-
-    def leased_by_others(self, covered: Spans, most: int) -> Spans:
-        """Return the positions of the data that are other peers' to train.
-
-        Leases of more than `most` that is not `covered`, or beyond what all together come to, don't count;
-        their owner is named if it is at this peer's history: else it may know of more that is covered.
-        """
-        end = covered.end + (1 + len(self.others)) * most
-        believed: list[tuple[int, int]] = []
-        for peer in self.others:
-            if peer.leases.end <= end and len(peer.leases - covered) <= most:
-                believed += peer.leases.spans
-            elif peer.history == self.history:
-                disbelieve(peer.peer_id, "it leases more samples, or later ones, than it can train")
-        return Spans.of(believed)
 
     # -- the threads that report and fetch ---------------------------------------------------------
 

@@ -13,11 +13,9 @@ from tests.kit.stepping import after
 from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
-from trahiv_cli.optim.leases import MOST_ROUNDS
-from trahiv_cli.optim.ledger import MAX_POSITION, Spans
+from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, SwarmTracker
 from trahiv_cli.optim.reports import PeerProgress, Report
-from trahiv_cli.swarm.records import disbelieve
 
 KEY, TARGET = "run_progress", 100
 START = History()
@@ -217,23 +215,6 @@ def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
 
 
 # -- leases ---------------------------------------------------------------------------------------
-
-MOST = MOST_ROUNDS * TARGET
-
-
-@pytest.mark.parametrize("lease", [[0, MAX_POSITION], [15, 16 + MOST], [10**9, 10**9 + 1]], ids=str)
-@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "at another history"])
-def test_leases_that_can_t_be_do_not_count(swarm, tracker, caplog, lease, is_elsewhere):
-    disbelieve.cache_clear()
-    swarm.report("B", after(1) if is_elsewhere else START, leases=lease)
-    swarm.report("C", leases=[10, 10 + MOST])
-    tracker.refresh()
-    covered = Spans.of([(0, 10), (12, 15)])
-    assert tracker.leased_by_others(covered, MOST) == Spans.of([(10, 10 + MOST)])
-    named = f"Peer {B} is not believed: it leases more samples, or later ones, than it can train."
-    # hivemind warns of averagers of other tests when they are collected.
-    told = [one.getMessage() for one in caplog.records if one.name.startswith("trahiv_cli")]
-    assert told == ([] if is_elsewhere else [named])
 
 
 def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monkeypatch):
