@@ -124,12 +124,12 @@ class Leases:
         """Take note of a committed round, to which this peer brought what is `done`.
 
         What others trained meanwhile is left to them, and so are units of which they leased anything, and
-        pieces too many for a report.
+        the shortest of pieces too many for a report.
         """
         with self._lock:
             theirs = (self.held & self._leased_by_others()).widened(self.unit)
-            left = self.held - theirs - self._ledger().covered
-            self.held = (left - Spans.of_positions(done)).longest(FREE_LEASES)
+            left = self.held - theirs - self._ledger().covered - Spans.of_positions(done)
+            self.held = Spans.of(sorted(left.spans, key=lambda span: span[0] - span[1])[:FREE_LEASES])
             mine, num_ready = self.held.widened(self.unit), len(self._ready)
             self._ready = deque(start for start in self._ready if start in mine)
             self.lost += num_ready - len(self._ready)

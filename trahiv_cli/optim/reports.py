@@ -124,18 +124,13 @@ class PeerProgress:
     rounds: tuple[Mark, ...] = ()  # through which it came to its history
     states: frozenset[tuple[int, bytes, bytes]] = frozenset()  # what it held in common with all others there
 
-    @property
-    def step(self) -> int:
-        """The swarm step that it has reached."""
-        return self.history.step
-
     def went_by(self, history: History) -> bool | None:
         """Whether it came through a state; None if it can't know: it came later, or is not there yet."""
         mark = mark_of(history)
         if history == self.history or mark in self.rounds or any(mark == state[:2] for state in self.states):
             return True
-        first = self.rounds[0][0] if self.rounds else self.step
-        return False if first <= history.step <= self.step else None
+        first = self.rounds[0][0] if self.rounds else self.history.step
+        return False if first <= history.step <= self.history.step else None
 
     @classmethod
     def of(cls, peer_id: str, report: Report, samples: int) -> PeerProgress:

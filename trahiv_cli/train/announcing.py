@@ -115,8 +115,9 @@ def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) ->
         tracker, own = trainer.swarm_optimizer.tracker, trainer.swarm_optimizer.tracker.local_progress
         peers = [(tracker.own_id, own.samples_accumulated, own.samples_per_second, own.epoch, True)]
         for peer in tracker.others:
-            samples = peer.samples if peer.step == own.epoch else 0
-            peers.append((peer.peer_id, samples, peer.samples_per_second, peer.step, False))
+            step = peer.history.step
+            samples = peer.samples if step == own.epoch else 0
+            peers.append((peer.peer_id, samples, peer.samples_per_second, step, False))
         names = ("peer_id", "samples", "samples_per_second", "step", "me")
         events.emit(
             "progress",

@@ -57,7 +57,7 @@ def enter(
     """
     tracker, events, node = optimizer.tracker, optimizer.events, comparison.node
     tracker.refresh()
-    has_begun = any(peer.step > 0 for peer in tracker.others)
+    has_begun = any(peer.history.step > 0 for peer in tracker.others)
     comparison.require_alike(tracker.others, has_begun=has_begun)
     if newest is None and checkpoints.all() and not has_begun:
         raise AssetError(
