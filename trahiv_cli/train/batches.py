@@ -107,7 +107,7 @@ class Batches:
         is_shifted = getattr(trainer, "_loss_shifts_labels", False)
         whole = weigh(inputs, batch_size=self._size, is_shifted=is_shifted)
         window = trainer.current_gradient_accumulation_steps
-        parts = split(inputs, self._size, self._num_parts) or ()
+        parts = split(inputs, self._size, self._num_parts) or [(self._size, dict(inputs))]
         done: list[tuple[torch.Tensor, BatchWeight]] = []
         for size, part in parts:
             own = weigh(part, batch_size=size, is_shifted=is_shifted) if len(parts) > 1 else whole

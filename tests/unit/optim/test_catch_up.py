@@ -14,10 +14,7 @@ from trahiv_cli.optim.reports import PeerProgress
 
 
 class Behind(Tracker):
-    """The reports of one other peer, which is `ahead` rounds further."""
-
-    ahead = 0
-    is_behind = property(lambda self: self.history.step < self.ahead)
+    is_behind = property(lambda self: self.target != self.history)
 
 
 def behind(*averages, donor="QmB"):
@@ -27,7 +24,7 @@ def behind(*averages, donor="QmB"):
     for number, average in enumerate(averages):
         kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
         histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
-    peer.tracker.others, peer.tracker.ahead = (report(donor, histories[-1], histories),), len(averages)
+    peer.tracker.others = (report(donor, histories[-1], histories),)
     return peer, weight, histories
 
 
@@ -43,7 +40,7 @@ def test_a_peer_goes_through_rounds_that_it_missed_and_loads_the_state_where_the
     assert peer.position.method.samples_held == 0 and peer.gradients.claims == []
     assert peer.tracker.companions == {"QmMe", "QmB"}
     assert leases.returned == list(range(8)), "its gradient was of older weights"
-    peer.tracker.ahead = 3
+    peer.tracker.others = (report("QmB", after(3)),)
     peer.train()
     assert loaded == [histories[-1]] and weight.tolist() == [-0.75, -0.75]
 

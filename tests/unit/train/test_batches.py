@@ -168,6 +168,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(benc
     assert it.optimizer.weights == [8.0, 2.0, 0.0, 5.0] * 2
     assert [event["code"] for event in it.told] == ["memory"] * 2, "the second batch begins in parts"
     assert "per_device_train_batch_size: 1" in it.told[-1]["hint"]
+    assert same(it.train(it.swarm, [rows(8)])[0], it.train(it.plain, [rows(8)])[0]), "one row has no parts"
     it.limit_memory(0)
     with pytest.raises(torch.OutOfMemoryError):
         it.train(it.swarm, [batch])
