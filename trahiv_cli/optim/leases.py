@@ -246,13 +246,11 @@ class Work:
 
     def drop(self, num_held: int, *, are_useless: bool = False) -> None:
         """Forget all but the first positions; have the others trained again, unless they are useless."""
-        if self.leases is None:
-            return
         gone = self._held[num_held:]
         del self._held[num_held:]
         if are_useless:
             self._useless = [*self._useless, *gone][-USELESS_AT_MOST:]
-        else:
+        elif self.leases is not None:
             self.leases.give_back(gone)
 
     def aside(self, num_samples: int) -> Spans:

@@ -34,13 +34,9 @@ class Divided:
 
     def __init__(self, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
         self.number, self._batch, self._seed, self._should_leave = number, batch, seed, should_leave
+        self.size = {SHARDS if self.is_stream else SAMPLES: str(number)}  # what must be the same on all peers
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
-
-    @property
-    def size(self) -> dict[str, str]:
-        """What must be the same on all peers; see `Comparison`."""
-        return {SHARDS if self.is_stream else SAMPLES: str(self.number)}
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the data with the swarm's other peers."""
