@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 
 import pytest
+from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
@@ -202,8 +203,9 @@ def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_
 
 def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     told, another = swarm.report("B", after(2), samples=40), PeerID.from_base58(C).to_bytes()
-    for lie in ({"peer_id": another}, {"history": b"short"}, {"samples_committed": -1}, {"history": None}):
-        swarm.tell("B", told | lie)
+    plain = {name: told[name] for name in LocalTrainingProgress.__fields__}  # hivemind's own
+    for lie in (plain, told | {"peer_id": another}, told | {"history": b"short"}):
+        swarm.tell("B", lie)
         assert tracker.refresh() and tracker.others == () and tracker.gone == frozenset(), lie
     swarm.report("B", samples=30)
     swarm.report("C", samples=10**6)
