@@ -54,9 +54,7 @@ def invite(
         out.say("Closed; who came by it stays, those who came first if there is not room for all.")
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
-    invitation, path = swarm.invite(role, is_once=once, lasts_s=expires)
-    assert invitation.membership is not None
-    grant = invitation.membership.grant
+    grant, path = swarm.invite(role, is_once=once, lasts_s=expires)
     out.invitation(path, **fields_of(grant), join=join_by(path))
     out.say(f"It is {words_of(grant)}.")
 
@@ -70,28 +68,18 @@ def members(
     out.use(format)
     quiet_libraries()
     from trahiv_cli.swarm.invitation import MEMBER_FILE, Invitation, read_invitation, read_owner
-    from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
+    from trahiv_cli.swarm.owning import OwnedSwarm, list_members, own_folder
 
     texts = [*(peer or ()), *taken_peers()]
     invitation = read_invitation(texts) if texts else Invitation()
     folder = None if texts and output_dir is None else own_folder(output_dir, MEMBER_FILE)
     listed = list_members(folder, invitation)
-    for one in sorted(listed, key=lambda one: (bool(one.objection), not one.is_there, one.peer_id)):
-        came_by = invitation_id(one.grant)
-        state = f"out: {one.objection}" if one.objection else "there" if one.is_there else "away"
-        out.record(
-            f"{one.peer_id}  by {came_by}  {state}",
-            "member",
-            peer_id=one.peer_id,
-            invitation=came_by,
-            role=one.grant.role.name,
-            is_there=one.is_there,
-            objection=one.objection or None,
-        )
+    for one in sorted(listed, key=lambda one: (bool(one["objection"]), not one["is_there"], one["peer_id"])):
+        state = f"out: {one['objection']}" if one["objection"] else "there" if one["is_there"] else "away"
+        out.record(f"{one['peer_id']}  by {one['invitation']}  {state}", "member", **one)
     if folder is not None and read_owner(folder) is not None:
         for grant in OwnedSwarm(folder).given():
-            words = f"invitation {invitation_id(grant)}  {words_of(grant)}"
-            out.record(words, "invitation", **fields_of(grant))
+            out.record(f"invitation {grant.id}  {words_of(grant)}", "invitation", **fields_of(grant))
 
 
 def kick(
@@ -130,10 +118,8 @@ def hand_on(swarm: OwnedSwarm) -> bool:
 
 def fields_of(grant: Grant) -> dict[str, Any]:
     """List what an event says of an invitation."""
-    from trahiv_cli.swarm.owning import invitation_id
-
     return {
-        "id": invitation_id(grant),
+        "id": grant.id,
         "role": grant.role.name,
         "once": grant.is_once,
         "expires": grant.expires or None,
