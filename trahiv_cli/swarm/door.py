@@ -170,8 +170,6 @@ class Door:
         if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
             self._named.add((peer, why))
             logger.warning(f"Peer {peer} was refused: {why}.")
-            if len(self._named) == STRANGERS_NAMED:
-                logger.warning("Further strangers are refused without a word.")
 
     # -- how much anybody may ask ------------------------------------------------------------------
 

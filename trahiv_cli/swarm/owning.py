@@ -16,6 +16,7 @@ from typing import Any
 from hivemind.p2p import PeerID
 
 from trahiv_cli.errors import SetupError, SwarmError
+from trahiv_cli.swarm import roll
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.invitation import (
@@ -31,16 +32,7 @@ from trahiv_cli.swarm.invitation import (
 )
 from trahiv_cli.swarm.membership import Grant, Policy, Role
 from trahiv_cli.swarm.node import visiting
-from trahiv_cli.swarm.roll import (
-    POLICY_FILE,
-    Credentials,
-    PolicyBook,
-    closing,
-    read_members,
-    read_roll,
-    synchronize,
-    without,
-)
+from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
 
@@ -92,16 +84,16 @@ class OwnedSwarm:
 
         SetupError if there is none with that id.
         """
-        roll, keys = read_roll(self.folder), None
+        came, keys = roll.read_roll(self.folder), None
         if id_ is not None:
-            known = [*self.given(), *roll.values()]
+            known = [*self.given(), *came.values()]
             keys = {grant.key for grant in known if grant.id == id_ and self._is_open(grant)}
             if not keys:
                 raise SetupError(
                     f"There is no invitation {id_} that is open; nothing was changed.",
                     hint="`trahiv members` lists those that are",
                 )
-        self._decide(partial(closing, keys, roll))
+        self._decide(partial(roll.closing, keys, came))
 
     def _is_open(self, grant: Grant) -> bool:
         return not self.book.policy.objection(b"", grant)
@@ -111,7 +103,7 @@ class OwnedSwarm:
     def find(self, word: str) -> str:
         """Find a peer by its id, or by how that ends; SetupError if that is not one member's."""
         word = word.removeprefix("...")  # see `short_name`
-        found = [peer for peer in read_roll(self.folder) if len(word) >= 4 and peer.endswith(word)]
+        found = [peer for peer in roll.read_roll(self.folder) if len(word) >= 4 and peer.endswith(word)]
         with suppress(ValueError):
             if not found and len(PeerID.from_base58(word).to_bytes()) in (34, 38):
                 found = [word]
@@ -133,9 +125,9 @@ class OwnedSwarm:
 
         Say whether it is. SetupError, with nothing changed, if the policy has no room for all others of it.
         """
-        roll = read_roll(self.folder)
-        self._decide(partial(without, peer, roll))
-        return peer in roll
+        came = roll.read_roll(self.folder)
+        self._decide(partial(roll.without, peer, came))
+        return peer in came
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
@@ -155,18 +147,10 @@ class OwnedSwarm:
         """
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
-        addresses, met = _addresses_of(self.folder, self._home), Acquaintances.remembered(self.folder / FILE)
-        with suppress(SwarmError), visiting(addresses, visitor, met) as node:
-            return synchronize(node, visitor, self.book)
+        met = Acquaintances.remembered(self.folder / FILE)
+        with suppress(SwarmError), visiting(self._home.addresses, visitor, met) as node:
+            return roll.synchronize(node, visitor, self.book)
         return False
-
-
-def _addresses_of(folder: Path, invitation: Invitation) -> list[str]:
-    """List where the peer of a folder can be reached, from this machine too."""
-    own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
-    ports = Acquaintances(folder / FILE).ports
-    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports.values()]
-    return [*here, *invitation.addresses]
 
 
 def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, Any]]:
@@ -187,12 +171,12 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
     addresses = list(invitation.addresses)
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():
-            addresses += _addresses_of(path.parent, read_invitation([f"@{path}"]))
+            addresses += read_invitation([f"@{path}"]).addresses
     standing = replace(standing, folder=folder)
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
-        there = read_members(node, standing.membership.owner)
+        there = roll.read_members(node, standing.membership.owner)
     policy = standing.book().policy
-    known = read_roll(folder) if folder else {}
+    known = roll.read_roll(folder) if folder else {}
     return [
         {
             "peer_id": peer,

@@ -80,13 +80,11 @@ class Credentials:
 class PolicyBook:
     """The newest policy that this peer knows of.
 
-    All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
+    All processes of the peer share its file; without one it is only in memory.
     """
 
-    def __init__(
-        self, owner: bytes, path: Path | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._owner, self._path, self._clock = owner, path, clock
+    def __init__(self, owner: bytes, path: Path | None = None) -> None:
+        self._owner, self._path = owner, path
         self._looked_at = -POLICY_LOOK_EVERY_S
         self._policy, self._wire = Policy(), b""
         self._kept = b""  # what stood in the file at the last look
@@ -144,7 +142,7 @@ class PolicyBook:
 
     def _look(self, *, at_once: bool = False) -> None:
         """Read what other processes of this peer have written since the last look."""
-        now = self._clock()
+        now = time.monotonic()
         if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
             return
         self._looked_at = now

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -80,10 +81,20 @@ async def refused(call, words=REFUSAL, kind=P2PHandlerError):
         await call
 
 
-def meet(story):
-    """Run a story about peers at a wire."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
-        return loop.run(story(Wire()))
+def played(story):
+    """Play a test on a virtual clock."""
+
+    @functools.wraps(story)
+    def test(**given):
+        with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+            loop.run(story(**given))
+
+    return test
+
+
+@pytest.fixture
+def wire():
+    return Wire()
 
 
 @pytest.fixture
@@ -104,77 +115,71 @@ def now(monkeypatch, clock):
 # -- members and strangers ------------------------------------------------------------------------
 
 
-def test_a_caller_has_each_peer_introduce_itself_once():
-    async def story(wire):
-        a, b = await wire.serve(A, SWARM), await wire.serve(B, SWARM)
-        for _ in range(2):
-            assert await ping(a, B) and await ping(b, A), "B knows A by its calls"
-        assert b.asked == [A, A] and a.asked == [B, B]
-        assert [call for _, call in wire.calls] == [INTRODUCE, *["rpc_ping"] * 4]
-        b = await wire.serve(B, SWARM)  # its process was started anew, and has met nobody
-        assert await ping(a, B) and b.asked == [A]
-        a = await wire.serve(A, SWARM)  # so was this one, whose first caller gives up at once
-        first = asyncio.create_task(ping(a, B))
-        await asyncio.sleep(0)
-        first.cancel()
-        assert all(await asyncio.gather(ping(a, B), ping(a, B)))
-        assert [call for _, call in wire.calls].count(INTRODUCE) == 2
-
-    meet(story)
+@played
+async def test_a_caller_has_each_peer_introduce_itself_once(wire):
+    a, b = await wire.serve(A, SWARM), await wire.serve(B, SWARM)
+    for _ in range(2):
+        assert await ping(a, B) and await ping(b, A), "B knows A by its calls"
+    assert b.asked == [A, A] and a.asked == [B, B]
+    assert [call for _, call in wire.calls] == [INTRODUCE, *["rpc_ping"] * 4]
+    b = await wire.serve(B, SWARM)  # its process was started anew, and has met nobody
+    assert await ping(a, B) and b.asked == [A]
+    a = await wire.serve(A, SWARM)  # so was this one, whose first caller gives up at once
+    first = asyncio.create_task(ping(a, B))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert all(await asyncio.gather(ping(a, B), ping(a, B)))
+    assert [call for _, call in wire.calls].count(INTRODUCE) == 2
 
 
-def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_that():
-    async def story(wire):
-        a, b = await wire.serve(A, None), await wire.serve(B, None)
-        assert await ping(a, B) and wire.calls == [(A, "rpc_ping")] and b.asked == [A]
-        m = await wire.serve(M, SWARM)
-        await refused(ping(m, B), "did not introduce itself")
-        assert m.door.was_refused and "open to everybody" in m.door.why_refused().message
-
-    meet(story)
+@played
+async def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_that(wire):
+    a, b = await wire.serve(A, None), await wire.serve(B, None)
+    assert await ping(a, B) and wire.calls == [(A, "rpc_ping")] and b.asked == [A]
+    m = await wire.serve(M, SWARM)
+    await refused(ping(m, B), "did not introduce itself")
+    assert m.door.was_refused and "open to everybody" in m.door.why_refused().message
 
 
 @pytest.mark.parametrize(
     ("membership", "words"), [(None, "is closed"), (OTHER_SWARM, "not take this peer for a member")]
 )
-def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(membership, words, warnings):
-    async def story(wire):
-        a, stranger = await wire.serve(A, SWARM), await wire.serve(M, membership)
-        for _ in range(3):
-            await refused(ping(stranger, A))
-        await refused(stranger.call_unary(A, PING, b"\xff no protobuf at all"))
-        assert stranger.door.was_refused and a.asked == []
-        assert words in stranger.door.why_refused().message
-        assert warnings == [f"Peer {M} was refused: it is not a member of this swarm."]
-        for number in range(doors.STRANGERS_NAMED + 9):
-            assert admit(a.door, made_up(number), OTHER_SWARM)
-        assert len(warnings) == doors.STRANGERS_NAMED + 1 and warnings[-1].startswith("Further strangers")
+@played
+async def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(
+    wire, membership, words, warnings
+):
+    a, stranger = await wire.serve(A, SWARM), await wire.serve(M, membership)
+    for _ in range(3):
+        await refused(ping(stranger, A))
+    await refused(stranger.call_unary(A, PING, b"\xff no protobuf at all"))
+    assert stranger.door.was_refused and a.asked == []
+    assert words in stranger.door.why_refused().message
+    assert warnings == [f"Peer {M} was refused: it is not a member of this swarm."]
+    for number in range(doors.STRANGERS_NAMED + 9):
+        assert admit(a.door, made_up(number), OTHER_SWARM)
+    assert len(warnings) == doors.STRANGERS_NAMED
 
-    meet(story)
 
-
-def test_a_member_calls_nobody_who_can_t_show_a_certificate():
+@played
+async def test_a_member_calls_nobody_who_can_t_show_a_certificate(wire):
     async def reflect(certificate, remote_id):
         return certificate
 
     async def refuse(certificate, remote_id):
         raise NotAMember("out", decided(OTHER_OWNER, out=[mark_of(A.to_bytes())]))
 
-    async def story(wire):
-        a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
-        [daemon] = wire.daemons[M]
-        for answer, words in ((reflect, "did not introduce itself"), (refuse, "out")):
-            daemon.handlers[f"{SERVICE}.{INTRODUCE}"] = answer
-            await refused(ping(a, M), words)
-        assert a.door.was_refused
-        assert "taken" not in a.door.why_refused().message, "the owner did not sign these words"
-        del daemon.handlers[f"{SERVICE}.{INTRODUCE}"]
-        await refused(ping(a, M), "no route", P2PDaemonError)
-        wire.tamper = lambda message: []  # it is on its way for ever
-        await refused(ping(m, A), "did not introduce itself")
-        assert m.asked == a.asked == []
-
-    meet(story)
+    a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
+    [daemon] = wire.daemons[M]
+    for answer, words in ((reflect, "did not introduce itself"), (refuse, "out")):
+        daemon.handlers[f"{SERVICE}.{INTRODUCE}"] = answer
+        await refused(ping(a, M), words)
+    assert a.door.was_refused
+    assert "taken" not in a.door.why_refused().message, "the owner did not sign these words"
+    del daemon.handlers[f"{SERVICE}.{INTRODUCE}"]
+    await refused(ping(a, M), "no route", P2PDaemonError)
+    wire.tamper = lambda message: []  # it is on its way for ever
+    await refused(ping(m, A), "did not introduce itself")
+    assert m.asked == a.asked == []
 
 
 # -- how much anybody may ask ---------------------------------------------------------------------
@@ -237,18 +242,16 @@ def decided(owner=OWNER, **marks):
     return Policy(1, **{name: frozenset(some) for name, some in marks.items()}).to_bytes(owner)
 
 
-def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(warnings):
-    async def story(wire):
-        a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
-        assert await ping(a, M) and await ping(m, A)
-        a.book.offer(decided(out=[mark_of(M.to_bytes())]))
-        for _ in range(2):
-            await refused(ping(m, A))
-            await refused(ping(a, M), f"is not called|{REFUSAL}")
-        assert a.asked == [M] and m.asked == [A]
-        assert "has taken this peer out" in m.door.why_refused().message
-
-    meet(story)
+@played
+async def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(wire, warnings):
+    a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
+    assert await ping(a, M) and await ping(m, A)
+    a.book.offer(decided(out=[mark_of(M.to_bytes())]))
+    for _ in range(2):
+        await refused(ping(m, A))
+        await refused(ping(a, M), f"is not called|{REFUSAL}")
+    assert a.asked == [M] and m.asked == [A]
+    assert "has taken this peer out" in m.door.why_refused().message
     assert warnings == [f"Peer {M} was refused: the owner has taken it out."]
 
 
@@ -262,18 +265,15 @@ def test_an_invitation_for_one_lets_the_first_in_until_the_owner_says_who_stays(
     assert not admit(door, M, once) and admit(door, B, once)
 
 
-def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else(warnings):
+@played
+async def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else(wire, warnings):
     watcher = OWNER.invite(Role.watcher)
-
-    async def story(wire):
-        a, w = await wire.serve(A, SWARM), await wire.serve(M, watcher)
-        for _ in range(2):
-            await refused(ping(a, M), "only watches")
-        assert w.asked == []
-        for handler in (INTRODUCE, PING, FIND, STORE, PART, STATE, f"{FIND}x"):
-            assert bool(admit(a.door, M, watcher, handler)) == (handler not in (INTRODUCE, PING, FIND))
-
-    meet(story)
+    a, w = await wire.serve(A, SWARM), await wire.serve(M, watcher)
+    for _ in range(2):
+        await refused(ping(a, M), "only watches")
+    assert w.asked == []
+    for handler in (INTRODUCE, PING, FIND, STORE, PART, STATE, f"{FIND}x"):
+        assert bool(admit(a.door, M, watcher, handler)) == (handler not in (INTRODUCE, PING, FIND))
     assert warnings == [f"Peer {M} was refused: it may only watch."]
 
 
@@ -312,21 +312,19 @@ async def opener(wire, door):
     return open_stream
 
 
-def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_closed():
-    async def story(wire):
-        open_stream = await opener(wire, Door(SWARM))
-        assert (await open_stream(M, shown(M) + b"content")).read == b"content"
-        for content in (b"", bytes(CERTIFICATE_BYTES), shown(M, OTHER_SWARM), shown(B)):
-            for ends in (True, False):
-                end = await open_stream(M, content, ends)
-                assert end.read is None and REFUSAL.encode() in end and end.is_closed, content
-        end = await (await opener(wire, Door()))(M, b"content")
-        assert end.read == b"content"
-        end.is_full = True
-        with pytest.raises(TimeoutError):  # who takes nothing of what it is sent is not waited for
-            await end.drain()
-
-    meet(story)
+@played
+async def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_closed(wire):
+    open_stream = await opener(wire, Door(SWARM))
+    assert (await open_stream(M, shown(M) + b"content")).read == b"content"
+    for content in (b"", bytes(CERTIFICATE_BYTES), shown(M, OTHER_SWARM), shown(B)):
+        for ends in (True, False):
+            end = await open_stream(M, content, ends)
+            assert end.read is None and REFUSAL.encode() in end and end.is_closed, content
+    end = await (await opener(wire, Door()))(M, b"content")
+    assert end.read == b"content"
+    end.is_full = True
+    with pytest.raises(TimeoutError):  # who takes nothing of what it is sent is not waited for
+        await end.drain()
 
 
 def test_one_peer_has_only_so_many_streams_open_and_fewer_that_send_a_state(warnings):
@@ -344,19 +342,17 @@ def test_one_peer_has_only_so_many_streams_open_and_fewer_that_send_a_state(warn
     assert warnings == [f"Peer {M} was refused: it has too many streams open."]
 
 
-def test_all_strangers_together_have_only_so_many_streams_open():
-    async def story(wire):
-        door = Door(SWARM)
-        open_stream = await opener(wire, door)
-        assert not admit(door, A)
-        for _ in range(2):  # all that were closed count no more
-            numbers = range(doors.STREAMS_AT_ONCE + 9)
-            silent = [asyncio.create_task(open_stream(made_up(n), b"", ends=False)) for n in numbers]
-            assert (await open_stream(A, shown(A) + b"of a member")).read == b"of a member"
-            closed, waiting = await asyncio.wait(silent, timeout=doors.INTRODUCTION_S / 2)
-            assert len(closed) == 9
-            for end in (task.result() for task in closed):
-                assert end.read is None and end.is_closed and b"too many streams" in end
-            await asyncio.wait(waiting)
-
-    meet(story)
+@played
+async def test_all_strangers_together_have_only_so_many_streams_open(wire):
+    door = Door(SWARM)
+    open_stream = await opener(wire, door)
+    assert not admit(door, A)
+    for _ in range(2):  # all that were closed count no more
+        numbers = range(doors.STREAMS_AT_ONCE + 9)
+        silent = [asyncio.create_task(open_stream(made_up(n), b"", ends=False)) for n in numbers]
+        assert (await open_stream(A, shown(A) + b"of a member")).read == b"of a member"
+        closed, waiting = await asyncio.wait(silent, timeout=doors.INTRODUCTION_S / 2)
+        assert len(closed) == 9
+        for end in (task.result() for task in closed):
+            assert end.read is None and end.is_closed and b"too many streams" in end
+        await asyncio.wait(waiting)

@@ -15,8 +15,16 @@ from trahiv_cli.swarm import records
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
-from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
-from trahiv_cli.swarm.statements import content_of, sign, verified
+from trahiv_cli.swarm.records import (
+    OwnersOnly,
+    Quota,
+    Readable,
+    content_of,
+    own_place,
+    owner_of,
+    sign,
+    verified,
+)
 
 KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
 PLACE = own_place(KEY)
