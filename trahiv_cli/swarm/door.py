@@ -97,15 +97,12 @@ def not_admitted(objection: str) -> NotAdmitted:
 
 
 class Door:
-    """Decides with whom an event loop of this peer speaks; without a membership, with everybody.
-
-    `own` is this peer's id as bytes.
-    """
+    """Decides with whom an event loop of this peer speaks; without a membership, with everybody."""
 
     def __init__(
         self, membership: Membership | None = None, book: PolicyBook | None = None, own: bytes = b""
     ) -> None:
-        self._membership, self._own = membership, own
+        self._membership, self._own = membership, own  # the id of this peer
         self._book = book or PolicyBook(membership.owner if membership else b"")
         self.certificate = membership.certify(own) if membership else b""  # goes before each request
         self.is_open = membership is None

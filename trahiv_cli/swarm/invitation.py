@@ -156,7 +156,7 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials
     if membership is None and folder is not None:
         path = folder / MEMBER_FILE
         membership = _read_secret(path, "a swarm's secret", lambda text: Invitation.parse(text).membership)
-    return membership and Credentials(membership)
+    return None if membership is None else Credentials(membership)
 
 
 def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:

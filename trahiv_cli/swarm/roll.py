@@ -294,8 +294,6 @@ def read_roll(folder: Path) -> Roll:
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == VERSION else ()
-        return {
-            str(PeerID.from_base58(peer)): Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries
-        }
+        return {peer: Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries if _id(peer)}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}
