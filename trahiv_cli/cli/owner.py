@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, parse_seconds, taken_peers
-from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def kick(
         hint = "`trahiv invite --close all` keeps it from returning with that one under another name"
     is_handed_on = hand_on(swarm)
     out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
-    if out.format is not Format.json:
-        out.hint(hint)
+    out.hint(hint)
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:

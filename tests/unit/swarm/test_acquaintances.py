@@ -151,13 +151,15 @@ def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_o
 
 
 def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_absent_one(network):
+    for number in (2, 3):
+        network.tell(number)
+    network.there = {2}
     network.turn(acq.READ_EVERY_S)
-    network.tell(2)
-    network.there = {1}
+    network.there = {1, 2}
     for port, limit_s in ((1, acq.READ_AT_MOST_EVERY_S), (2, acq.READ_EVERY_S)):
         network.tell(1, port)
         network.turn(limit_s)
-        assert network.met.addresses == {PEER: (address(port=port),)}
+        assert network.met.addresses == {PEER: (address(port=port),), OTHER: (address(2),)}
     assert network.calls == [], "who is there is left in peace"
 
 

@@ -153,6 +153,7 @@ def test_of_two_copies_decisions_the_later_era_counts_and_those_who_stay_leave_r
     earlier = Policy(3, out=marks((ALICE,)), closed=marks((GRANT.key,)), stay=stays)
     for one, other in ((earlier, Policy(2, era=1)), (Policy(2, era=1), earlier)):
         assert one.with_those_of(other) == Policy(one.serial, earlier.out, frozenset(), stays, 1)
+    assert Policy(2, era=1).with_those_of(replace(earlier, out=frozenset())) == Policy(2, era=1), "no news"
     full = Policy(2, stay=frozenset(sorted(MANY)[: membership.MAX_MARKS]))
     joint = full.with_those_of(KICKED)
     assert joint.out == KICKED.out and joint.room == 0 and joint.stay < full.stay

@@ -176,6 +176,7 @@ def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_a
     assert grant.role is Role.watcher and grant.expires == int(swarm.time) + 3600
     assert path.stat().st_mode & 0o077 == 0 and {grant, other.grant} <= set(swarm.owned.given())
     swarm.owned.close(grant.id)
+    assert swarm.owned.book.policy.stay == frozenset(), "nobody came by it"
     assert swarm.out(invitation.membership, STRANGER) and not swarm.out(other, STRANGER)
     for id_ in (grant.id, "00000000"):
         with pytest.raises(SetupError, match="no invitation"):
