@@ -43,7 +43,7 @@ def invite(
     from trahiv_cli.swarm.membership import Role
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
-    swarm = OwnedSwarm(own_folder(output_dir))
+    swarm = OwnedSwarm(output_dir or own_folder())
     if close is not None:
         if not swarm.synchronize():
             raise Unreachable(
@@ -72,7 +72,7 @@ def members(
 
     texts = [*(peer or ()), *taken_peers()]
     invitation = read_invitation(texts) if texts else Invitation()
-    folder = None if texts and output_dir is None else own_folder(output_dir, MEMBER_FILE)
+    folder = output_dir or (None if texts else own_folder(MEMBER_FILE))
     listed = list_members(folder, invitation)
     for one in sorted(listed, key=lambda one: (bool(one["objection"]), not one["is_there"], one["peer_id"])):
         state = f"out: {one['objection']}" if one["objection"] else "there" if one["is_there"] else "away"
@@ -92,7 +92,7 @@ def kick(
     quiet_libraries()
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
-    swarm = OwnedSwarm(own_folder(output_dir))
+    swarm = OwnedSwarm(output_dir or own_folder())
     swarm.synchronize()
     found = swarm.find(peer)
     words, hint = ", and the invitation that it joined with is closed.", "`trahiv invite` makes a fresh one"

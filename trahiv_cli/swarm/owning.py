@@ -189,10 +189,8 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
     ]
 
 
-def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
-    """Return the folder that was said on the command line, or the newest in `runs` that holds a file."""
-    if said is not None:
-        return said
+def own_folder(file: str = OWNER_FILE) -> Path:
+    """Return the newest folder in `runs` that holds a file; SetupError if there is none."""
     there = [path.parent for path in Path("runs").glob(f"*/{file}")]
     if not there:
         raise SetupError(

@@ -163,9 +163,7 @@ def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_ab
     assert network.calls == [], "who is there is left in peace"
 
 
-def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_are_read_more_often(
-    network, clock
-):
+def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_is_read_sooner(network, clock):
     meet(network.met, *range(1, MAX_PEERS + 1))
     clock.now += 86400.0
     network.there = set(range(1, 2 * MAX_PEERS))

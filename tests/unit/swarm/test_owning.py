@@ -242,13 +242,13 @@ def test_the_owner_s_list_has_who_is_away_or_out_and_a_folder_of_another_swarm_s
 def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SetupError, match="no run of yours"):
-        own_folder(None)
+        own_folder()
     with pytest.raises(SetupError, match="not yours, or open"):
         OwnedSwarm(tmp_path)
     for name in ("old", "new"):
         find_standing(tmp_path / "runs" / name, Invitation())
     os.utime(tmp_path / "runs" / "old", (1, 1))
-    assert own_folder(None) == Path("runs/new") and own_folder(tmp_path) == tmp_path
+    assert own_folder() == Path("runs/new")
     with pytest.raises(SetupError, match="where its peer can be reached") as refused:
-        OwnedSwarm(own_folder(None)).invite(Role.member, is_once=False, lasts_s=None)
+        OwnedSwarm(own_folder()).invite(Role.member, is_once=False, lasts_s=None)
     assert "start the peer once" in refused.value.hint
