@@ -17,7 +17,7 @@ import contextlib
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -284,11 +284,7 @@ class GuardedP2P(P2P):
         self._services: set[str] = set()
 
     async def _add_protobuf_unary_handler(
-        self,
-        handle_name: str,
-        handler: Callable[[Any, P2PContext], Awaitable[Any]],
-        input_protobuf_type: type[Any],
-        balanced: bool = False,
+        self, handle_name: str, handler: Callable[..., Any], input_protobuf_type: Any, balanced: bool = False
     ) -> None:
         await self._receive(handle_name)
 
