@@ -147,8 +147,8 @@ class OwnedSwarm:
         """
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
-        met = Acquaintances.remembered(self.folder / FILE)
-        with suppress(SwarmError), visiting(self._home.addresses, visitor, met) as node:
+        addresses, met = self._home.addresses, Acquaintances.remembered(self.folder / FILE)
+        with suppress(SwarmError), visiting(addresses, visitor, met) as node:
             return roll.synchronize(node, visitor, self.book)
         return False
 

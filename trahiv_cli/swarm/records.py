@@ -228,7 +228,7 @@ def content_of(statement: bytes) -> bytes:
 
 
 def verified(statement: bytes, peer: PeerID, about: bytes) -> bytes:
-    """Read what a peer stated; ValueError if it is not that peer's, or about something else. Takes 0.1 ms."""
+    """Read what a peer stated; ValueError if it is not that peer's, or about something else."""
     public_key, signature, content = _parts(statement)
     readable = KIND + base64.b64encode(public_key)
     if peer_of(readable) != peer.to_base58():
