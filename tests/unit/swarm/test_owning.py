@@ -7,7 +7,7 @@ import pytest
 from hivemind.p2p import PeerID
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.errors import SetupError
+from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.swarm import membership, owning, roll
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
@@ -152,6 +152,9 @@ def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
     swarm.run(1)
     assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
     assert swarm.owned.synchronize() and C in read_roll(swarm.folder), "a command has seen it, too"
+    (swarm.folder / INVITATION_FILE).write_text("trahiv1:AAAA")
+    with pytest.raises(Unreachable, match="damaged"):
+        swarm.owned.synchronize()
 
 
 def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_one_if_torn(swarm):
