@@ -18,8 +18,7 @@ from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.swarm.records import peer_of
-from trahiv_cli.swarm.statements import sign, verified
+from trahiv_cli.swarm.records import peer_of, sign, verified
 
 CLAIM = Claim(
     samples=64,

@@ -17,7 +17,7 @@ from hivemind.utils import MSGPackSerializer
 from tests.simulation.network import Message
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.soundness import Claim
-from trahiv_cli.swarm.statements import sign
+from trahiv_cli.swarm.records import sign
 
 Lie = Callable[[Any], None]
 """Makes a liar of a `tests.simulation.swarm.Peer`."""

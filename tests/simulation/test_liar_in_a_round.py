@@ -34,8 +34,8 @@ from trahiv_cli.optim.rounds import Exchange, Outcome
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import streams
+from trahiv_cli.swarm.records import content_of, sign
 from trahiv_cli.swarm.snapshot import unpacked
-from trahiv_cli.swarm.statements import content_of, sign
 
 AVERAGING_TIMEOUT_S, CHUNK_S = 60.0, 10.0
 TIMES = {

@@ -48,10 +48,9 @@ from trahiv_cli.swarm.download import StateOffer
 from trahiv_cli.swarm.identity import write_private
 from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
-from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
+from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked
-from trahiv_cli.swarm.statements import content_of
 from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
 from trahiv_cli.train.checkpoint import Checkpoint
 from trahiv_cli.train.folder import read_run

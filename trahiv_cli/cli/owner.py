@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, parse_seconds, taken_peers
-from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def invite(
     from trahiv_cli.swarm.membership import Role
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
-    swarm = OwnedSwarm(own_folder(output_dir))
+    swarm = OwnedSwarm(output_dir or own_folder())
     if close is not None:
         if not swarm.synchronize():
             raise Unreachable(
@@ -54,9 +54,7 @@ def invite(
         out.say("Closed; who came by it stays, those who came first if there is not room for all.")
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
-    invitation, path = swarm.invite(role, is_once=once, lasts_s=expires)
-    assert invitation.membership is not None
-    grant = invitation.membership.grant
+    grant, path = swarm.invite(role, is_once=once, lasts_s=expires)
     out.invitation(path, **fields_of(grant), join=join_by(path))
     out.say(f"It is {words_of(grant)}.")
 
@@ -70,28 +68,18 @@ def members(
     out.use(format)
     quiet_libraries()
     from trahiv_cli.swarm.invitation import MEMBER_FILE, Invitation, read_invitation, read_owner
-    from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
+    from trahiv_cli.swarm.owning import OwnedSwarm, list_members, own_folder
 
     texts = [*(peer or ()), *taken_peers()]
     invitation = read_invitation(texts) if texts else Invitation()
-    folder = None if texts and output_dir is None else own_folder(output_dir, MEMBER_FILE)
+    folder = output_dir or (None if texts else own_folder(MEMBER_FILE))
     listed = list_members(folder, invitation)
-    for one in sorted(listed, key=lambda one: (bool(one.objection), not one.is_there, one.peer_id)):
-        came_by = invitation_id(one.grant)
-        state = f"out: {one.objection}" if one.objection else "there" if one.is_there else "away"
-        out.record(
-            f"{one.peer_id}  by {came_by}  {state}",
-            "member",
-            peer_id=one.peer_id,
-            invitation=came_by,
-            role=one.grant.role.name,
-            is_there=one.is_there,
-            objection=one.objection or None,
-        )
+    for one in sorted(listed, key=lambda one: (bool(one["objection"]), not one["is_there"], one["peer_id"])):
+        state = f"out: {one['objection']}" if one["objection"] else "there" if one["is_there"] else "away"
+        out.record(f"{one['peer_id']}  by {one['invitation']}  {state}", "member", **one)
     if folder is not None and read_owner(folder) is not None:
         for grant in OwnedSwarm(folder).given():
-            words = f"invitation {invitation_id(grant)}  {words_of(grant)}"
-            out.record(words, "invitation", **fields_of(grant))
+            out.record(f"invitation {grant.id}  {words_of(grant)}", "invitation", **fields_of(grant))
 
 
 def kick(
@@ -104,7 +92,7 @@ def kick(
     quiet_libraries()
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
-    swarm = OwnedSwarm(own_folder(output_dir))
+    swarm = OwnedSwarm(output_dir or own_folder())
     swarm.synchronize()
     found = swarm.find(peer)
     words, hint = ", and the invitation that it joined with is closed.", "`trahiv invite` makes a fresh one"
@@ -113,8 +101,7 @@ def kick(
         hint = "`trahiv invite --close all` keeps it from returning with that one under another name"
     is_handed_on = hand_on(swarm)
     out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
-    if out.format is not Format.json:
-        out.hint(hint)
+    out.hint(hint)
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:
@@ -130,10 +117,8 @@ def hand_on(swarm: OwnedSwarm) -> bool:
 
 def fields_of(grant: Grant) -> dict[str, Any]:
     """List what an event says of an invitation."""
-    from trahiv_cli.swarm.owning import invitation_id
-
     return {
-        "id": invitation_id(grant),
+        "id": grant.id,
         "role": grant.role.name,
         "once": grant.is_once,
         "expires": grant.expires or None,

@@ -44,9 +44,8 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.records import peer_from
+from trahiv_cli.swarm.records import content_of, peer_from
 from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity, SharedNumber
-from trahiv_cli.swarm.statements import content_of
 
 ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a round
 

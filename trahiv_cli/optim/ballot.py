@@ -26,8 +26,8 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
+from trahiv_cli.swarm.records import sign, verified
 from trahiv_cli.swarm.snapshot import unpacked
-from trahiv_cli.swarm.statements import sign, verified
 
 LONGEST_REASON, LONGEST_ID, DIGEST_BYTES = 200, 100, 32
 MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on each, in UTF-8

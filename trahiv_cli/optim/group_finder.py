@@ -34,8 +34,7 @@ from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.records import peer_from
-from trahiv_cli.swarm.statements import sign, verified
+from trahiv_cli.swarm.records import peer_from, sign, verified
 
 logger = get_logger(__name__)
 

@@ -146,7 +146,7 @@ class Reunion:
         self._node, self._key, self._met, self._clock = node, key, met, clock
         self._also = dict(also or {})
         self._published: list[str] = []
-        self._publish_at = self._read_at = self._read_not_before = 0.0
+        self._publish_at, self._read_at = 0.0, -READ_EVERY_S
         self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
 
     def turn(self) -> None:
@@ -164,17 +164,16 @@ class Reunion:
     def _read(self, there: set[str], now: float) -> None:
         written = self._met.addresses  # no more than `MAX_PEERS`: in a larger swarm some never are
         is_news = len(written) < MAX_PEERS and not there <= written.keys()
-        if not there or now < self._read_not_before or (now < self._read_at and not is_news):
+        if not there or now < self._read_at + (READ_AT_MOST_EVERY_S if is_news else READ_EVERY_S):
             return
-        self._read_at, self._read_not_before = now + READ_EVERY_S, now + READ_AT_MOST_EVERY_S
+        self._read_at = now
         found = self._node.fetch(self._key)
         for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
             if peer_id in there:  # of those that were met before it is seen first that they are there
                 self._met.meet(peer_id, record)
 
     def _call(self, there: set[str], now: float) -> None:
-        for peer in there & self._calls.keys():
-            del self._calls[peer]
+        self._calls = {peer: call for peer, call in self._calls.items() if peer not in there}
         longest = LONGEST_PAUSE_S if there else LONGEST_PAUSE_ALONE_S
         due: dict[str, Sequence[str]] = {}
         for peer, maddrs in (self._also | self._met.addresses).items():

@@ -17,8 +17,7 @@ import contextlib
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -30,11 +29,10 @@ from hivemind.utils import get_logger
 from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
-    CLOSED,
     GRANT_BYTES,
     KEY_BYTES,
-    OVER,
     TAKEN_OUT,
+    UNSIGNED,
     USED,
     Grant,
     Membership,
@@ -68,6 +66,7 @@ STRANGERS_NAMED = 64  # by each process in the log: ids cost nothing, and a log 
 STRANGERS = b""  # the account of the calls and streams of all that have shown nothing good
 
 REFUSAL = "trahiv: not a member of this swarm"  # what a stranger is told
+OPEN = "it is open to everybody, and this peer is of a closed one"
 POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
 
 
@@ -92,15 +91,20 @@ def not_admitted(objection: str) -> NotAdmitted:
         )
     return NotAdmitted(
         f"The swarm does not take this peer for a member: {objection or 'its invitation is to another one'}.",
-        hint="ask the owner, or a member, for a fresh invitation",
+        hint="ask the owner, or a member, for a fresh invitation; to another swarm this peer comes with "
+        "another folder: --output-dir DIR",
     )
 
 
 class Door:
     """Decides with whom an event loop of this peer speaks; without a membership, with everybody."""
 
-    def __init__(self, membership: Membership | None = None, book: PolicyBook | None = None) -> None:
-        self._membership, self._book = membership, book or PolicyBook(membership.owner if membership else b"")
+    def __init__(
+        self, membership: Membership | None = None, book: PolicyBook | None = None, own: bytes = b""
+    ) -> None:
+        self._membership, self._own = membership, own  # the id of this peer
+        self._book = book or PolicyBook(membership.owner if membership else b"")
+        self.certificate = membership.certify(own) if membership else b""  # goes before each request
         self.is_open = membership is None
         self.owner = membership.owner if membership else None  # public key of the closed swarm's owner
         self._known: OrderedDict[PeerID, bytes] = OrderedDict()  # certificates that were found good
@@ -112,19 +116,12 @@ class Door:
         self._calls_left: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # and when, by account
         # By account and handler, of those in `GIVING`; by account and "", of all of them.
         self._streams: Counter[tuple[bytes, str]] = Counter()
-        self._own: PeerID | None = None
         self._why_refused = ""
-        self.was_refused = False  # a peer has said that this one is not a member
-        self.was_open = False  # a peer has said that its swarm is open, which this one's is not
+        self.was_refused = False  # a peer has said that this one is not a member, or that its swarm is open
 
     def another(self) -> Door:
         """Make a door of the same swarm for another event loop."""
-        return Door(self._membership, self._book)
-
-    def certificate(self, own: PeerID) -> bytes:
-        """Return this peer's certificate; nothing in an open swarm."""
-        self._own = own
-        return self._membership.certify(own.to_bytes()) if self._membership else b""
+        return Door(self._membership, self._book, self._own)
 
     # -- who is let in -----------------------------------------------------------------------------
 
@@ -170,8 +167,6 @@ class Door:
         if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
             self._named.add((peer, why))
             logger.warning(f"Peer {peer} was refused: {why}.")
-            if len(self._named) == STRANGERS_NAMED:
-                logger.warning("Further strangers are refused without a word.")
 
     # -- how much anybody may ask ------------------------------------------------------------------
 
@@ -225,7 +220,7 @@ class Door:
         if REFUSAL not in refusal:
             return
         self.was_refused = True
-        self._why_refused = next((why for why in (USED, CLOSED, OVER) if why in refusal), "")
+        self._why_refused = next((why for why in UNSIGNED if why in refusal), "")
         if (found := POLICY_IN_REFUSAL.search(refusal)) is not None:
             with contextlib.suppress(ValueError, OSError):  # nonsense; or the disk is full
                 self._book.offer(base64.b64decode(found[1], validate=True))
@@ -237,13 +232,7 @@ class Door:
                 "The swarm is closed: it answers members alone.",
                 hint="ask a member for its invitation, and type: trahiv join --peer trahiv1:...",
             )
-        if self.was_open:
-            return NotAdmitted(
-                "That swarm is open to everybody, and this peer belongs to a closed one. Nobody was joined.",
-                hint="to join it all the same, give it another folder with --output-dir DIR, and an address",
-            )
-        own = self._own.to_bytes() if self._own else b""
-        signed = self._book.policy.objection(own, self._membership.grant)
+        signed = self._book.policy.objection(self._own, self._membership.grant)
         return not_admitted(signed or self._why_refused)
 
     async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
@@ -267,7 +256,8 @@ class Door:
         try:
             async with asyncio.timeout(INTRODUCTION_S):
                 answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
-            self.was_open |= not answer
+            if not answer:
+                self.was_refused, self._why_refused = True, OPEN
             self.admit(peer, answer, INTRODUCE)
             return answer
         except (TimeoutError, NotAMember) as error:
@@ -293,17 +283,8 @@ class GuardedP2P(P2P):
         super().__init__()
         self._services: set[str] = set()
 
-    @cached_property
-    def certificate(self) -> bytes:
-        """This peer's, that goes before each request."""
-        return self.door.certificate(self.peer_id)
-
     async def _add_protobuf_unary_handler(
-        self,
-        handle_name: str,
-        handler: Callable[[Any, P2PContext], Awaitable[Any]],
-        input_protobuf_type: type[Any],
-        balanced: bool = False,
+        self, handle_name: str, handler: Callable[..., Any], input_protobuf_type: Any, balanced: bool = False
     ) -> None:
         await self._receive(handle_name)
 
@@ -352,16 +333,15 @@ class GuardedP2P(P2P):
 
         async def answer(certificate: bytes, remote_id: PeerID) -> bytes:
             self.door.admit_request(remote_id, certificate, INTRODUCE)
-            return self.certificate
+            return self.door.certificate
 
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
 
     async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
         """Call a handler of whoever is there with bytes, behind this peer's certificate."""
         try:
-            return bytes(
-                await self._client.call_unary_handler(peer_id, handle_name, self.certificate + request)
-            )
+            request = self.door.certificate + request
+            return bytes(await self._client.call_unary_handler(peer_id, handle_name, request))
         except P2PHandlerError as error:
             self.door.learn_from(str(error))
             raise
@@ -380,5 +360,5 @@ class GuardedP2P(P2P):
         """Open a stream to a member; see `P2P`, and `Door.introduce` for what else is raised."""
         await self.door.introduce(self, peer_id, handler_name)
         stream_info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
-        writer.write(self.certificate)
+        writer.write(self.door.certificate)
         return stream_info, reader, writer

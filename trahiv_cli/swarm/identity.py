@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.errors import SetupError
 
@@ -21,10 +22,9 @@ def ensure_identity(path: Path) -> str:
     """
     try:
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # its mode is 0700
-                P2P.generate_identity(f"{folder}/key")
-                write_private(path, Path(folder, "key").read_bytes())
+            # As `P2P.generate_identity` does, which gives others a moment to read the file.
+            key = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=RSAPrivateKey().to_bytes())
+            write_private(path, key.SerializeToString())
         require_private(path)
         return PeerID.from_identity(path.read_bytes()).to_base58()
     except OSError as error:

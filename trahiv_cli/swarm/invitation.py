@@ -152,15 +152,11 @@ def _lines(text: str) -> Iterator[str]:
 
 def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
     """Find what makes a peer that only looks a member; None: nothing. No file is written."""
-
-    def member(text: str) -> Credentials:
-        if (membership := Invitation.parse(text).membership) is None:
-            raise ValueError("an invitation to an open swarm")
-        return Credentials(membership)
-
-    if invitation.membership is not None:
-        return Credentials(invitation.membership)
-    return _read_secret(folder / MEMBER_FILE, "a swarm's secret", member) if folder else None
+    membership = invitation.membership
+    if membership is None and folder is not None:
+        path = folder / MEMBER_FILE
+        membership = _read_secret(path, "a swarm's secret", lambda text: Invitation.parse(text).membership)
+    return None if membership is None else Credentials(membership)
 
 
 def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
@@ -202,11 +198,13 @@ def read_owner(folder: Path) -> Owner | None:
     return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
 
 
-def _read_secret(path: Path, what: str, parse: Callable[[str], Secret]) -> Secret | None:
+def _read_secret(path: Path, what: str, parse: Callable[[str], Secret | None]) -> Secret | None:
     try:
         require_private(path)
         with path.open("rb") as file:
-            return parse(file.read(MAX_CHARS + 1).decode("ascii").strip())
+            if (secret := parse(file.read(MAX_CHARS + 1).decode("ascii").strip())) is None:
+                raise ValueError("an invitation to an open swarm")
+            return secret
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -47,6 +47,7 @@ TAKEN_OUT = "the owner has taken it out"
 USED = "its invitation was used before"
 CLOSED = "its invitation was closed"
 OVER = "its invitation is over"
+UNSIGNED = USED, CLOSED, OVER  # what a peer may say of another one without the owner's policy
 
 _GRANTED = b"trahiv: the owner grants "
 _CERTIFIED = b"trahiv: a member is "
@@ -70,6 +71,11 @@ class Grant:
     expires: int = 0  # seconds since 1970, of the swarm's time; 0: never. Who is seen before stays
     era: int = 0  # the policy's when it was made: a later one closes all invitations of those before
     signature: bytes = b""  # the owner's, of `terms`
+
+    @property
+    def id(self) -> str:
+        """Name the invitation, for a person; what it opens does not follow from that."""
+        return mark_of(self.key).hex()[:8]
 
     @property
     def terms(self) -> bytes:
@@ -208,13 +214,13 @@ class Policy:
 
         Peers that were removed stay out, closed invitations stay closed; others stay as far as there is room.
         """
-        closed = other.closed if other.era >= self.era else frozenset()
-        if other.era <= self.era and other.out <= self.out and closed <= self.closed:
+        era = max(self.era, other.era)
+        closed = frozenset[bytes]().union(*(one.closed for one in (self, other) if one.era == era))
+        joint = replace(self, out=self.out | other.out, closed=closed, era=era)
+        if joint == self:
             return self
-        closed |= self.closed if self.era >= other.era else frozenset()
-        joint = Policy(self.serial, self.out | other.out, closed, frozenset(), max(self.era, other.era))
         stay = [*sorted(self.stay), *sorted(other.stay - self.stay)]
-        return replace(joint, stay=frozenset(stay[: max(0, joint.room)]))
+        return replace(joint, stay=frozenset(stay[: max(0, joint.room + len(self.stay))]))
 
     def objection(self, peer_id: bytes, grant: Grant) -> str:
         """Say why a peer (its id as bytes) with a good certificate is no member now, if so."""

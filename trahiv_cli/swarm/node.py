@@ -130,7 +130,7 @@ class Node:
             host_maddrs=[self._as_before(maddr) for maddr in settings.host_maddrs],
             announce_maddrs=settings.announce_maddrs or None,
             start=True,
-            door=Door(standing.membership, standing.book()) if standing else Door(),
+            door=Door(standing.membership, standing.book(), self._id) if standing else Door(),
             signing_key=signing_key,
             place=self.place,
             cache_nearest=0 if is_visitor else 1,  # what it has found it stores nowhere

@@ -6,15 +6,17 @@ same way, as a peer of that folder does every few seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from hivemind.p2p import PeerID
 
 from trahiv_cli.errors import SetupError, SwarmError
+from trahiv_cli.swarm import roll
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.invitation import (
@@ -28,36 +30,11 @@ from trahiv_cli.swarm.invitation import (
     read_invitation,
     read_owner,
 )
-from trahiv_cli.swarm.membership import Grant, Policy, Role, mark_of
+from trahiv_cli.swarm.membership import Grant, Policy, Role
 from trahiv_cli.swarm.node import visiting
-from trahiv_cli.swarm.roll import (
-    POLICY_FILE,
-    Credentials,
-    PolicyBook,
-    Roll,
-    closing,
-    read_members,
-    read_roll,
-    synchronize,
-    without,
-)
+from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
-
-
-def invitation_id(grant: Grant) -> str:
-    """Name an invitation; what it opens does not follow from that."""
-    return mark_of(grant.key).hex()[:8]
-
-
-@dataclass(frozen=True)
-class Listed:
-    """A line of the list of members."""
-
-    peer_id: str
-    grant: Grant
-    is_there: bool  # or was within the last ten minutes
-    objection: str  # why it is no member any more; empty if it is one
 
 
 class OwnedSwarm:
@@ -75,11 +52,6 @@ class OwnedSwarm:
         self.book = PolicyBook(owner.public, folder / POLICY_FILE)
 
     @property
-    def roll(self) -> Roll:
-        """The members that came, as far as this folder's peer or a command saw it."""
-        return read_roll(self.folder)
-
-    @property
     def _home(self) -> Invitation:
         """The invitation by which others join the peer of this folder."""
         path = self.folder / INVITATION_FILE
@@ -92,14 +64,13 @@ class OwnedSwarm:
 
     # -- invitations -------------------------------------------------------------------------------
 
-    def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Invitation, Path]:
-        """Make an invitation, and keep it in a private file; `lasts_s` None: until it is closed."""
+    def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Grant, Path]:
+        """Make an invitation, which is in a private file then; `lasts_s` None: until it is closed."""
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
         membership = self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
-        invitation = replace(self._home, membership=membership)
-        path = (self.folder / GIVEN_FOLDER / invitation_id(membership.grant)).resolve()
-        keep_invitation(path, invitation)
-        return invitation, path
+        path = (self.folder / GIVEN_FOLDER / membership.grant.id).resolve()
+        keep_invitation(path, replace(self._home, membership=membership))
+        return membership.grant, path
 
     def given(self) -> list[Grant]:
         """Return what the invitations that can still be used are good for, the newest first."""
@@ -113,16 +84,16 @@ class OwnedSwarm:
 
         SetupError if there is none with that id.
         """
-        keys = None
+        came, keys = roll.read_roll(self.folder), None
         if id_ is not None:
-            known = [*self.given(), *self.roll.values()]
-            keys = {grant.key for grant in known if invitation_id(grant) == id_ and self._is_open(grant)}
+            known = [*self.given(), *came.values()]
+            keys = {grant.key for grant in known if grant.id == id_ and self._is_open(grant)}
             if not keys:
                 raise SetupError(
                     f"There is no invitation {id_} that is open; nothing was changed.",
                     hint="`trahiv members` lists those that are",
                 )
-        self._decide(partial(closing, keys, self.roll))
+        self._decide(partial(roll.closing, keys, came))
 
     def _is_open(self, grant: Grant) -> bool:
         return not self.book.policy.objection(b"", grant)
@@ -132,7 +103,7 @@ class OwnedSwarm:
     def find(self, word: str) -> str:
         """Find a peer by its id, or by how that ends; SetupError if that is not one member's."""
         word = word.removeprefix("...")  # see `short_name`
-        found = [peer for peer in self.roll if len(word) >= 4 and peer.endswith(word)]
+        found = [peer for peer in roll.read_roll(self.folder) if len(word) >= 4 and peer.endswith(word)]
         with suppress(ValueError):
             if not found and len(PeerID.from_base58(word).to_bytes()) in (34, 38):
                 found = [word]
@@ -154,9 +125,9 @@ class OwnedSwarm:
 
         Say whether it is. SetupError, with nothing changed, if the policy has no room for all others of it.
         """
-        roll = self.roll
-        self._decide(partial(without, peer, roll))
-        return peer in roll
+        came = roll.read_roll(self.folder)
+        self._decide(partial(roll.without, peer, came))
+        return peer in came
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
         self.book.decide(self.owner, change)
@@ -176,24 +147,17 @@ class OwnedSwarm:
         """
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
-        addresses, met = _addresses_of(self.folder, self._home), Acquaintances.remembered(self.folder / FILE)
+        addresses, met = self._home.addresses, Acquaintances.remembered(self.folder / FILE)
         with suppress(SwarmError), visiting(addresses, visitor, met) as node:
-            return synchronize(node, visitor, self.book)
+            return roll.synchronize(node, visitor, self.book)
         return False
 
 
-def _addresses_of(folder: Path, invitation: Invitation) -> Sequence[str]:
-    """List where the peer of a folder can be reached, from this machine too."""
-    own = {address.rpartition("/p2p/")[2] for address in invitation.addresses}
-    ports = Acquaintances(folder / FILE).ports
-    here = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for peer in own for port in ports.values()]
-    return [*here, *invitation.addresses]
-
-
-def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
+def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, Any]]:
     """List who is there, and for the owner also who was, from a run's folder or by an invitation.
 
-    SetupError if the swarm is open; Unreachable, NotAdmitted as by `Node`.
+    Return what an event says of each: who is there, or was within ten minutes, and why it is no member any
+    more, or None. SetupError if the swarm is open; Unreachable, NotAdmitted as by `Node`.
     """
     standing = passing_standing(folder, invitation)
     if standing is None:
@@ -207,22 +171,26 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[Listed]:
     addresses = list(invitation.addresses)
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():
-            addresses += _addresses_of(path.parent, read_invitation([f"@{path}"]))
+            addresses += read_invitation([f"@{path}"]).addresses
     standing = replace(standing, folder=folder)
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
-        there = read_members(node, standing.membership.owner)
+        there = roll.read_members(node, standing.membership.owner)
     policy = standing.book().policy
-    known = read_roll(folder) if folder else {}
+    known = roll.read_roll(folder) if folder else {}
     return [
-        Listed(peer, grant, peer in there, policy.objection(PeerID.from_base58(peer).to_bytes(), grant))
+        {
+            "peer_id": peer,
+            "invitation": grant.id,
+            "role": grant.role.name,
+            "is_there": peer in there,
+            "objection": policy.objection(PeerID.from_base58(peer).to_bytes(), grant) or None,
+        }
         for peer, grant in {**known, **there}.items()
     ]
 
 
-def own_folder(said: Path | None, file: str = OWNER_FILE) -> Path:
-    """Return the folder that was said on the command line, or the newest in `runs` that holds a file."""
-    if said is not None:
-        return said
+def own_folder(file: str = OWNER_FILE) -> Path:
+    """Return the newest folder in `runs` that holds a file; SetupError if there is none."""
     there = [path.parent for path in Path("runs").glob(f"*/{file}")]
     if not there:
         raise SetupError(

@@ -6,6 +6,10 @@ who is no member has no records either. hivemind's `RSASignatureValidator` signs
 
 Under a key each owner has one record, and by one invitation no more than `MAX_OWNERS` have any (`Quota`): all
 records under a key travel in one answer. In an open swarm what does not fit into an answer is left out.
+
+A statement is what a peer says of itself, signed by the same key: whoever passes it on can leave it out, but
+can't change it. It is about something that both sides know and that does not travel: a claim is about the
+history that a round continues, a vote about the round. Elsewhere it is worth nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
-from hivemind.utils.crypto import RSAPrivateKey
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.membership import KEY_BYTES, certified
@@ -48,6 +53,10 @@ MAX_ID_BYTES = 64
 # A public key, and perhaps a certificate in base64url, without padding.
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
 MAX_PLACE_BYTES = 1300  # a place that is somebody's has no more, as MessagePack
+
+KIND = b"ssh-rsa "
+# Of a statement; enough for RSA with 4096 bits, ours have 2048. A much longer key takes long to check.
+MOST_KEY_BYTES, MOST_SIGNATURE_BYTES = 600, 512
 
 
 @lru_cache(OWNERS_REMEMBERED)
@@ -94,14 +103,12 @@ def owner_of(place: object) -> str | None:
     return found and found.owner
 
 
-@lru_cache(1024)
 def _place_in(subkey: bytes) -> Place | None:
     """Read the place that a record stands in; None: it is nobody's."""
-    try:
-        written = unpacked(subkey) if subkey else None
-    except ValueError:
-        return None
-    return _read_place(written) if isinstance(written, bytes) else None
+    with contextlib.suppress(ValueError):
+        written = unpacked(subkey)
+        return _read_place(written) if isinstance(written, bytes) else None
+    return None
 
 
 @lru_cache(1024)
@@ -199,3 +206,48 @@ class Quota:
                 owners = {peer: until for peer, until in owners.items() if until > now}
             owners[place.owner] = max(record.expiration_time, owners.get(place.owner, 0.0))
             self._owners[place.certificate[:KEY_BYTES]] = owners
+
+
+# -- statements -----------------------------------------------------------------------------------
+
+
+def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
+    """Make a statement: the content, and some 540 bytes of an identity's public key and signature.
+
+    `verified` must be told what it is `about`, to find it good.
+    """
+    public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND))
+    signature = base64.b64decode(key.sign(_signed(about, content)))
+    packed: bytes = MSGPackSerializer.dumps([public_key, signature, content])
+    return packed
+
+
+def content_of(statement: bytes) -> bytes:
+    """Read what a statement says, whoever made it; ValueError if it is none."""
+    return _parts(statement)[2]
+
+
+def verified(statement: bytes, peer: PeerID, about: bytes) -> bytes:
+    """Read what a peer stated; ValueError if it is not that peer's, or about something else."""
+    public_key, signature, content = _parts(statement)
+    readable = KIND + base64.b64encode(public_key)
+    if peer_of(readable) != peer.to_base58():
+        raise ValueError(f"not a statement of peer {peer}")
+    key = RSAPublicKey.from_bytes(readable)
+    assert isinstance(key, RSAPublicKey)  # hivemind annotates it as bytes
+    if not key.verify(_signed(about, content), base64.b64encode(signature)):
+        raise ValueError(f"peer {peer} did not state this")
+    return content
+
+
+def _parts(statement: bytes) -> tuple[bytes, bytes, bytes]:
+    match unpacked(statement):
+        case [bytes(public_key), bytes(signature), bytes(content)] if (
+            len(public_key) <= MOST_KEY_BYTES and len(signature) <= MOST_SIGNATURE_BYTES
+        ):
+            return public_key, signature, content
+    raise ValueError("not a statement")
+
+
+def _signed(about: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(about).digest() + content

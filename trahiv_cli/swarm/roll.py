@@ -80,13 +80,11 @@ class Credentials:
 class PolicyBook:
     """The newest policy that this peer knows of.
 
-    All processes of the peer share its file; without one it is only in memory. `clock` is monotonic seconds.
+    All processes of the peer share its file; without one it is only in memory.
     """
 
-    def __init__(
-        self, owner: bytes, path: Path | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._owner, self._path, self._clock = owner, path, clock
+    def __init__(self, owner: bytes, path: Path | None = None) -> None:
+        self._owner, self._path = owner, path
         self._looked_at = -POLICY_LOOK_EVERY_S
         self._policy, self._wire = Policy(), b""
         self._kept = b""  # what stood in the file at the last look
@@ -133,7 +131,7 @@ class PolicyBook:
                 self._take(wire)
             return self._wire
 
-    def _take(self, wire: object) -> bool:
+    def _take(self, wire: object) -> None:
         with contextlib.suppress(ValueError):
             policy = Policy.parse(wire, self._owner)
             older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
@@ -141,12 +139,10 @@ class PolicyBook:
             if policy.serial > self._policy.serial:
                 assert isinstance(wire, bytes)
                 self._policy, self._wire = policy, wire
-                return True
-        return False
 
     def _look(self, *, at_once: bool = False) -> None:
         """Read what other processes of this peer have written since the last look."""
-        now = self._clock()
+        now = time.monotonic()
         if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
             return
         self._looked_at = now
@@ -178,20 +174,18 @@ class MemberList:
         self, node: Node, standing: Credentials, book: PolicyBook, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._node, self._standing, self._book, self._now = node, standing, book, now
-        self._certificate = standing.membership.certify(_id(node.peer_id))
         self._publish_at = self._look_at = 0.0
-        self._wire = b""
 
     def turn(self) -> None:
         """Publish, read and decide what is due; SetupError if the policy has become too long."""
         now = self._now()
         if now >= self._publish_at:
-            self._node.publish(MEMBERS_KEY, self._certificate, CERTIFICATE_TTL_S)
+            certificate = self._standing.membership.certify(_id(self._node.peer_id))
+            self._node.publish(MEMBERS_KEY, certificate, CERTIFICATE_TTL_S)
             self._publish_at = now + PUBLISH_EVERY_S
-        if now >= self._look_at or self._book.wire != self._wire:  # it was decided here a moment ago
+        if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
             synchronize(self._node, self._standing, self._book)
-            self._wire = self._book.wire
 
 
 def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
@@ -231,9 +225,8 @@ def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
 
 def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Policy:
     """Close the invitations with these keys, or all (None); of who came by them, the first stay."""
-    came_by = roll if keys is None else {peer: one for peer, one in roll.items() if one.key in keys}
-    ids = [(_id(peer), grant) for peer, grant in came_by.items()]
-    marks = [mark_of(id_, grant.key) for id_, grant in ids if not policy.objection(id_, grant)]
+    came_by = [(_id(peer), grant) for peer, grant in roll.items() if keys is None or grant.key in keys]
+    marks = [mark_of(id_, grant.key) for id_, grant in came_by if not policy.objection(id_, grant)]
     if keys is None:
         policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
     else:
@@ -301,8 +294,6 @@ def read_roll(folder: Path) -> Roll:
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == VERSION else ()
-        return {
-            str(PeerID.from_base58(peer)): Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries
-        }
+        return {peer: Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries if _id(peer)}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}

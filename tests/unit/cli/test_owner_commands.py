@@ -24,3 +24,4 @@ def test_kick_says_whether_it_closed_an_invitation_and_what_to_do_next(trahiv, h
     ):
         code, out, err = trahiv("kick", peer, "--output-dir", here)
         assert code == 0 and f"{peer} {words}" in out and hint in " ".join(err.split())
+        assert "No peer of the swarm answers here" in err

@@ -24,7 +24,7 @@ from trahiv_cli.optim.ballot import (
     digest_of,
     proof_of,
 )
-from trahiv_cli.swarm.statements import sign
+from trahiv_cli.swarm.records import sign
 
 GROUP = "abcdefg"
 HELD, OTHER, FULL = Vote(b"held" * 8), Vote(b"other".ljust(32)), Vote(reason="its disk is full")

@@ -5,16 +5,17 @@ What is no list of addresses is left out, and what was met is there after a rest
 """
 
 import json
+from itertools import pairwise
 
 import pytest
 from hivemind.p2p import PeerID
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.swarm import acquaintances
+from trahiv_cli.swarm import acquaintances as acq
 from trahiv_cli.swarm.acquaintances import LATELY_S, MAX_PEERS, Acquaintances, Reunion
 from trahiv_cli.swarm.node import CHORES_EVERY_S
 
-KEY, HOUR, OPEN = "addresses", 3600.0, "/ip4/0.0.0.0/tcp/0"
+KEY, OPEN = "addresses", "/ip4/0.0.0.0/tcp/0"
 
 
 def peer_id(number):
@@ -33,23 +34,18 @@ def meet(met, *numbers):
         met.meet(peer_id(number), [address(number)])
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "peers.json"
-
-
 # -- what is written down -------------------------------------------------------------------------
 
 
-def test_ports_are_kept_and_news_alone_is_written_and_nothing_of_a_visit(path):
+def test_ports_are_kept_and_news_alone_is_written_and_nothing_of_a_visit(tmp_path):
+    path = tmp_path / "peers.json"
     met = Acquaintances(path)
     met.meet(PEER, [address(port=port) for port in range(1, 1000)])
-    assert len(met.addresses[PEER]) == acquaintances.MAX_ADDRESSES
+    assert len(met.addresses[PEER]) == acq.MAX_ADDRESSES
     met.ports = {OPEN: 4001}
     met.save()
-    assert Acquaintances(path).ports == {OPEN: 4001}
     visit = Acquaintances.remembered(path)
-    assert visit.addresses == met.addresses and Acquaintances.remembered(None).addresses == {}
+    assert Acquaintances(path).ports == {OPEN: 4001} and visit.addresses == met.addresses
     path.unlink()
     meet(visit, 2)
     for one in (visit, met):
@@ -61,9 +57,9 @@ def test_ports_are_kept_and_news_alone_is_written_and_nothing_of_a_visit(path):
         gone.save()
 
 
-def test_who_was_there_last_comes_first_and_together_with_others_lately(path, clock):
+def test_who_was_there_last_comes_first_and_together_with_others_lately(tmp_path, clock):
     clock.now = 1e9
-    met = Acquaintances(path, clock)
+    met = Acquaintances(tmp_path / "peers.json", clock)
     assert met.lately == frozenset()
     meet(met, 1)
     for _ in range(20):
@@ -71,15 +67,15 @@ def test_who_was_there_last_comes_first_and_together_with_others_lately(path, cl
         meet(met, 2)
         met.save()
     assert list(met.addresses) == [OTHER, PEER]
-    assert met.lately == Acquaintances(path, clock).lately == {OTHER}
+    assert met.lately == Acquaintances(tmp_path / "peers.json", clock).lately == {OTHER}
     meet(met, 1)
     clock.now += 7 * 86400
     assert met.lately == {PEER, OTHER}
 
 
-def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(path, clock):
+def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(clock):
     clock.now = 1e9
-    met = Acquaintances(path, clock)
+    met = Acquaintances(None, clock)
     for _ in range(3):
         clock.now += LATELY_S / 2
         meet(met, *range(3 * MAX_PEERS))
@@ -94,9 +90,9 @@ def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(path, clock):
     ["", '{"version": 2}', '{"version": 1, "ports": {}, "peers": {"Qm": 7}}']
     + [json.dumps({"version": 1, "ports": {OPEN: port}, "peers": {}}) for port in (0, "4001", True)],
 )
-def test_a_file_that_is_none_is_taken_for_an_empty_one(path, content):
-    path.write_text(content)
-    met = Acquaintances(path)
+def test_a_file_that_is_none_is_taken_for_an_empty_one(tmp_path, content):
+    (tmp_path / "peers.json").write_text(content)
+    met = Acquaintances(tmp_path / "peers.json")
     met.meet(PEER, [address(2), "not a multiaddr", f"/ip4/999.0.113.7/tcp/31337/p2p/{PEER}", None])
     assert met.addresses == {} and met.ports == {}
 
@@ -105,39 +101,35 @@ def test_a_file_that_is_none_is_taken_for_an_empty_one(path, content):
 
 
 class Network(FakeNode):
-    """A node whose routing table is said by the test, and which remembers on whom it called and when."""
+    """A node whose routing table a test says (`there`); it remembers on whom it called, and when."""
 
     def __init__(self, clock):
         super().__init__(ME, now=clock)
-        self.clock, self.there, self.calls, self.addresses, self.reads = clock, set(), [], [address(0)], 0
+        self.clock, self.there, self.calls, self.addresses = clock, set(), [], [address(0)]
         self.met = Acquaintances(None, clock=clock)
         self.reunion = Reunion(self, KEY, self.met, clock=clock)
 
     def turn(self, seconds=0.0):
         """Take a turn now, and then one every `CHORES_EVERY_S` for so long."""
-        end = self.clock.now + seconds
-        self.reunion.turn()
-        while self.clock.now < end:
-            self.clock.now += CHORES_EVERY_S
+        for at in range(int(seconds / CHORES_EVERY_S) + 1):
+            self.clock.now += CHORES_EVERY_S * bool(at)
             self.reunion.turn()
+
+    def tell(self, number, port=1):
+        """Have a peer publish an address."""
+        self.neighbour(peer_id(number)).publish(KEY, [address(number, port)], 3600.0)
 
     def own_addresses(self):
         return self.addresses
 
-    def fetch(self, key):
-        self.reads += 1
-        return super().fetch(key)
-
     def run(self, coroutine):
-        if coroutine is acquaintances.known_peers:
+        if coroutine is acq.known_peers:
             return [peer_id(number) for number in self.there]
-        [peers] = coroutine.args
-        return self.calls.append((self.clock.now, peers))
+        return self.calls.append((self.clock.now, *coroutine.args))
 
     def pauses(self):
         """Between the calls on peer 1."""
-        called = [at for at, peers in self.calls if PEER in peers]
-        return [later - earlier for earlier, later in zip(called, called[1:], strict=False)]
+        return [later - at for at, later in pairwise(at for at, peers in self.calls if PEER in peers)]
 
 
 @pytest.fixture
@@ -146,49 +138,51 @@ def network(clock):
 
 
 def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_once(network, clock):
-    for network.addresses in ([address(0)], [address(0)], [address(0, port=2)]):
+    for network.addresses in ([address(0)], [address(0, port=2)]):
         network.turn()
         assert network.fetch(KEY) == {ME: network.addresses}
-        clock.now += acquaintances.PUBLISH_EVERY_S
-        network.turn()
-        clock.now += acquaintances.ADDRESSES_TTL_S - 1.0
+        network.turn(acq.PUBLISH_EVERY_S)
+        clock.now += acq.ADDRESSES_TTL_S - 1.0
         assert network.fetch(KEY) == {ME: network.addresses}, "it was published again"
-    network.records.clear()
+    clock.now += 1.0
     network.addresses = []
-    network.turn(acquaintances.PUBLISH_EVERY_S)
+    network.turn(acq.PUBLISH_EVERY_S)
     assert network.fetch(KEY) == {}, "nobody can reach it"
 
 
 def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_absent_one(network):
-    network.turn(acquaintances.READ_EVERY_S)
-    network.neighbour(OTHER).publish(KEY, [address(2)], HOUR)
-    network.there = {1}
-    for port, limit_s in ((1, acquaintances.READ_AT_MOST_EVERY_S), (2, acquaintances.READ_EVERY_S)):
-        network.neighbour(PEER).publish(KEY, [address(port=port)], HOUR)
+    for number in (2, 3):
+        network.tell(number)
+    network.there = {2}
+    network.turn(acq.READ_EVERY_S)
+    network.there = {1, 2}
+    for port, limit_s in ((1, acq.READ_AT_MOST_EVERY_S), (2, acq.READ_EVERY_S)):
+        network.tell(1, port)
         network.turn(limit_s)
-        assert network.met.addresses == {PEER: (address(port=port),)}
+        assert network.met.addresses == {PEER: (address(port=port),), OTHER: (address(2),)}
     assert network.calls == [], "who is there is left in peace"
 
 
-def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_are_read_more_often(
-    network, clock
-):
+def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_is_read_sooner(network, clock):
     meet(network.met, *range(1, MAX_PEERS + 1))
-    network.clock.now += 86400.0
+    clock.now += 86400.0
     network.there = set(range(1, 2 * MAX_PEERS))
     for number in sorted(network.there, reverse=True):  # the others come first in the answer
-        network.neighbour(peer_id(number)).publish(KEY, [address(number)], HOUR)
-    network.turn(3 * acquaintances.READ_EVERY_S)
-    assert network.met.addresses.keys() == set(map(peer_id, range(1, MAX_PEERS + 1))) and network.reads <= 4
+        network.tell(number)
+    for port, seconds in ((1, 0.0), (1, acq.READ_EVERY_S - CHORES_EVERY_S), (2, CHORES_EVERY_S)):
+        network.turn(seconds)
+        assert network.met.addresses.keys() == set(map(peer_id, range(1, MAX_PEERS + 1)))
+        assert network.met.addresses[PEER] == (address(port=port),)
+        network.tell(1, port=2)
 
 
 def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock):
     meet(network.met, 1)
     network.there = {2}
-    network.turn(4 * acquaintances.LONGEST_PAUSE_S)
+    network.turn(4 * acq.LONGEST_PAUSE_S)
     pauses = network.pauses()
     assert network.calls[0][0] == 0.0 and pauses == sorted(pauses) and pauses[0] <= 2 * CHORES_EVERY_S
-    assert acquaintances.LONGEST_PAUSE_S <= max(pauses) <= acquaintances.LONGEST_PAUSE_S + CHORES_EVERY_S
+    assert acq.LONGEST_PAUSE_S <= max(pauses) <= acq.LONGEST_PAUSE_S + CHORES_EVERY_S
     for network.there in ({1, 2}, {2}):  # it was there again meanwhile
         network.turn()
     assert network.calls[-1][0] == clock.now
@@ -200,8 +194,8 @@ def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(
     assert [peers for _, peers in network.calls] == [{PEER: [address()]}]
     meet(network.met, 1)
     network.turn(600)
-    assert max(network.pauses()) <= acquaintances.LONGEST_PAUSE_ALONE_S + CHORES_EVERY_S
-    meet(network.met, *range(1, 3 * acquaintances.CALLS_AT_ONCE))
+    assert max(network.pauses()) <= acq.LONGEST_PAUSE_ALONE_S + CHORES_EVERY_S
+    meet(network.met, *range(1, 3 * acq.CALLS_AT_ONCE))
     network.turn(10 * CHORES_EVERY_S)
-    assert max(len(peers) for _, peers in network.calls) == acquaintances.CALLS_AT_ONCE
-    assert len({peer for _, peers in network.calls for peer in peers}) == 3 * acquaintances.CALLS_AT_ONCE - 1
+    assert max(len(peers) for _, peers in network.calls) == acq.CALLS_AT_ONCE
+    assert len({peer for _, peers in network.calls for peer in peers}) == 3 * acq.CALLS_AT_ONCE - 1

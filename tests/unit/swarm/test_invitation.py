@@ -4,30 +4,21 @@ import os
 import re
 
 import pytest
-from hivemind.p2p import P2P
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX as PREFIX
+from trahiv_cli.swarm import invitation as invitations
 from trahiv_cli.swarm.identity import ensure_identity, write_private
-from trahiv_cli.swarm.invitation import (
-    MAX_CHARS,
-    MEMBER_FILE,
-    OWNER_FILE,
-    Invitation,
-    find_standing,
-    keep_invitation,
-    passing_standing,
-    read_invitation,
-    read_owner,
-)
+from trahiv_cli.swarm.invitation import Invitation, find_standing, passing_standing, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner, Role
 
 PEER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
-OTHER = "QmPEMy4fLVLFW5QgB2bh7kTdZmrz9J9hNKoJrHwzM1sLrS"
 HOME, AWAY = f"/ip4/192.168.1.20/tcp/38211/p2p/{PEER}", f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
-NAMED, THERE = f"/dns4/example.org/udp/4001/quic/p2p/{PEER}", f"/ip4/198.51.100.4/tcp/1/p2p/{OTHER}"
+NAMED = f"/dns4/example.org/udp/4001/quic/p2p/{PEER}"
+THERE = "/ip4/198.51.100.4/tcp/1/p2p/QmPEMy4fLVLFW5QgB2bh7kTdZmrz9J9hNKoJrHwzM1sLrS"
 OWNER = Owner(bytes(range(KEY_BYTES)))
 SECRET, OTHERS = OWNER.invite(), Owner(bytes(KEY_BYTES)).invite()
+SECRETS = (invitations.OWNER_FILE, invitations.MEMBER_FILE)
 WHOLE = Invitation((AWAY, HOME), SECRET, "tiny-4f0c1d2e", "6a1b" * 4)
 
 
@@ -41,7 +32,7 @@ def test_it_is_one_short_word_that_comes_back_as_it_was_and_a_damaged_one_is_ref
     text = WHOLE.to_text()
     assert re.fullmatch(PREFIX + r"[A-Za-z0-9_-]{,320}", text) and repr(SECRET.secret) not in repr(WHOLE)
     assert Invitation.parse(Invitation((HOME,), fingerprint="ab" * 32).to_text()).fingerprint == "ab" * 8
-    damaged = ["", PREFIX, PREFIX + "====", PREFIX + "ü", PREFIX + "A" * 3 * MAX_CHARS, "x"]
+    damaged = ["", PREFIX, PREFIX + "====", PREFIX + "ü", PREFIX + "A" * 3 * invitations.MAX_CHARS, "x"]
     for place in range(len(PREFIX), len(text)):
         other = "A" if text[place] != "A" else "B"
         damaged += [text[:place], text[:place] + other + text[place + 1 :]]
@@ -52,7 +43,7 @@ def test_it_is_one_short_word_that_comes_back_as_it_was_and_a_damaged_one_is_ref
 
 def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
     file = tmp_path / "friend"
-    keep_invitation(file, WHOLE)
+    invitations.keep_invitation(file, WHOLE)
     expected = Invitation((THERE, AWAY, HOME), SECRET, WHOLE.run_id, WHOLE.fingerprint)
     assert read_invitation([THERE, f"@{file}", HOME]) == expected and read_invitation([]) == Invitation()
     write_private(file, f"trahiv join --peer {WHOLE.to_text()}\n".encode())  # as it was printed
@@ -68,14 +59,12 @@ def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
 # -- open or closed -------------------------------------------------------------------------------
 
 
-def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_later_and_by_a_bare_address(
-    tmp_path,
-):
+def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_by_a_bare_address_later(tmp_path):
     owned = [find_standing(tmp_path, Invitation()) for _ in range(2)]
     assert {one.owner.public for one in owned} == {one.membership.owner for one in owned}
-    assert owned[0].membership == owned[1].membership and read_owner(tmp_path).public == owned[0].owner.public
-    for name in (OWNER_FILE, MEMBER_FILE):
-        assert (tmp_path / name).stat().st_mode & 0o077 == 0
+    assert owned[0].membership == owned[1].membership
+    assert invitations.read_owner(tmp_path).public == owned[0].owner.public
+    assert not any((tmp_path / name).stat().st_mode & 0o077 for name in SECRETS)
     for folder in (None, tmp_path):
         assert passing_standing(folder, WHOLE).membership == SECRET
     assert find_standing(tmp_path, Invitation()).membership == owned[0].membership, "that changed no file"
@@ -97,7 +86,7 @@ def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watch
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [OWNER_FILE, MEMBER_FILE])
+@pytest.mark.parametrize("name", SECRETS)
 def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, name):
     open_one = Invitation((HOME,)).to_text()
     for content in ("", "nonsense", "00" * (KEY_BYTES - 1), "00" * 5000, "trahiv1:AAAA", "\xff", open_one):
@@ -114,34 +103,25 @@ def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, na
 # -- the key that fixes a peer's id ---------------------------------------------------------------
 
 
-def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(tmp_path, monkeypatch):
-    path, modes, real = tmp_path / "run" / "identity.key", [], P2P.generate_identity
-
-    def generate(to):
-        modes.append(os.stat(os.path.dirname(to)).st_mode & 0o777)
-        real(to)
-
-    monkeypatch.setattr(P2P, "generate_identity", generate)
+def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(tmp_path):
+    path = tmp_path / "run" / "identity.key"
     umask = os.umask(0)  # it hides nothing
     try:
         peer_id = ensure_identity(path)
     finally:
         os.umask(umask)
-    assert modes == [0o700] and path.stat().st_mode & 0o777 == 0o600, "hidden also while it is written"
+    assert path.stat().st_mode & 0o777 == 0o600
     assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
     write_private(tmp_path / "copy.key", path.read_bytes())
     assert ensure_identity(path) == ensure_identity(tmp_path / "copy.key") == peer_id
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"-----BEGIN PRIVATE KEY-----"])
-def test_a_file_that_is_no_key_or_that_others_can_read_is_refused_and_kept(tmp_path, content):
+def test_a_file_that_is_no_key_or_that_others_can_read_is_refused_and_kept(tmp_path):
     path = tmp_path / "identity.key"
-    for place, mode, words, hint in (
-        *(
-            (path, 0o600, "not a libp2p private key", "--identity"),
-            (path / "key", 0o600, "can't be", "--output"),
-        ),
-        *((path, mode, "other users", f"chmod 600 {path}") for mode in (0o640, 0o604, 0o620)),
+    for place, mode, content, words, hint in (
+        *((path, 0o600, content, "not a libp2p private key", "--identity") for content in (b"", b"hello")),
+        *((path, mode, b"", "other users", f"chmod 600 {path}") for mode in (0o640, 0o604, 0o620)),
+        (path / "key", 0o600, b"", "can't be", "--output"),
     ):
         write_private(path, content)
         path.chmod(mode)

@@ -1,8 +1,7 @@
 """Who is a member of a closed swarm, and what its owner can do; what is replaced is the DHT, by a dict."""
 
-import contextlib
 import os
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hivemind.p2p import PeerID
@@ -12,23 +11,14 @@ from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.swarm import membership, owning, roll
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
-    OWNER_FILE,
     Invitation,
     find_standing,
     keep_invitation,
     read_invitation,
 )
 from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role, mark_of
-from trahiv_cli.swarm.owning import OwnedSwarm, invitation_id, list_members, own_folder
-from trahiv_cli.swarm.roll import (
-    LOOK_EVERY_S,
-    MAX_MEMBERS,
-    MAX_STAYING,
-    Credentials,
-    MemberList,
-    read_members,
-    read_roll,
-)
+from trahiv_cli.swarm.owning import OwnedSwarm, list_members, own_folder
+from trahiv_cli.swarm.roll import LOOK_EVERY_S, MAX_MEMBERS, MAX_STAYING, Credentials, read_members, read_roll
 from trahiv_cli.telemetry.events import short_name
 
 
@@ -45,32 +35,29 @@ HOME = f"/ip4/192.168.1.20/tcp/31337/p2p/{A}"
 
 
 class Swarm(FakeNode):
-    """The DHT of a swarm, whose members take turns while it runs; visitors see it unless it `is_away`."""
+    """The DHT of a swarm, whose members take turns while it runs; visitors see it, too."""
 
-    is_away, time = False, 1e9
+    time = 1e9
 
     def __init__(self, folder):
         super().__init__("visitor", now=lambda: self.time)
-        self.lists, self.books = {}, {}
+        self.lists, self.books, self.folder = {}, {}, folder
         standing = find_standing(folder, Invitation())
         self.home, self.owner = standing.membership, standing.owner
         keep_invitation(folder / INVITATION_FILE, Invitation((HOME,), self.home, "run-1", "ab" * 8))
         self.owned = OwnedSwarm(folder)
-        self.enter(self.home, A, standing)
+        self.enter(A, standing)
 
-    @contextlib.contextmanager
-    def visited(self, addresses, standing, met, identity=None):
-        if self.is_away:
-            raise Unreachable("No peer could be reached.")
+    def visited(self, addresses, standing, met):
         assert HOME in addresses
         self.standing = standing
-        yield self
+        return self
 
-    def enter(self, membership, peer, standing=None):
-        """Have a peer come; the owner's has keys and a folder."""
-        standing = standing or Credentials(membership)
-        self.books[peer] = standing.book()
-        self.lists[peer] = MemberList(self.neighbour(peer), standing, self.books[peer], lambda: self.time)
+    def enter(self, peer, standing=None):
+        """Have a peer come, by the invitation of all if no other credentials are said."""
+        standing = standing or Credentials(self.home)
+        self.books[peer] = book = standing.book()
+        self.lists[peer] = roll.MemberList(self.neighbour(peer), standing, book, lambda: self.time)
 
     def run(self, seconds=LOOK_EVERY_S + 2):
         for _ in range(int(seconds)):
@@ -84,19 +71,21 @@ class Swarm(FakeNode):
     def made_up(self, number):
         """Have so many names in the roll that came by the invitation of all."""
         peers = [peer(n) for n in range(number)]
-        roll.write_down(self.owned.folder, dict.fromkeys(peers, self.home.grant))
+        roll.write_down(self.folder, dict.fromkeys(peers, self.home.grant))
         return peers
 
-    def is_out(self, membership, *peers):
+    def out(self, membership, *peers):
         """Which of some peers are no members by the policy in the owner's folder."""
         policy = self.owned.book.policy
         return [one for one in peers if policy.objection(id_of(one), membership.grant)]
 
-    def invite(self, role=Role.member, is_once=False, lasts_s=None):
-        return self.owned.invite(role, is_once=is_once, lasts_s=lasts_s)
+    def invite(self, role=Role.member, lasts_s=None):
+        """Return an invitation that the owner makes, and its file."""
+        _, path = self.owned.invite(role, is_once=False, lasts_s=lasts_s)
+        return read_invitation([f"@{path}"]), path
 
     def home_now(self):
-        return read_invitation([f"@{self.owned.folder / INVITATION_FILE}"]).membership
+        return read_invitation([f"@{self.folder / INVITATION_FILE}"]).membership
 
 
 @pytest.fixture
@@ -107,7 +96,7 @@ def swarm(tmp_path, monkeypatch):
     for module in (membership, owning):
         monkeypatch.setattr(module, "swarm_time", lambda: made.time)
     for one in (B, M):
-        made.enter(made.home, one)
+        made.enter(one)
     made.run()
     return made
 
@@ -120,32 +109,29 @@ def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(sw
     del swarm.lists[B]
     swarm.run(roll.CERTIFICATE_TTL_S + roll.PUBLISH_EVERY_S)
     assert read_members(swarm, swarm.owner.public).keys() == {A, M}
-    assert read_roll(swarm.owned.folder).keys() == {A, B, M}
+    assert read_roll(swarm.folder).keys() == {A, B, M}
     assert swarm.books[A].policy == Policy(), "an invitation that is good for ever needs no word"
-
-
-def test_a_member_of_the_version_before_is_in_the_roll(swarm):
-    marks = mark_of(id_of(M)) * 2  # of whom it saw
+    marks = mark_of(id_of(M)) * 2  # of whom it saw: the version before adds them
     swarm.neighbour(C).publish(roll.MEMBERS_KEY, swarm.home.certify(id_of(C)) + marks, 60)
     swarm.neighbour(STRANGER).publish(roll.MEMBERS_KEY, ["no bytes"], 60)
-    assert read_members(swarm, swarm.owner.public).keys() == {A, B, M, C}
+    assert read_members(swarm, swarm.owner.public).keys() == {A, M, C}
 
 
 def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_policy(swarm):
     once = swarm.owner.invite(is_once=True)
     for one in (M, STRANGER):
-        swarm.enter(once, one)
+        swarm.enter(one, Credentials(once))
         swarm.run(3 * LOOK_EVERY_S)
     assert swarm.objection(M, once) == "" and "used before" in swarm.objection(STRANGER, once)
     short, other = (swarm.owner.invite(expires=int(swarm.time) + 100) for _ in range(2))
-    for number in range(MAX_STAYING + 10):
-        swarm.neighbour(peer(number)).publish(roll.MEMBERS_KEY, short.certify(id_of(peer(number))), 60)
+    for name in map(peer, range(MAX_STAYING + 10)):
+        swarm.neighbour(name).publish(roll.MEMBERS_KEY, short.certify(id_of(name)), 60)
     swarm.run(LOOK_EVERY_S)
-    swarm.enter(other, C)
+    swarm.enter(C, Credentials(other))
     swarm.run()
     assert len(swarm.books[A].policy.stay) == MAX_STAYING + 2
     owner_s = swarm.lists.pop(A)
-    swarm.enter(other, STRANGER)
+    swarm.enter(STRANGER, Credentials(other))
     swarm.run(200)
     swarm.lists[A] = owner_s
     swarm.run()
@@ -161,18 +147,18 @@ def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
     del swarm.lists[A]  # the owner leaves; the others hand it on
     swarm.run(2 * roll.POLICY_TTL_S)
     assert list(swarm.fetch(roll.POLICY_KEY).values()) == [swarm.owned.book.wire], "one record is enough"
-    swarm.enter(swarm.home, STRANGER)
-    swarm.run(LOOK_EVERY_S)
-    assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
-    swarm.enter(swarm.home, C)
+    for one in (STRANGER, C):
+        swarm.enter(one)
     swarm.run(1)
-    assert swarm.owned.synchronize() and C in swarm.owned.roll, "a command has seen it, too"
-    swarm.is_away = True
-    assert not swarm.owned.synchronize()
+    assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
+    assert swarm.owned.synchronize() and C in read_roll(swarm.folder), "a command has seen it, too"
+    (swarm.folder / INVITATION_FILE).write_text("trahiv1:AAAA")
+    with pytest.raises(Unreachable, match="damaged"):
+        swarm.owned.synchronize()
 
 
 def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_one_if_torn(swarm):
-    folder, other = swarm.owned.folder, swarm.owner.invite().grant
+    folder, other = swarm.folder, swarm.owner.invite().grant
     swarm.made_up(2 * MAX_MEMBERS)
     kept = roll.write_down(folder, {C: swarm.home.grant, STRANGER: other})
     assert kept == read_roll(folder) and len(kept) == MAX_MEMBERS + 1
@@ -188,23 +174,22 @@ def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_o
 
 def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_all(swarm):
     invitation, path = swarm.invite(Role.watcher, lasts_s=3600)
-    assert (invitation.addresses, invitation.run_id, invitation.fingerprint) == ((HOME,), "run-1", "ab" * 8)
-    grant = invitation.membership.grant
+    grant, other = invitation.membership.grant, swarm.invite()[0].membership
+    assert invitation == Invitation((HOME,), invitation.membership, "run-1", "ab" * 8)
     assert grant.role is Role.watcher and grant.expires == int(swarm.time) + 3600
-    assert path.stat().st_mode & 0o077 == 0 and read_invitation([f"@{path}"]) == invitation
-    other = swarm.invite()[0].membership
-    assert {grant, other.grant} <= set(swarm.owned.given())
-    swarm.owned.close(invitation_id(grant))
-    assert swarm.is_out(invitation.membership, STRANGER) and not swarm.is_out(other, STRANGER)
-    for id_ in (invitation_id(grant), "00000000"):
+    assert path.stat().st_mode & 0o077 == 0 and {grant, other.grant} <= set(swarm.owned.given())
+    swarm.owned.close(grant.id)
+    assert swarm.owned.book.policy.stay == frozenset(), "nobody came by it"
+    assert swarm.out(invitation.membership, STRANGER) and not swarm.out(other, STRANGER)
+    for id_ in (grant.id, "00000000"):
         with pytest.raises(SetupError, match="no invitation"):
             swarm.owned.close(id_)
     path.unlink()
     swarm.owned.close(None)
-    assert swarm.is_out(other, M), "of all invitations"
-    assert swarm.is_out(swarm.home, A, B, M, STRANGER) == [STRANGER]
+    assert swarm.out(other, M), "of all invitations"
+    assert swarm.out(swarm.home, A, B, M, STRANGER) == [STRANGER]
     fresh = swarm.home_now()
-    assert find_standing(swarm.owned.folder, Invitation()).membership == fresh != swarm.home
+    assert find_standing(swarm.folder, Invitation()).membership == fresh != swarm.home
     assert swarm.owned.given() == [fresh.grant]
 
 
@@ -213,8 +198,8 @@ def test_a_peer_is_taken_out_with_its_invitation_and_all_others_stay_that_came_b
     swarm.owned.take_out(STRANGER)
     assert swarm.home_now() == swarm.home, "it was never seen: no invitation is closed"
     swarm.owned.take_out(M)
-    assert swarm.is_out(swarm.home, *others, M, C) == [M, C], "C: another name"
-    assert swarm.home_now() != swarm.home and swarm.is_out(swarm.home_now(), M, C) == [M]
+    assert swarm.out(swarm.home, *others, M, C) == [M, C], "C: another name"
+    assert swarm.home_now() != swarm.home and swarm.out(swarm.home_now(), M, C) == [M]
 
 
 def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_invitations(swarm):
@@ -223,58 +208,50 @@ def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_i
         swarm.owned.take_out(M)
     assert "invite --close all" in refused.value.hint and swarm.owned.book.policy == Policy()
     swarm.owned.close(None)
-    assert swarm.is_out(swarm.home, *others, M) == others[-223:]
+    assert swarm.out(swarm.home, *others, M) == others[-223:]
     for one in (M, *others[2:9]):
         swarm.owned.take_out(one)
-    assert swarm.is_out(swarm.home, *others, M) == [*others[2:9], *others[-223:], M]
-    assert not swarm.is_out(swarm.home_now(), *others[-223:]), "they can join again"
+    assert swarm.out(swarm.home, *others, M) == [*others[2:9], *others[-223:], M]
+    assert not swarm.out(swarm.home_now(), *others[-223:]), "they can join again"
 
 
 def test_a_peer_can_be_named_as_it_is_shown_or_in_full(swarm):
     find = swarm.owned.find
     assert find(short_name(M)) == find(M[-6:]) == M and find(STRANGER) == STRANGER
-    for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"):
-        with pytest.raises(SetupError, match="nothing was changed"):
+    for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx", A):
+        with pytest.raises(SetupError, match="own peer" if word == A else "is the id of no member"):
             find(word)
-    with pytest.raises(SetupError, match="own peer"):
-        find(A)
 
 
-def test_the_owner_s_list_has_those_who_are_away_and_those_who_are_out(swarm):
-    watcher, _ = swarm.invite(Role.watcher, lasts_s=60)
-    assert {one.peer_id for one in list_members(None, watcher)} == {A, B, M}, "somebody else's"
-    assert swarm.standing.membership == watcher.membership and swarm.standing.owner is None
-    swarm.owned.take_out(M)
-    del swarm.records[roll.MEMBERS_KEY][B]
-    listed = list_members(swarm.owned.folder, Invitation())
-    states = {one.peer_id: (one.is_there, one.objection) for one in listed}
-    assert states == {A: (True, ""), B: (False, ""), M: (True, TAKEN_OUT)}
-    with pytest.raises(SetupError, match="open swarm"):
-        list_members(None, Invitation((HOME,)))
-
-
-def test_a_folder_of_another_swarm_is_left_alone_where_members_are_listed(swarm, tmp_path):
+def test_the_owner_s_list_has_who_is_away_or_out_and_a_folder_of_another_swarm_says_nothing(swarm, tmp_path):
     watcher, _ = swarm.invite(Role.watcher)
     other = find_standing(tmp_path / "other", Invitation())
-    other.book().decide(other.owner, lambda policy: replace(policy, out=frozenset({mark_of(id_of(M))})))
-    listed = list_members(other.folder, watcher)
-    assert {one.peer_id: one.objection for one in listed} == dict.fromkeys((A, B, M), "")
-    assert swarm.standing.folder is None, "what a peer of this swarm says is not written there"
-    list_members(swarm.owned.folder, watcher)
-    assert swarm.standing.folder == swarm.owned.folder
+    other.book().decide(other.owner, lambda policy: Policy(out=frozenset({mark_of(id_of(M))})))
+    for folder in (None, other.folder):
+        listed = {one["peer_id"]: one["objection"] for one in list_members(folder, watcher)}
+        assert listed == dict.fromkeys((A, B, M)) and swarm.standing == Credentials(watcher.membership)
+    swarm.owned.take_out(M)
+    del swarm.records[roll.MEMBERS_KEY][B]
+    came = {"invitation": swarm.home.grant.id, "role": "member"}
+    for invitation in (watcher, Invitation()):
+        assert list_members(swarm.folder, invitation) == [
+            {"peer_id": one, "is_there": is_there, "objection": objection} | came
+            for one, is_there, objection in ((A, True, None), (B, False, None), (M, True, TAKEN_OUT))
+        ]
+    with pytest.raises(SetupError, match="open swarm"):
+        list_members(None, Invitation((HOME,)))
 
 
 def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SetupError, match="no run of yours"):
-        own_folder(None)
+        own_folder()
     with pytest.raises(SetupError, match="not yours, or open"):
         OwnedSwarm(tmp_path)
     for name in ("old", "new"):
         find_standing(tmp_path / "runs" / name, Invitation())
     os.utime(tmp_path / "runs" / "old", (1, 1))
-    assert own_folder(None).name == "new" and (own_folder(None) / OWNER_FILE).exists()
-    assert own_folder(tmp_path) == tmp_path
+    assert own_folder() == Path("runs/new")
     with pytest.raises(SetupError, match="where its peer can be reached") as refused:
-        OwnedSwarm(own_folder(None)).invite(Role.member, is_once=False, lasts_s=None)
+        OwnedSwarm(own_folder()).invite(Role.member, is_once=False, lasts_s=None)
     assert "start the peer once" in refused.value.hint

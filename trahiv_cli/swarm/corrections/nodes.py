@@ -61,7 +61,7 @@ class CorrectedNode(DHTNode):
             return await super().create(*args, **kwargs)
         except RuntimeError as error:
             door = hivemind.dht.node.P2P.door
-            if not (door.was_refused or door.was_open):
+            if not door.was_refused:
                 raise
             raise door.why_refused() from error
 
