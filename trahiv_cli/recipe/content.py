@@ -124,9 +124,7 @@ def local_files(dataset: DatasetSection) -> list[Path]:
 def in_words(content: ContentSection) -> str:
     """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
-    size = content.num_bytes
-    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
-    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
+    return f"{files}, {content.num_bytes:,} bytes, SHA-256 {content.sha256[:12]}"
 
 
 def _is_of_files(dataset: DatasetSection) -> bool:

@@ -68,9 +68,6 @@ Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
 """Task -> the section that is about it; the others' sections have no place in its recipe."""
 
-TEMPLATED_TASKS: frozenset[Task] = frozenset({"sft", "dpo"})
-"""Tasks whose samples may be conversations, which a chat template turns into text."""
-
 
 def section_of(task: object) -> str | None:
     """Return the name of the section that is about `task`, or None if there is no such task."""
@@ -751,7 +748,7 @@ class Recipe(Section):
             if task != self.task and getattr(self, section) is not None:
                 message = f"is about `task: {task}`, and the task of this recipe is `{self.task}`"
                 yield f"{message}: change the task, or remove this section", section
-        if self.data.chat_template is not None and self.task not in TEMPLATED_TASKS:
+        if self.data.chat_template is not None and self.task not in ("sft", "dpo"):
             message = f"has no effect: `task: {self.task}` reads plain text, not conversations"
             yield message, "data.chat_template"
         if self.quantization is not None and self.peft is None:

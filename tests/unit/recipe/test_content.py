@@ -52,7 +52,7 @@ def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once_unless_
     put({"chat.jsonl": "yy"})
     assert held_by("chat.jsonl").sha256 == hashlib.sha256(b"yy").hexdigest()
     large = held.model_copy(update={"num_bytes": 12_345_678_901})
-    assert in_words(large) == f"1 file, 12,345.7 MB, SHA-256 {held.sha256[:12]}"
+    assert in_words(large) == f"1 file, 12,345,678,901 bytes, SHA-256 {held.sha256[:12]}"
 
 
 @pytest.mark.parametrize(
