@@ -37,7 +37,6 @@ from trahiv_cli.optim.replay import Header, decoded
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import resolve
-from trahiv_cli.recipe.examine import look_at
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
@@ -46,14 +45,12 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.download import StateOffer
 from trahiv_cli.swarm.identity import write_private
-from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
+from trahiv_cli.swarm.invitation import Invitation, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked
 from trahiv_cli.swarm.statements import content_of
-from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
-from trahiv_cli.train.checkpoint import Checkpoint
 from trahiv_cli.train.folder import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -140,17 +137,9 @@ def _report(content: bytes) -> object:
 WAY = Past()
 WAY.go_on(History(1, 10, b"1" * 16))
 WAY.attest(History(1, 10, b"1" * 16), b"12345678")
-REPORT = {
-    "peer_id": PEER.to_bytes(),
-    "epoch": 1,
-    "samples_accumulated": 3,
-    "samples_per_second": 1.5,
-    "time": 1.0,
-    "client_mode": False,
-    "samples_committed": 10,
-    "history": b"1" * 16,
-    "leases": [0, 5],
-} | WAY.to_wire()
+STANDS = {"epoch": 1, "samples_committed": 10, "history": b"1" * 16, "leases": [0, 5], "time": 1.0}
+TRAINS = {"samples_accumulated": 3, "samples_per_second": 1.5, "client_mode": False}
+REPORT = {"peer_id": PEER.to_bytes()} | STANDS | TRAINS | WAY.to_wire()
 
 
 PARSERS: dict[str, Parser] = {
@@ -173,16 +162,6 @@ PARSERS: dict[str, Parser] = {
         lambda content: Policy.parse(OWNER.sign(DECIDES + content) + content, OWNER.public),
         (POLICY.to_bytes(OWNER)[64:],),
     ),
-    "the secret's file": Parser(
-        _in_file(lambda path: find_standing(path.parent, Invitation()), "secret.key"),
-        (Invitation(membership=HOME).to_text().encode(),),
-        (SetupError,),
-    ),
-    "the owner's file": Parser(
-        _in_file(lambda path: find_standing(path.parent, Invitation()), "owner.key"),
-        (bytes(range(KEY_BYTES)).hex().encode(),),
-        (SetupError,),
-    ),
     "the roll's file": Parser(
         _in_file(lambda path: read_roll(path.parent), "members.json"),
         _json({"version": 1, "members": {str(PEER): {"grant": HOME.grant.to_bytes().hex(), "since": 1.0}}}),
@@ -203,15 +182,6 @@ PARSERS: dict[str, Parser] = {
         (RECIPE.model_dump_json().encode(),),
         (SetupError,),
     ),
-    "the manifest of a checkpoint": Parser(
-        _in_file(lambda path: Checkpoint(path.parent, 3).find_damage(), MANIFEST_FILE),
-        (b'{"files": {"state.json": [2, "ab"]}}',),
-        (),
-    ),
-    "the first rows of data": Parser(
-        _in_file(look_at, "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'), ()
-    ),
-    "the first rows of a table": Parser(_in_file(look_at, "rows.csv"), (b'text,label\n"a, b",1\nc,2\n',), ()),
     "a chat template": Parser(
         lambda content: mistake_in(content.decode("latin-1")),
         (b"{% for m in messages %}{% generation %}{{ m['x'] }}{% endgeneration %}{% endfor %}",),

@@ -26,8 +26,6 @@ from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
 MAX_BYTES = 128 * 1024
 MAX_TEMPLATE_BYTES = 64 * 1024
 
-STDIN = "-"
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -56,7 +54,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         RecipeError: there is no such recipe, or something in it is wrong; `findings` has everything.
     """
-    path = None if source == STDIN else _find(source)
+    path = None if source == "-" else _find(source)
     text = _read(path, MAX_BYTES, "recipe")
     is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
     document = read_document(text, str(path or "<stdin>"))

@@ -104,13 +104,10 @@ _OtherLosses = Literal["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"
 LossName = Literal[_Pairwise, _OtherLosses]
 """Losses of `trl.DPOConfig`."""
 
-
 AutoBool = bool | Literal["auto"]
-
 
 Rules: TypeAlias = Iterator[tuple[str, ...]]
 """What is wrong in a section, and where in it to point: at the first of these places that was written."""
-
 
 _SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
 
@@ -140,13 +137,13 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
-    def broken_rules(self) -> Rules:
+    def _broken_rules(self) -> Rules:
         """Yield what is wrong in this section, whose fields are of the right types by now."""
         yield from ()
 
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
-        if rules := list(self.broken_rules()):
+        if rules := list(self._broken_rules()):
             raise PydanticCustomError("broken_rules", "{first}", {"first": rules[0][0], "rules": rules})
         return self
 
@@ -173,8 +170,7 @@ class ModelSection(Section):
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse two sources of a model, or none, and a new one that lacks something."""
+    def _broken_rules(self) -> Rules:
         if (self.model_name_or_path is None) == (self.config is None):
             yield "give either `model_name_or_path` or `config`, not both and not neither", "config"
         if self.config is not None and "model_type" not in self.config:
@@ -207,8 +203,7 @@ class QuantizationSection(Section):
     llm_int8_skip_modules: list[Word] | None = None
     """Layers that stay as they are, in both widths. Default: the head."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse two widths, or none."""
+    def _broken_rules(self) -> Rules:
         if self.load_in_4bit == self.load_in_8bit:
             message = "turn on either `load_in_4bit` or `load_in_8bit`, and only one"
             yield message, "load_in_8bit", "load_in_4bit"
@@ -287,8 +282,7 @@ class DatasetSection(Section):
     content: ContentSection | None = None
     """What local files hold. Leave it out: `init` fills it in, so that a peer with other files is told."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse what is no dataset, files that are elsewhere, and columns of one name."""
+    def _broken_rules(self) -> Rules:
         if not self.path.strip():
             yield "is empty: name a hub dataset, a folder or a file", "path"
         if "://" in self.path:
@@ -332,8 +326,7 @@ class DataSection(Section):
     """How conversations are written, in Jinja: a template, or a `.jinja` or `.j2` file whose text is taken
     and travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse what is no template, shares of some datasets, and shares of what has no length."""
+    def _broken_rules(self) -> Rules:
         if (template := self.chat_template) is not None:
             said = kind_of(template)
             if is_template_file(template):  # one that could be read is its text by now
@@ -411,8 +404,7 @@ class DpoSection(Section):
     max_length: NumTokens = 1024
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse weights of other losses, and a loss that lacks its smoothing."""
+    def _broken_rules(self) -> Rules:
         losses, weights = self.loss_type, self.loss_weights
         if weights is not None and len(weights) != len(losses):
             yield f"has {len(weights)} weights for {len(losses)} losses", "loss_weights"
@@ -442,8 +434,7 @@ class SeqClsSection(_TextSection):
     max_length: NumTokens = 512
     """Tokens in a sample; what is longer is cut off at its end."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse a class that is named twice."""
+    def _broken_rules(self) -> Rules:
         if len(set(self.labels)) < len(self.labels):
             yield f"names the class {kind_of(mode(self.labels))} twice", "labels"
 
@@ -508,8 +499,7 @@ class TrainingSection(Section):
     report_to: Own[list[TrackerName]] = []
     """Trackers that transformers knows: tensorboard, wandb, trackio, mlflow..."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse `all` or `none` beside trackers, two precisions, and a warm-up that never ends."""
+    def _broken_rules(self) -> Rules:
         if len(self.report_to) > 1 and {"all", "none"}.intersection(self.report_to):
             yield "`all` and `none` stand alone: name the trackers, or write one of the two", "report_to"
         steps = self.warmup_steps
@@ -688,8 +678,7 @@ class SwarmSection(Section):
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
     """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""
 
-    def broken_rules(self) -> Rules:
-        """Refuse what has no effect in this mode, and a limit that leaves out honest contributions."""
+    def _broken_rules(self) -> Rules:
         for name, modes in _MODES_OF.items():
             if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}", name
@@ -742,8 +731,7 @@ class Recipe(Section):
         section = section_of(data.get("task", "clm")) if isinstance(data, dict) else None
         return data if section is None or data.get(section) is not None else {**data, section: {}}
 
-    def broken_rules(self) -> Rules:
-        """Refuse sections and fields that do not fit together."""
+    def _broken_rules(self) -> Rules:
         for task, section in TASK_SECTIONS.items():
             if task != self.task and getattr(self, section) is not None:
                 message = f"is about `task: {task}`, and the task of this recipe is `{self.task}`"

@@ -55,9 +55,6 @@ def chat(answer):
     return json.dumps({"messages": messages})
 
 
-# -- check ----------------------------------------------------------------------------------------
-
-
 def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, events):
     code, out, err = trahiv("check", "quickstart")
     assert (code, err) == (0, "")
@@ -87,16 +84,19 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
     assert out.startswith("# fingerprint depends on the data\n")
 
 
-def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
+def test_a_run_is_known_by_its_data_which_must_be_unchanged_to_train_and_not_to_be_shown(trahiv, folder):
     (folder / "chat.jsonl").write_text(chat("1"))
-    (folder / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
-    known = trahiv("check", "known.yaml", "--set", "name=sft")
+    shown = trahiv("show", "sft.yaml")[1]
+    assert re.search(r"^        num_bytes: \d+ +# the files$", shown, re.MULTILINE)
+    (folder / "run").mkdir()
+    (folder / "run" / "recipe.json").write_text(shown)
+    known = trahiv("check", "run/recipe.json", "--set", "name=sft")
     assert (known[0], known[1].splitlines()[1:]) == (0, trahiv("check", "sft.yaml")[1].splitlines()[1:])
     (folder / "chat.jsonl").write_text(chat("22"))
-    code, _, err = trahiv("check", "known.yaml")
+    code, _, err = trahiv("check", "run/recipe.json")
     assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
-    code, out, _ = trahiv("show", "known.yaml")
-    assert code == 0 and re.search(r"^        num_bytes: \d+ +# known.yaml:\d+$", out, re.MULTILINE)
+    code, out, _ = trahiv("show", "run")
+    assert code == 0 and re.search(r"^        num_bytes: \d+ +# recipe.json:\d+$", out, re.MULTILINE)
 
 
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
@@ -125,9 +125,6 @@ def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
     assert "Traceback" in trahiv("check", "quickstart")[2]
 
 
-# -- show -----------------------------------------------------------------------------------------
-
-
 def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     changes = ("--set", "training.max_steps=7")
     code, out, _ = trahiv("show", "quickstart", *changes)
@@ -138,17 +135,6 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     (folder / "shown.yaml").write_text(out)
     shown, loaded = load_recipe("shown.yaml"), load_recipe("quickstart", changes[1:])
     assert shown.recipe.training == loaded.recipe.training
-
-
-def test_show_takes_the_folder_of_a_run(trahiv, folder):
-    (folder / "run").mkdir()
-    resolved = load_recipe("quickstart").recipe.to_data()
-    (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
-    code, out, _ = trahiv("show", "run")
-    assert code == 0 and re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)
-
-
-# -- new, schema, --version -----------------------------------------------------------------------
 
 
 def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahiv):

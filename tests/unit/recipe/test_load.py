@@ -111,6 +111,10 @@ def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
     found = [f"{finding.line} {finding.path}" for finding in caught.value.findings]
     in_file = ["2 model.model_name_or_path", "6 training.max_steps", "7 training.max_step", "9 training.seed"]
     assert found == [*in_file, "0 nothing", "0 training.optim", "0 x"]
+    broken = ["training.fp16=true", "training.bf16=true", "training.warmup_steps=50"]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(GOOD), broken)
+    assert [finding.path for finding in caught.value.findings] == ["training.fp16", "training.warmup_steps"]
     with pytest.raises(RecipeError) as caught:
         parse_recipe({"name": "x", "base_model": "y", "training": {"max_steps": "5"}}, "the swarm")
     found = {str(finding): finding.line for finding in caught.value.findings}
@@ -273,7 +277,7 @@ def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are
 
 @pytest.fixture
 def stdin():
-    """`stdin(content)` puts content into standard input, and says by what other name it can be read."""
+    """`stdin(content)` puts content into standard input."""
     before = os.dup(0)
 
     def fill(content):
@@ -282,7 +286,6 @@ def stdin():
         os.close(writing)
         os.dup2(reading, 0)
         os.close(reading)
-        return "/dev/fd/0"
 
     yield fill
     os.dup2(before, 0)
@@ -291,12 +294,12 @@ def stdin():
 
 def test_a_recipe_may_come_through_a_pipe_or_from_stdin(stdin, elsewhere):
     (elsewhere / "a.jsonl").touch()
-    for name, file in ((stdin(LOCAL.encode()), "/dev/fd/0"), ("-", "<stdin>")):
+    for name, file in (("/dev/fd/0", "/dev/fd/0"), ("-", "<stdin>")):
+        stdin(LOCAL.encode())
         loaded = load_recipe(name)
         assert (loaded.text, loaded.document.file, loaded.is_from_pipe) == (LOCAL, file, True)
         assert loaded.recipe.name == "recipe"
         assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
-        stdin(LOCAL.encode())
     os.close(0)
     with pytest.raises(RecipeError, match="<stdin> cannot be read"):
         load_recipe("-")

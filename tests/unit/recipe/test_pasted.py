@@ -7,7 +7,7 @@ from trahiv_cli.recipe.pasted import peers_in
 ONE = "trahiv1:mR0kZpKS-x_9AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
 LINE = f"trahiv join --peer {ONE}"
-AROUND = (
+AROUND = [
     "  {}\n",
     '"{}"',
     "“{}”",
@@ -16,7 +16,7 @@ AROUND = (
     "({}), please",
     "«\u00a0{}\u00a0»",
     "Come in: {}.",
-)
+]
 WRAPPED = [f"{LINE[:40]}{gap}{LINE[40:]}" for gap in ("\n", "\n> ", "\u200b")]
 
 
