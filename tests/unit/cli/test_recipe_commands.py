@@ -9,23 +9,12 @@ from trahiv_cli.cli import app as app_module
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
 
-BROKEN = """\
-model:
-  model_name_or_path: owner/model
-data:
-  datasets:
-    - path: owner/data
-training:
-  max_steps: many
-  lerning_rate: 2e-4
-"""
-
 RENDERED = """\
-broken.yaml:7:14: training.max_steps: should be a whole number, got 'many'
-    7 |   max_steps: many
+broken.yaml:8:14: training.max_steps: should be a whole number, got 'many'
+    8 |   max_steps: many
       |              ^
-broken.yaml:8:3: training.lerning_rate: unknown key
-    8 |   lerning_rate: 2e-4
+broken.yaml:9:3: training.lerning_rate: unknown key
+    9 |   lerning_rate: 2e-4
       |   ^
       hint: did you mean `learning_rate`?
 error: broken.yaml: 2 errors
@@ -41,6 +30,7 @@ data:
 training:
   max_steps: 10
 """
+BROKEN = SFT.replace("10", "many\n  lerning_rate: 2e-4")
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +40,6 @@ def folder(here):
     return here
 
 
-def chat(answer):
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": answer}]
-    return json.dumps({"messages": messages})
-
-
 def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, events):
     code, out, err = trahiv("check", "quickstart")
     assert (code, err) == (0, "")
@@ -62,7 +47,7 @@ def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, eve
     assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
     code, (_, event) = events("check", "broken.yaml")
     assert (code, event.pop("t") > 0) == (2, True)
-    place = {"file": "broken.yaml", "line": 8, "col": 3, "path": "training.lerning_rate"}
+    place = {"file": "broken.yaml", "line": 9, "col": 3, "path": "training.lerning_rate"}
     said = {"message": "unknown key", "hint": "did you mean `learning_rate`?"}
     assert event == {"v": 1, "event": "error", "code": "recipe", **said, **place}
     code, (event,) = events("check", "nowhere.yaml")  # an error without findings is one event
@@ -85,14 +70,14 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
 
 
 def test_a_run_is_known_by_its_data_which_must_be_unchanged_to_train_and_not_to_be_shown(trahiv, folder):
-    (folder / "chat.jsonl").write_text(chat("1"))
+    (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     shown = trahiv("show", "sft.yaml")[1]
     assert re.search(r"^        num_bytes: \d+ +# the files$", shown, re.MULTILINE)
     (folder / "run").mkdir()
     (folder / "run" / "recipe.json").write_text(shown)
     known = trahiv("check", "run/recipe.json", "--set", "name=sft")
     assert (known[0], known[1].splitlines()[1:]) == (0, trahiv("check", "sft.yaml")[1].splitlines()[1:])
-    (folder / "chat.jsonl").write_text(chat("22"))
+    (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "another"}')
     code, _, err = trahiv("check", "run/recipe.json")
     assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
     code, out, _ = trahiv("show", "run")

@@ -12,13 +12,7 @@ import pytest
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe import builtin, content
 from trahiv_cli.recipe.builtin import TEXT, builtin_recipes, text_files, version
-from trahiv_cli.recipe.content import (
-    content_of,
-    knows_contents,
-    local_files,
-    read_contents,
-    with_copies,
-)
+from trahiv_cli.recipe.content import content_of, knows_contents, local_files, read_contents, with_copies
 from trahiv_cli.recipe.load import load_recipe, parse_recipe
 from trahiv_cli.recipe.schema import DatasetSection
 
@@ -122,8 +116,11 @@ def test_another_built_in_text_is_told_with_its_version():
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_wheel_has_the_text_and_the_recipes_of_the_checkout(tmp_path, monkeypatch):
+def test_a_wheel_has_the_recipes_and_the_text_of_the_checkout_documentation_first(tmp_path, monkeypatch):
     in_checkout, recipes = content_of(DatasetSection(path=TEXT)), sorted(builtin_recipes())
+    names = [file.relative_to(ROOT).as_posix() for file in text_files()]
+    assert names[0].startswith("docs/") and names[-1].startswith("trahiv_cli/")
+    assert names == sorted(names, key=lambda name: Path(name).parts), "as everywhere"
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for package in wheel["packages"]:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -132,12 +129,6 @@ def test_a_wheel_has_the_text_and_the_recipes_of_the_checkout(tmp_path, monkeypa
     monkeypatch.setattr(builtin, "_PACKAGE", tmp_path / "trahiv_cli")
     assert content_of(DatasetSection(path=TEXT)) == in_checkout
     assert sorted(builtin_recipes()) == recipes
-
-
-def test_the_text_is_documentation_and_source_in_a_fixed_order():
-    names = [file.relative_to(ROOT).as_posix() for file in text_files()]
-    assert names[0].startswith("docs/") and names[-1].startswith("trahiv_cli/")
-    assert names == sorted(names, key=lambda name: Path(name).parts)
 
 
 def found(path, folder):

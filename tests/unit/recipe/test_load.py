@@ -94,7 +94,8 @@ def test_aliases_are_fine_unless_they_multiply(write):
 
 def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from(write):
     overrides = ["peft.r=4", "training.max_steps=7", "data.datasets.0.path=b/c"]
-    loaded = load_recipe(write(GOOD, "my run.v2.yaml"), overrides)
+    on_windows = "\ufeff" + GOOD.replace("\n", "\r\n")
+    loaded = load_recipe(write(on_windows, "my run.v2.yaml"), overrides)
     recipe = loaded.recipe
     assert (recipe.name, recipe.training.learning_rate, recipe.training.max_steps) == ("my-run-v2", 2e-4, 7)
     assert (recipe.peft.r, recipe.data.datasets[0].path) == (4, "b/c")
@@ -257,9 +258,6 @@ def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once
     assert again.recipe == loaded.recipe
 
 
-# -- one name -------------------------------------------------------------------------------------
-
-
 def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are_no_pattern(put, monkeypatch):
     odd = put({"set [a]*/x.jsonl": "", "set [a]*/odd [1].csv": "", "home/x.jsonl": ""}) / "set [a]*"
     monkeypatch.setenv("HOME", str(odd.parent / "home"))
@@ -270,9 +268,6 @@ def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are
     assert anchor("*.jsonl", odd) == f"{odd.parent}/set [[]a][*]/*.jsonl"
     assert anchor("./nowhere", odd) == f"{odd}/nowhere"
     assert anchor("~/x.jsonl", odd) == f"{odd.parent}/home/x.jsonl"
-
-
-# -- pipes ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture

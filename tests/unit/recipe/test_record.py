@@ -114,12 +114,9 @@ def test_what_no_peer_would_take_is_refused_at_home():
 
 
 def test_suggestions_arrive_and_secrets_do_not():
-    sent = recipe_with(
-        "training.per_device_train_batch_size=3",
-        "training.report_to=[wandb]",
-        "hivemind_config.dht.identity_path=/home/me/key",
-        "hivemind_config.opt.averaging_timeout=77",
-    )
+    own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
+    suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
+    sent = recipe_with(*own, *suggested)
     before = to_wire(sent)
     arrived = from_wire(before)
     assert before == to_wire(sent), "what was sent is as it was"

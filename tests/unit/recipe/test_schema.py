@@ -64,10 +64,6 @@ def test_a_foreign_name_or_choice_leads_to_one_of_ours():
         assert {word for word in words if "." in word and not word.startswith(".")} <= places
 
 
-def builtin(name):
-    return read_document(builtin_recipes()[name].read_text(), name).data
-
-
 RIGHT = [
     *("task: clm", "{task: dpo, clm: null, dpo: {}}", "swarm: {solo: after 2.5 seconds}"),
     "swarm: {norm_limit: 0}",
@@ -85,7 +81,8 @@ def test_the_schema_takes_what_the_loader_takes_and_has_defaults_and_description
     assert training["save_steps"]["default"] == 100
     assert training["max_steps"]["description"].startswith("The run ends here.")
     validator = jsonschema.Draft7Validator(schema)
-    assert all(validator.is_valid(builtin(name)) for name in builtin_recipes())
+    recipes = {name: read_document(file.read_text(), name).data for name, file in builtin_recipes().items()}
+    assert all(map(validator.is_valid, recipes.values()))
     for change in (*RIGHT, *WRONG):
-        is_right = validator.is_valid(builtin("quickstart") | yaml.safe_load(change))
+        is_right = validator.is_valid(recipes["quickstart"] | yaml.safe_load(change))
         assert is_right is (change in RIGHT), change
