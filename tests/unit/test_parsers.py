@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from hivemind.compression import CompressionInfo
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
@@ -88,8 +89,6 @@ LINE = Invitation((ADDRESS,), OWNER.invite(Role.watcher, expires=10**9), "run-1"
 POLICY = Policy(3, frozenset({mark_of(b"1")}), frozenset({mark_of(b"2")}), frozenset({mark_of(b"3")}))
 PLACE = own_place(RSAPrivateKey())
 RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
-
-
 MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),))
 
 
@@ -120,8 +119,6 @@ def _tensor(content: bytes) -> object:
 
 
 def _tensors() -> Iterator[bytes]:
-    from hivemind.compression import CompressionInfo
-
     values = torch.linspace(-1, 1, 64)
     for codec in CODECS.values():
         with contextlib.suppress(ValueError):
@@ -216,7 +213,6 @@ EXTREMES = (
     *(b"\x91" * 2000, b"\x81\x01" * 2000, b"[" * 3000, b'{"a":' * 2000, b"1e999", b"NaN", b"-1", b"9" * 5000),
     *(b"../../etc/passwd", b"\x00", "\ud800".encode("utf-8", "surrogatepass"), b"\xc8\x00\x08\x51\x93\x90"),
 )
-
 
 LEAVES = [None, True, 0, -1, 2**63, -(2**63), 1.5, math.nan, math.inf, "", "a", b"", b"x" * 16]
 TREES = st.recursive(

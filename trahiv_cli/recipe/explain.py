@@ -62,8 +62,8 @@ def _locate(details: ErrorDetails, places: Sequence[str], data: Any) -> Location
     Of the `places` that a rule of a section names, it is the first that the data has.
     """
     for place in places:
-        if _holds(data, location := (*details["loc"], *read_location(place))):
-            return location
+        if _holds(data, named := (*details["loc"], *read_location(place))):
+            return named
     if details["type"] == "missing":
         return details["loc"]
     location: Location = ()

@@ -144,7 +144,8 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _keeps_its_rules(self) -> Self:
         if rules := list(self._broken_rules()):
-            raise PydanticCustomError("broken_rules", "{first}", {"first": rules[0][0], "rules": rules})
+            said = "; ".join(f"`{place}` {message}" for message, place, *_ in rules)
+            raise PydanticCustomError("broken_rules", "{said}", {"said": said, "rules": rules})
         return self
 
 

@@ -133,13 +133,14 @@ def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahi
         assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
 
 
-def test_new_writes_a_commented_recipe_that_is_complete(trahiv, folder):
+def test_new_writes_a_complete_recipe_and_what_it_may_say_is_printed_as_is_the_version(trahiv, folder):
     for name in builtin_recipes():
         code, out, err = trahiv("new", name, "-o", "mine.yaml", "--force")
         assert (code, out, "wrote mine.yaml" in err) == (0, "", True)
         assert (folder / "mine.yaml").read_text().startswith("# ")
         assert trahiv("check", "mine.yaml")[0] == 0
     assert json.loads(trahiv("schema")[1])["title"] == "trahiv recipe"
+    assert re.fullmatch(r"trahiv \S+\n", trahiv("--version")[1])
 
 
 def test_new_never_overwrites_in_silence(trahiv, folder):
@@ -150,8 +151,3 @@ def test_new_never_overwrites_in_silence(trahiv, folder):
     assert (folder / "broken.yaml").read_text() != BROKEN
     code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
     assert (code, "cannot be written" in err) == (3, True)
-
-
-def test_the_version_is_one_line(trahiv):
-    code, out, _ = trahiv("--version")
-    assert code == 0 and re.fullmatch(r"trahiv \S+\n", out)

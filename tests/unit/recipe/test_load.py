@@ -41,9 +41,6 @@ def only_finding(path, overrides=()):
     return finding
 
 
-# -- one mistake ----------------------------------------------------------------------------------
-
-
 def mistakes():
     """Read `mistakes.txt`: a change of GOOD, and what is said of it."""
     text = Path(__file__).with_name("mistakes.txt").read_text()
@@ -87,9 +84,6 @@ def test_aliases_are_fine_unless_they_multiply(write):
     lines = ["a0: &a0 [1,1,1,1,1,1,1,1,1,1]"]
     lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 8)]
     assert only_finding(write("\n".join(lines))).message == "not valid YAML: too many values"
-
-
-# -- the whole ------------------------------------------------------------------------------------
 
 
 def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from(write):
@@ -156,8 +150,6 @@ def test_a_recipe_has_the_section_of_its_task_alone_and_its_data_reads_as_the_sa
         assert parse_recipe(data, "data") == recipe
 
 
-# -- chat templates -------------------------------------------------------------------------------
-
 SFT = "task: sft\n" + GOOD.replace("training:", "  chat_template: chat.jinja\ntraining:")
 
 
@@ -191,9 +183,6 @@ def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path,
     assert found.message.startswith(message.replace("{folder}", str(tmp_path)))
     found = only_finding(write(SFT), ["data.chat_template=chaat.jinja"])
     assert found.hint == f"did you mean `{tmp_path}/chat.jinja`?"
-
-
-# -- names ----------------------------------------------------------------------------------------
 
 
 def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, write):
