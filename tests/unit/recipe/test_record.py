@@ -66,6 +66,7 @@ NOISE = {
     "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
     "a bomb": zlib.compress(b" " * 3_000_000),
     "a bomb around a recipe": zlib.compress(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
+    "another JSON value": zlib.compress(b"[]"),
     "nested too deep to read": zlib.compress(b'{"shared": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
 }
 
