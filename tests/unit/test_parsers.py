@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from hivemind.compression import CompressionInfo
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
@@ -37,7 +38,6 @@ from trahiv_cli.optim.replay import Header, decoded
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.soundness import Claim
 from trahiv_cli.recipe.agreement import resolve
-from trahiv_cli.recipe.examine import look_at
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
@@ -46,13 +46,11 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.download import StateOffer
 from trahiv_cli.swarm.identity import write_private
-from trahiv_cli.swarm.invitation import Invitation, find_standing, read_invitation
+from trahiv_cli.swarm.invitation import Invitation, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
 from trahiv_cli.swarm.snapshot import Manifest, unpacked
-from trahiv_cli.train.checkpoint import MANIFEST as MANIFEST_FILE
-from trahiv_cli.train.checkpoint import Checkpoint
 from trahiv_cli.train.folder import read_run
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +88,6 @@ LINE = Invitation((ADDRESS,), OWNER.invite(Role.watcher, expires=10**9), "run-1"
 POLICY = Policy(3, frozenset({mark_of(b"1")}), frozenset({mark_of(b"2")}), frozenset({mark_of(b"3")}))
 PLACE = own_place(RSAPrivateKey())
 RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
-
-
 MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),))
 
 
@@ -122,8 +118,6 @@ def _tensor(content: bytes) -> object:
 
 
 def _tensors() -> Iterator[bytes]:
-    from hivemind.compression import CompressionInfo
-
     values = torch.linspace(-1, 1, 64)
     for codec in CODECS.values():
         with contextlib.suppress(ValueError):
@@ -139,17 +133,9 @@ def _report(content: bytes) -> object:
 WAY = Past()
 WAY.go_on(History(1, 10, b"1" * 16))
 WAY.attest(History(1, 10, b"1" * 16), b"12345678")
-REPORT = {
-    "peer_id": PEER.to_bytes(),
-    "epoch": 1,
-    "samples_accumulated": 3,
-    "samples_per_second": 1.5,
-    "time": 1.0,
-    "client_mode": False,
-    "samples_committed": 10,
-    "history": b"1" * 16,
-    "leases": [0, 5],
-} | WAY.to_wire()
+STANDS = {"epoch": 1, "samples_committed": 10, "history": b"1" * 16, "leases": [0, 5], "time": 1.0}
+TRAINS = {"samples_accumulated": 3, "samples_per_second": 1.5, "client_mode": False}
+REPORT = {"peer_id": PEER.to_bytes()} | STANDS | TRAINS | WAY.to_wire()
 
 
 PARSERS: dict[str, Parser] = {
@@ -172,16 +158,6 @@ PARSERS: dict[str, Parser] = {
         lambda content: Policy.parse(OWNER.sign(DECIDES + content) + content, OWNER.public),
         (POLICY.to_bytes(OWNER)[64:],),
     ),
-    "the secret's file": Parser(
-        _in_file(lambda path: find_standing(path.parent, Invitation()), "secret.key"),
-        (Invitation(membership=HOME).to_text().encode(),),
-        (SetupError,),
-    ),
-    "the owner's file": Parser(
-        _in_file(lambda path: find_standing(path.parent, Invitation()), "owner.key"),
-        (bytes(range(KEY_BYTES)).hex().encode(),),
-        (SetupError,),
-    ),
     "the roll's file": Parser(
         _in_file(lambda path: read_roll(path.parent), "members.json"),
         _json({"version": 1, "members": {str(PEER): {"grant": HOME.grant.to_bytes().hex(), "since": 1.0}}}),
@@ -202,15 +178,6 @@ PARSERS: dict[str, Parser] = {
         (RECIPE.model_dump_json().encode(),),
         (SetupError,),
     ),
-    "the manifest of a checkpoint": Parser(
-        _in_file(lambda path: Checkpoint(path.parent, 3).find_damage(), MANIFEST_FILE),
-        (b'{"files": {"state.json": [2, "ab"]}}',),
-        (),
-    ),
-    "the first rows of data": Parser(
-        _in_file(look_at, "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'), ()
-    ),
-    "the first rows of a table": Parser(_in_file(look_at, "rows.csv"), (b'text,label\n"a, b",1\nc,2\n',), ()),
     "a chat template": Parser(
         lambda content: mistake_in(content.decode("latin-1")),
         (b"{% for m in messages %}{% generation %}{{ m['x'] }}{% endgeneration %}{% endfor %}",),
@@ -245,7 +212,6 @@ EXTREMES = (
     *(b"\x91" * 2000, b"\x81\x01" * 2000, b"[" * 3000, b'{"a":' * 2000, b"1e999", b"NaN", b"-1", b"9" * 5000),
     *(b"../../etc/passwd", b"\x00", "\ud800".encode("utf-8", "surrogatepass"), b"\xc8\x00\x08\x51\x93\x90"),
 )
-
 
 LEAVES = [None, True, 0, -1, 2**63, -(2**63), 1.5, math.nan, math.inf, "", "a", b"", b"x" * 16]
 TREES = st.recursive(

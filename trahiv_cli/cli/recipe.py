@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 OUTPUT_HELP = "Write to FILE. Default: NAME.yaml."
 DEEP_HELP = "Also load the tokenizer, the config and a batch, and show the costs."
 UNKNOWN = "depends on the data"
+FILLED_IN = {"run_id": "name and agreement", "content": "the files"}
 
 
 def new(
@@ -91,22 +92,22 @@ def show(
     """Show every value of a recipe and where it came from."""
     from trahiv_cli.recipe.agreement import agreement, fingerprint, with_run_id
     from trahiv_cli.recipe.content import knows_contents
-    from trahiv_cli.recipe.document import dotted, render
+    from trahiv_cli.recipe.document import render
 
     of_run = Path(recipe) / "recipe.json"
     loaded = read_recipe(str(of_run) if of_run.is_file() else recipe, overrides)
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)
     resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)
-    complete, origins = resolved or loaded.recipe, dict(loaded.origins)
-    if resolved and loaded.recipe.hivemind_config.opt.run_id is None:
-        origins["hivemind_config.opt.run_id"] = "name and agreement"
+    complete = resolved or loaded.recipe
     lines = render(complete.to_data())
     width = min(max(len(line) for line, _ in lines), 60)
     out.data(f"# fingerprint {fingerprint(agreement(complete)) if resolved else UNKNOWN}")
     for line, location in lines:  # YAML that loads again, each value with its origin behind it
-        origin = "" if location is None else f"  # {origins.get(dotted(location), 'the files')}"
-        out.data(f"{line:<{width}}{origin}" if origin else line)
+        origin = "" if location is None else loaded.document.origin_of(location)
+        if origin == "default":  # unless it was filled in
+            origin = next((FILLED_IN[part] for part in location or () if part in FILLED_IN), origin)
+        out.data(f"{line:<{width}}  # {origin}" if origin else line)
 
 
 def schema() -> None:

@@ -10,19 +10,14 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from stat import S_ISREG
 
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe.builtin import TEXT, text_files, version
 from trahiv_cli.recipe.document import is_text
 from trahiv_cli.recipe.paths import LOCAL, READERS, closest_file, is_local
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
-
-MAX_FILES = 200_000
-"""The largest number of files in a folder that is searched. It takes seconds; a whole disk takes minutes."""
 
 METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
 """Files beside the data that `datasets` does not read as data (datasets 5.2, `data_files.py:109`)."""
@@ -106,10 +101,9 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     """
     path, known = Path(dataset.path).expanduser(), f"Known are {' '.join(READERS)}."
     if path.is_dir() and dataset.data_files is None:
-        files = [file for file in path.rglob("*") if _is_data(file.relative_to(path)) and file.is_file()]
-        if not files:
+        if not (files := [file for file in _data_files(path) if file.is_file()]):
             raise AssetError(f"The folder {dataset.path!r} holds no data files.", known)
-        return sorted(files, key=lambda file: file.parts)
+        return files
     folder, names = (Path(), str(path)) if dataset.data_files is None else (path, dataset.data_files)
     files = []
     for name in [names] if isinstance(names, str) else names:
@@ -130,20 +124,20 @@ def local_files(dataset: DatasetSection) -> list[Path]:
 def in_words(content: ContentSection) -> str:
     """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
-    size = content.num_bytes
-    in_units = f"{size} bytes" if size < 100_000 else f"{size / 1e6:,.1f} MB"
-    return f"{files}, {in_units}, SHA-256 {content.sha256[:12]}"
+    return f"{files}, {content.num_bytes:,} bytes, SHA-256 {content.sha256[:12]}"
 
 
 def _is_of_files(dataset: DatasetSection) -> bool:
     return dataset.path == TEXT or is_local(dataset.path)
 
 
-def _is_data(file: Path) -> bool:
-    """Tell whether `datasets` would take a file of a folder for data; `file` is relative to the folder."""
-    is_hidden = any(part.startswith(".") for part in file.parts)
-    is_special = any(part.startswith("__") for part in file.parent.parts)
-    return file.suffix in READERS and file.name not in METADATA and not is_hidden and not is_special
+def _data_files(folder: Path) -> list[Path]:
+    """List, by their names, what `datasets` would take for data in a folder and below, if it is a file."""
+    found: list[Path] = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith((".", "__"))]
+        found += [Path(parent, name) for name in names if not name.startswith(".") and name not in METADATA]
+    return sorted((file for file in found if file.suffix in READERS), key=lambda file: file.parts)
 
 
 @cache
@@ -165,12 +159,12 @@ def with_copies(recipe: Recipe, folder: Path) -> Recipe:
 
     Args:
         recipe: of this peer, or of a stranger, whose `local:` names are not looked up.
-        folder: looked through without hidden folders and links to folders; an `AssetError` if it has more
-            than `MAX_FILES` files.
+        folder: looked through without hidden folders and links to folders.
     """
     folder = folder.absolute()
     missing = [dataset for dataset in recipe.data.datasets if _is_missing(dataset)]
-    sizes = _data_files(folder) if missing else {}
+    files = _data_files(folder) if missing else []
+    sizes = {file: file.stat().st_size for file in files if os.path.isfile(file) and is_text(str(file))}
     inside: dict[Path, list[Path]] = {}  # each data file, and each folder with the data files in it and below
     for file in sizes:
         for place in (file, *file.parents[: len(file.parts) - len(folder.parts)]):
@@ -206,22 +200,3 @@ def _is_unchanged(dataset: DatasetSection) -> bool:
         return content_of(dataset) == dataset.content
     except AssetError:
         return False
-
-
-def _data_files(folder: Path) -> dict[Path, int]:
-    """Return the size of each data file in a folder and below."""
-    sizes: dict[Path, int] = {}
-    num_seen = 0
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
-        num_seen += len(names)
-        if num_seen > MAX_FILES:
-            raise AssetError(
-                f"{folder} has more than {MAX_FILES:,} files in it and below; none was read.",
-                "Name a folder closer to the data.",
-            )
-        for file in (Path(parent, name) for name in sorted(names)):
-            with suppress(OSError):  # a link to nothing, or to itself
-                if _is_data(file.relative_to(folder)) and is_text(str(file)) and S_ISREG(file.stat().st_mode):
-                    sizes[file] = file.stat().st_size
-    return sizes

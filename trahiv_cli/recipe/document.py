@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -86,9 +87,6 @@ class Document:
     findings: list[Finding] = field(default_factory=list)
     """Mistakes found so far that did not keep the rest from being read."""
 
-    files: dict[Location, str] = field(default_factory=dict)
-    """Values that are the text of a file, and the name of that file as it was written."""
-
     def replace(self, texts: Sequence[str]) -> None:
         """Put the values of `--set` (`a.b=c`, in YAML) over a copy of the data; later ones win.
 
@@ -132,6 +130,13 @@ class Document:
     def is_replaced(self, location: Location) -> bool:
         """Tell whether the value at `location` came from `--set`."""
         return any(_begins(location, place) for _, place in self.overrides)
+
+    def origin_of(self, location: Location) -> str:
+        """Say where the value at `location` came from: `--set`, its file and line, or `default`."""
+        if self.is_replaced(location):
+            return "--set"
+        mark = self.keys.get(location) or self.values.get(location)
+        return f"{Path(self.file).name}:{mark.line + 1}" if mark else "default"
 
     def finding(self, path: str, message: str, hint: str = "", mark: yaml.Mark | None = None) -> Finding:
         """Make a finding at `mark`, with the source line that it stands on."""

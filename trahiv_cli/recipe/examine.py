@@ -1,9 +1,8 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
-Its words are compared with what is on this machine: the first file of each dataset, the model's context, the
-model types and trackers that are installed. What only tokenizers, models and whole files can tell is found
-where they are loaded, with the same words (`forms.py`). Samples longer than the context of a new model are
-wrong even where they might train.
+Its words are compared with the columns of its local data and the context of a new model. What only whole
+files, tokenizers, models and packages can tell is found where they are loaded, with the same words
+(`forms.py`). Samples longer than the context of a new model are wrong even where they might train.
 """
 
 from __future__ import annotations
@@ -11,26 +10,21 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
+from trahiv_cli.errors import AssetError, Finding, RecipeError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
-from trahiv_cli.recipe.upstream import lacks_tracker, model_types, unknown_model_type, without_tracker
 
 READ_BYTES = 10 * 2**20
 """The bytes of a file that are read, beside the rest of the line. From that part of a JSON file `datasets`
 takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
-
-_TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
-"""Causal models whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 
 class _Table(NamedTuple):
@@ -44,53 +38,26 @@ def require_sound(recipe: Recipe, document: Document) -> None:
 
     Raises:
         RecipeError: it contradicts itself, or its data; with everything that is wrong.
-        SetupError: it only needs a package that is not installed.
         AssetError: only files are not here.
     """
-    trackers = (
-        replace(document.finding_at(("training", "report_to", index), *without_tracker(name)), code="setup")
-        for index, name in enumerate(recipe.training.report_to)
-        if lacks_tracker(name)
-    )
-    found = (*_about_model(recipe, document), *trackers, *_about_data(recipe, document))
-    for kind in (RecipeError, SetupError, AssetError):
+    found = (*_about_model(recipe, document), *_about_data(recipe, document))
+    for kind in (RecipeError, AssetError):
         if any(finding.code == kind.code for finding in found):
             raise document.error(found, kind)
 
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
-    config, name = recipe.model.config, recipe.model.model_name_or_path
-    if config is not None:
-        model_type, known = config["model_type"], model_types()
-        if isinstance(model_type, str) and known and model_type not in known:
-            location: Location = ("model", "config", "model_type")
-            yield document.finding_at(location, *unknown_model_type(model_type, known))
-    else:
-        try:  # a local model's
-            with (Path(name or "").expanduser() / "config.json").open("rb") as file:
-                config = json.loads(file.read(2**20))
-        except (OSError, ValueError, RecursionError):
-            return
-        is_filled = recipe.clm is not None and recipe.clm.packing  # else no sample may be that long
-        if not isinstance(config, dict) or config.get("model_type") not in _TABLES or not is_filled:
-            return
-    section = section_of(recipe.task) or ""
-    max_length = getattr(recipe, section).max_length
+    config, section = recipe.model.config or {}, section_of(recipe.task) or ""
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
-    context = config.get(key)
+    max_length, context = getattr(recipe, section).max_length, config.get(key)
     if isinstance(context, int) and max_length > context:
-        raise_it = "" if name else f", or raise `model.config.{key}`"
         path: Location = (section, "max_length")
-        places: tuple[Location, ...] = (path, ("model", "config", key), ("model", "model_name_or_path"))
         yield document.finding_at(
-            next((place for place in places if place in document.values), path),
+            path if path in document.values else ("model", "config", key),
             f"samples of {max_length} tokens do not fit into the model's context of {context}",
-            f"write at most {context}{raise_it}",
+            f"write at most {context}, or raise `model.config.{key}`",
             path=dotted(path),
         )
-
-
-# -- data -----------------------------------------------------------------------------------------
 
 
 def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
@@ -99,53 +66,36 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
         try:
             files = local_files(source) if is_local(source.path) else []
             # Of a folder `datasets` may read some files only, as their names and a README.md say.
-            rows = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else []
+            first = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else {}
             code = RecipeError.code  # they are here, but they do not fit
             if files and not any(file.stat().st_size for file in files):
                 raise forms.empty_dataset(source.path, source.split)
-            _require_fit(recipe, source, f"data.datasets.{index}", rows)
+            if first:
+                _require_columns(recipe, source, _Table(repr(source.path), f"data.datasets.{index}", first))
         except (AssetError, OSError) as failure:
             error = unreadable(failure) if isinstance(failure, OSError) else failure
             finding = document.finding_at(("data", "datasets", index, "path"), error.message, error.hint)
             yield replace(finding, code=code)
 
 
-def _require_fit(recipe: Recipe, source: DatasetSection, place: str, rows: list[Any]) -> None:
-    """Raise an `AssetError` if the first rows, or their columns, are not what the task reads."""
-    for number, row in enumerate(rows):
-        if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if it is a first `null`
-            raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
-    if not rows:
-        return
-    first = dict.fromkeys(column for row in rows for column in row) | rows[0]
-    forms.require_renamable(_Table(repr(source.path), place, first), source.columns)
-    first, *rows = [
-        {source.columns.get(name, name): value for name, value in row.items()} for row in (first, *rows)
-    ]
-    table = _Table(repr(source.path), place, first)
-    if source.split != "train" or source.fraction is not None:
-        rows = []  # not all of them are trained on
-    if recipe.sft is not None or recipe.dpo is not None:
-        form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
-        for number, row in enumerate(rows):
-            for column in form.columns:
-                if problem := form.problem(column, row.get(column)):
-                    raise forms.broken_row(table.name, number, problem)
+def _require_columns(recipe: Recipe, source: DatasetSection, table: _Table) -> None:
+    """Raise an `AssetError` if the columns of a dataset, or what is in them, are not what the task reads."""
+    forms.require_renamable(table, source.columns)
+    renamed = {source.columns.get(name, name): value for name, value in table.first.items()}
+    table, section = table._replace(first=renamed), section_of(recipe.task) or ""
+    if recipe.sft is not None:
+        forms.sft_form(table, recipe.sft)
+    elif recipe.dpo is not None:
+        forms.dpo_form(table)
     else:
-        section = section_of(recipe.task) or ""
         column = getattr(recipe, section).dataset_text_field
         forms.require_text(table, column, f"{section}.dataset_text_field")
     if recipe.seq_cls is not None:
-        label, numbers = recipe.seq_cls.dataset_label_field, forms.numbers_of(recipe.seq_cls)
-        forms.require_column(table, label, "seq_cls.dataset_label_field")
-        for number, row in enumerate(rows):  # in CSV, a text may be a number
-            said = row.get(label)
-            if row.get(column) and isinstance(said, int | float | None) and said not in numbers:
-                raise forms.unknown_label(table.name, number, said, recipe.seq_cls.labels)
+        forms.require_column(table, recipe.seq_cls.dataset_label_field, "seq_cls.dataset_label_field")
 
 
-def look_at(file: Path) -> list[Any]:
-    """Read the first rows of a data file of a kind in `READERS`, as they are written, with all columns.
+def look_at(file: Path) -> dict[str, Any]:
+    """Read the columns of a data file of a kind in `READERS`, with what the first row has in them.
 
     Returns:
         Nothing if nothing is certain: it is empty, Parquet, no UTF-8, or written in a way that is not
@@ -159,30 +109,26 @@ def look_at(file: Path) -> list[Any]:
         content = stream.read(READ_BYTES) + stream.readline(READ_BYTES)
         is_cut = bool(stream.read(1)) and not content.endswith(b"\n")
     if reader == "text":
-        return [{"text": ""}]  # a file is one row
+        return {"text": ""}  # a file is one row
     if reader == "parquet" or is_cut:
-        return []
+        return {}
     try:
         text = content.decode("utf-8-sig")
-        return _csv_rows(text) if reader == "csv" else _json_rows(text)
+        rows = _csv_rows(text) if reader == "csv" else _json_rows(text)
     except (ValueError, RecursionError, csv.Error):  # a number may be too long for Python
-        return []
+        return {}
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        return {}
+    return dict.fromkeys(column for row in rows for column in row) | rows[0]
 
 
 def _json_rows(text: str) -> list[Any]:
-    """Read the values that follow each other in a text, or the entries of a single list."""
-    rest, decoder, rows = text.strip(" \t\r\n"), json.JSONDecoder(), []
-    if rest.startswith("["):
-        entries = json.loads(rest, strict=False)  # in a list, `datasets` takes line breaks within texts
-        rows = [{"text": entry} if isinstance(entry, str) else entry for entry in entries]
-        return rows if all(isinstance(row, dict) for row in rows) else []
-    at, blank = 0, re.compile(r"[ \t\r\n]*")
-    while at < len(rest):
-        row, at = decoder.raw_decode(rest, at)
-        rows.append(row)
-        if gap := blank.match(rest, at):
-            at = gap.end()
-    return rows
+    """Read the values on the lines of a text, or the entries of a single list."""
+    if not text.lstrip().startswith("["):
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    # In a list, `datasets` takes line breaks within texts, and texts for rows.
+    rows = json.loads(text, strict=False)
+    return [{"text": row} if isinstance(row, str) else row for row in rows]
 
 
 def _csv_rows(text: str) -> list[dict[str, str | None]]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
-from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
+from trahiv_cli.recipe.foreign import FOREIGN, REFUSED_CHOICES
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import NAME_PATTERN, general, sections_of_a_recipe
 
@@ -38,7 +39,9 @@ def explain(error: ValidationError, document: Document) -> list[Finding]:
     known = {finding.path for finding in document.findings}
     groups: dict[Location, list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
-        groups.setdefault(_locate(details, document.data), []).append(details)
+        for message, *places in details.get("ctx", {}).get("rules", [(details["msg"],)]):
+            location = _locate(details, places, document.data)
+            groups.setdefault(location, []).append({**details, "msg": message})
     findings = []
     for location, group in groups.items():
         inside = any(len(other) > len(location) and other[: len(location)] == location for other in groups)
@@ -53,11 +56,14 @@ def explain(error: ValidationError, document: Document) -> list[Finding]:
     return findings
 
 
-def _locate(details: ErrorDetails, data: Any) -> Location:
-    """Follow an error's `loc` through the data, skipping the names of union members that it also holds."""
-    if details["type"] == "broken_rule":
-        places = [read_location(place) for place in details["ctx"]["places"]]
-        return next((place for place in places if _holds(data, place)), places[-1])
+def _locate(details: ErrorDetails, places: Sequence[str], data: Any) -> Location:
+    """Follow an error's `loc` through the data, skipping the names of union members that it also holds.
+
+    Of the `places` that a rule of a section names, it is the first that the data has.
+    """
+    for place in places:
+        if _holds(data, named := (*details["loc"], *read_location(place))):
+            return named
     if details["type"] == "missing":
         return details["loc"]
     location: Location = ()
@@ -89,14 +95,13 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
         return "unknown key", _about_unknown(location)
     if kind == "missing":
         return "is missing", _about_missing(location)
-    if kind in ("broken_rule", "value_error"):
+    if kind in ("broken_rules", "value_error"):
         return details["msg"].removeprefix("Value error, "), ""
     if kind == "literal_error" and len(group) == 1:
         path, chosen = dotted(location), str(details["input"])
         if refused := REFUSED_CHOICES.get(path, {}).get(chosen):
             return f"{got} can't work in a swarm: {refused[0]}", refused[1]
-        choices = re.findall(r"'([^']*)'", details["msg"])
-        meant = FOREIGN_CHOICES.get(path, {}).get(chosen) or closest(chosen, choices)
+        meant = closest(chosen, re.findall(r"'([^']*)'", details["msg"]))
         newer = "a newer version of the format needs a newer trahiv" * (path == "version")
         hint = f"did you mean `{meant}`?" if meant else newer
         return f"{details['msg'].removeprefix('Input ')}, got {got}", hint

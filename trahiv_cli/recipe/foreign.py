@@ -40,25 +40,10 @@ _CALLED_ELSEWHERE: dict[str, str] = {
 FOREIGN: dict[str, str] = {name: here for here, names in _CALLED_ELSEWHERE.items() for name in names.split()}
 """Foreign name -> what it is here."""
 
-FOREIGN_CHOICES: dict[str, dict[str, str]] = {
-    "task": {
-        "pretrain": "clm",
-        "chat": "sft",
-        "instruct": "sft",
-        "fill-mask": "mlm",
-        "classification": "seq-cls",
-        "text-classification": "seq-cls",
-    },
-    **dict.fromkeys(
-        (
-            "hivemind_config.opt.grad_compression",
-            "hivemind_config.opt.state_averaging_compression",
-            "hivemind_config.opt.load_state_compression",
-        ),
-        {"meanstd16": "float16", "quantile8": "blockwise8"},  # hivemind's
-    ),
+_CODECS_OF_HIVEMIND = {
+    "meanstd16": ("trahiv has no codec of that name", "use `float16`"),
+    "quantile8": ("trahiv has no codec of that name", "use `blockwise8`"),
 }
-"""Field -> what other tools choose there -> the choice that means it."""
 
 REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
     "training.optim": dict.fromkeys(
@@ -69,13 +54,15 @@ REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
         ("reduce_lr_on_plateau", "greedy"),
         ("it follows a loss that each peer measures for itself", "use `cosine` or `warmup_stable_decay`"),
     ),
+    "hivemind_config.opt.grad_compression": _CODECS_OF_HIVEMIND,
     **dict.fromkeys(
         ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
         {
+            **_CODECS_OF_HIVEMIND,
             "blockwise4": (
                 "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
                 "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
-            )
+            ),
         },
     ),
 }

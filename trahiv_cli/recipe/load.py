@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.document import Document, Location, dotted, leaves, read_document
+from trahiv_cli.recipe.document import Document, Location, leaves, read_document
 from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
 from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
@@ -26,20 +26,17 @@ from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
 MAX_BYTES = 128 * 1024
 MAX_TEMPLATE_BYTES = 64 * 1024
 
-STDIN = "-"
-
 
 @dataclass(frozen=True)
 class Loaded:
     """A recipe and how it came about.
 
-    `text` is the file as it was given. One that `is_from_pipe` can't be read again. `origins` says by dotted
-    path where a value came from: `quickstart.yaml:41`, `--set` or `default`.
+    `text` is the file as it was given. One that `is_from_pipe` can't be read again. The `document` says where
+    each value came from.
     """
 
     recipe: Recipe
     text: str
-    origins: dict[str, str]
     is_from_pipe: bool
     document: Document
 
@@ -57,7 +54,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Raises:
         RecipeError: there is no such recipe, or something in it is wrong; `findings` has everything.
     """
-    path = None if source == STDIN else _find(source)
+    path = None if source == "-" else _find(source)
     text = _read(path, MAX_BYTES, "recipe")
     is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
     document = read_document(text, str(path or "<stdin>"))
@@ -68,13 +65,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     folder = Path.cwd()
     if path is not None and not is_from_pipe and path not in builtin_recipes().values():
         folder = path.parent.resolve()
-    recipe = _checked(document, folder, reads_template=True)
-    origins, marks = {}, document.values | document.keys
-    for location, _ in leaves(recipe.to_data()):
-        origin = f"{Path(document.file).name}:{marks[location].line + 1}" if location in marks else "default"
-        read_from = f", {document.files[location]}" if location in document.files else ""
-        origins[dotted(location)] = ("--set" if document.is_replaced(location) else origin) + read_from
-    return Loaded(recipe, text, origins, is_from_pipe, document)
+    return Loaded(_checked(document, folder, reads_template=True), text, is_from_pipe, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -125,7 +116,6 @@ def _put_template(document: Document, location: Location, file: Path) -> None:
         document.findings.append(document.finding_at(location, message, hint))
     else:
         document.put(location, text.replace("\r\n", "\n"))  # it must be the same for every peer
-        document.files[location] = file.name
 
 
 def _find(source: str | Path) -> Path:

@@ -20,8 +20,6 @@ READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
 READERS |= {".csv": "csv", ".parquet": "parquet"}
 """Suffix of a data file -> what `datasets` reads it with."""
 
-TEMPLATE_SUFFIXES = (".jinja", ".j2")
-
 PACKAGED_BUILDERS = frozenset(
     "arrow audiofolder cache csv hdf5 imagefolder json lance nifti pandas parquet pdffolder spark sql "
     "text videofolder webdataset xml".split()
@@ -66,7 +64,7 @@ def anchor(name: str, folder: Path, *, always: bool = False) -> str:
 
 def is_template_file(text: str) -> bool:
     """Tell whether `text` names the file of a chat template rather than being one."""
-    return text.endswith(TEMPLATE_SUFFIXES) and "{" not in text
+    return text.endswith((".jinja", ".j2")) and "{" not in text
 
 
 def local_name(name: _Text) -> _Text:

@@ -101,16 +101,14 @@ def pack(recipe: Recipe) -> bytes:
 
 def unpack(packed: bytes) -> dict[str, Any]:
     """Inflate a stranger's bytes to a wire form, or raise a `RecipeError`; what follows is ignored."""
-    if len(packed) > MAX_PACKED_BYTES:
-        raise RecipeError("A peer published a recipe that is too long.")
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(packed, MAX_RECIPE_BYTES)
-        if not inflater.eof:
-            raise RecipeError("A peer published a recipe that is too long, or broken off.")
+        if len(packed) > MAX_PACKED_BYTES or not inflater.eof:
+            raise ValueError("too long, or broken off")
         return _bounded(json.loads(text))  # the version is `from_wire`'s to judge
     except (zlib.error, ValueError, RecursionError) as error:
-        raise RecipeError("A peer published a recipe that can't be read.") from error
+        raise RecipeError("A peer published a recipe that is too long, or can't be read.") from error
 
 
 def _bounded(obj: Any) -> dict[str, Any]:

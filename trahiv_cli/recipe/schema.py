@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from statistics import mode
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -69,9 +68,6 @@ Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
 """Task -> the section that is about it; the others' sections have no place in its recipe."""
 
-TEMPLATED_TASKS: frozenset[Task] = frozenset({"sft", "dpo"})
-"""Tasks whose samples may be conversations, which a chat template turns into text."""
-
 
 def section_of(task: object) -> str | None:
     """Return the name of the section that is about `task`, or None if there is no such task."""
@@ -108,16 +104,10 @@ _OtherLosses = Literal["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"
 LossName = Literal[_Pairwise, _OtherLosses]
 """Losses of `trl.DPOConfig`."""
 
-
 AutoBool = bool | Literal["auto"]
 
-
-def refuse_if(is_broken: bool, message: str, *places: str) -> None:
-    """Refuse a broken rule between fields; `places` are where to point, the first that was written."""
-    if is_broken:
-        context = {"message": message, "places": places}
-        raise PydanticCustomError("broken_rule", "{message}", context)
-
+Rules: TypeAlias = Iterator[tuple[str, ...]]
+"""What is wrong in a section, and where in it to point: at the first of these places that was written."""
 
 _SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
 
@@ -134,14 +124,6 @@ def _solo(value: object) -> str:
     return f"after {number} second{'' if seconds == 1 else 's'}" if seconds else "always"
 
 
-def _above_one_or_off(limit: float) -> float:
-    if limit < 0 or 0 < limit <= 1:
-        raise ValueError(
-            f"should be above 1, else honest contributions are left out, or 0 (off), got {limit}"
-        )
-    return limit
-
-
 class Section(BaseModel):
     """A part of a recipe: unknown keys are errors, nothing is converted, values are frozen once checked."""
 
@@ -154,6 +136,17 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+    def _broken_rules(self) -> Rules:
+        """Yield what is wrong in this section, whose fields are of the right types by now."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        if rules := list(self._broken_rules()):
+            said = "; ".join(f"`{place}` {message}" for message, place, *_ in rules)
+            raise PydanticCustomError("broken_rules", "{said}", {"said": said, "rules": rules})
+        return self
 
 
 class ModelSection(Section):
@@ -178,17 +171,13 @@ class ModelSection(Section):
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
 
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        has_both_or_none = (self.model_name_or_path is None) == (self.config is None)
-        message = "give either `model_name_or_path` or `config`, not both and not neither"
-        refuse_if(has_both_or_none, message, "model.config", "model")
-        if self.config is not None:
-            has_type, has_tokenizer = "model_type" in self.config, self.tokenizer_name_or_path is not None
-            refuse_if(not has_type, "`config` needs a `model_type`, for example `llama`", "model.config")
-            message = "`config` needs a `tokenizer_name_or_path`: a new model has none of its own"
-            refuse_if(not has_tokenizer, message, "model.config")
-        return self
+    def _broken_rules(self) -> Rules:
+        if (self.model_name_or_path is None) == (self.config is None):
+            yield "give either `model_name_or_path` or `config`, not both and not neither", "config"
+        if self.config is not None and "model_type" not in self.config:
+            yield "`config` needs a `model_type`, for example `llama`", "config"
+        if self.config is not None and self.tokenizer_name_or_path is None:
+            yield "`config` needs a `tokenizer_name_or_path`: a new model has none of its own", "config"
 
 
 class QuantizationSection(Section):
@@ -215,12 +204,10 @@ class QuantizationSection(Section):
     llm_int8_skip_modules: list[Word] | None = None
     """Layers that stay as they are, in both widths. Default: the head."""
 
-    @model_validator(mode="after")
-    def _one_width(self) -> Self:
-        places = ("quantization.load_in_8bit", "quantization.load_in_4bit", "quantization")
-        message = "turn on either `load_in_4bit` or `load_in_8bit`, and only one"
-        refuse_if(self.load_in_4bit == self.load_in_8bit, message, *places)
-        return self
+    def _broken_rules(self) -> Rules:
+        if self.load_in_4bit == self.load_in_8bit:
+            message = "turn on either `load_in_4bit` or `load_in_8bit`, and only one"
+            yield message, "load_in_8bit", "load_in_4bit"
 
 
 class PeftSection(Section):
@@ -296,31 +283,19 @@ class DatasetSection(Section):
     content: ContentSection | None = None
     """What local files hold. Leave it out: `init` fills it in, so that a peer with other files is told."""
 
-    @field_validator("path")
-    @classmethod
-    def _is_a_dataset(cls, path: str) -> str:
-        if not path.strip():
-            raise ValueError("is empty: name a hub dataset, a folder or a file")
-        if "://" in path:
-            raise ValueError("is a URL: download it and name the file, or name a hub dataset")
-        if path in PACKAGED_BUILDERS:
-            raise ValueError(f"{path!r} says how files are read, as their suffix does: name the files")
-        return path
-
-    @field_validator("data_files")
-    @classmethod
-    def _are_inside(cls, files: str | list[str] | None) -> str | list[str] | None:
-        outside = [file for file in ([files] if isinstance(files, str) else files or []) if reaches_out(file)]
-        if outside:
-            raise ValueError(f"{kind_of(outside[0])} is not inside of the dataset: name the files in `path`")
-        return files
-
-    @field_validator("columns")
-    @classmethod
-    def _one_name_each(cls, columns: dict[str, str]) -> dict[str, str]:
-        if len(set(columns.values())) < len(columns):
-            raise ValueError(f"two columns would be named {kind_of(mode(columns.values()))}")
-        return columns
+    def _broken_rules(self) -> Rules:
+        if not self.path.strip():
+            yield "is empty: name a hub dataset, a folder or a file", "path"
+        if "://" in self.path:
+            yield "is a URL: download it and name the file, or name a hub dataset", "path"
+        if self.path in PACKAGED_BUILDERS:
+            yield f"{self.path!r} says how files are read, as their suffix does: name the files", "path"
+        files = [self.data_files] if isinstance(self.data_files, str) else self.data_files or []
+        if outside := [file for file in files if reaches_out(file)]:
+            message = f"{kind_of(outside[0])} is not inside of the dataset: name the files in `path`"
+            yield message, "data_files"
+        if len(set(self.columns.values())) < len(self.columns):
+            yield f"two columns would be named {kind_of(mode(self.columns.values()))}", "columns"
 
 
 class EvalSection(Section):
@@ -352,58 +327,47 @@ class DataSection(Section):
     """How conversations are written, in Jinja: a template, or a `.jinja` or `.j2` file whose text is taken
     and travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
 
-    @field_validator("chat_template")
-    @classmethod
-    def _is_a_template(cls, template: str | None) -> str | None:
-        if template is None:
-            return None
-        if is_template_file(template):  # one that could be read is its text by now
-            raise ValueError(f"{kind_of(template)} names a file, which is only read with a recipe's file")
-        if "{" not in template:
-            raise ValueError(f"{kind_of(template)} is neither a `.jinja` file nor a template: it has no `{{`")
-        if mistake := mistake_in(template):
-            raise ValueError(f"is not valid Jinja: {mistake}; correct the template there")
-        return template
-
-    @model_validator(mode="after")
-    def _shares_of_all_or_none(self) -> Self:
+    def _broken_rules(self) -> Rules:
+        if (template := self.chat_template) is not None:
+            said = kind_of(template)
+            if is_template_file(template):  # one that could be read is its text by now
+                yield f"{said} names a file, which is only read with a recipe's file", "chat_template"
+            elif "{" not in template:
+                yield f"{said} is neither a `.jinja` file nor a template: it has no `{{`", "chat_template"
+            elif mistake := mistake_in(template):
+                yield f"is not valid Jinja: {mistake}; correct the template there", "chat_template"
         without = [index for index, dataset in enumerate(self.datasets) if dataset.fraction is None]
-        message, first = "give every dataset a `fraction`, or none of them", min(without, default=0)
-        refuse_if(0 < len(without) < len(self.datasets), message, f"data.datasets.{first}")
-        streaming, share = "`streaming` has no known length, so ", "data.datasets.0.fraction"
-        refuse_if(self.streaming and not without, f"{streaming}there are no fractions of it", share)
-        refuse_if(
-            not without and len(self.datasets) == 1,
-            "is a share in a mixture, and the only dataset has all of it: remove it, or name a part of the "
-            "dataset (`split: train[:10%]`)",
-            share,
-        )
-        must_be_0 = f"{streaming}`eval.test_split_size` must be 0"
-        refuse_if(self.streaming and self.eval.test_split_size > 0, must_be_0, "data.eval.test_split_size")
-        return self
+        streaming, share = "`streaming` has no known length, so ", "datasets.0.fraction"
+        if 0 < len(without) < len(self.datasets):
+            yield "give every dataset a `fraction`, or none of them", f"datasets.{without[0]}"
+        if self.streaming and not without:
+            yield f"{streaming}there are no fractions of it", share
+        if not without and len(self.datasets) == 1:
+            message = "is a share in a mixture, and the only dataset has all of it: remove it, or name a part"
+            yield f"{message} of the dataset (`split: train[:10%]`)", share
+        if self.streaming and self.eval.test_split_size > 0:
+            yield f"{streaming}`eval.test_split_size` must be 0", "eval.test_split_size"
 
 
-class ClmSection(Section):
-    """Raw-text training: every token of the text is predicted from those before it."""
+class _TextSection(Section):
+    """A task whose samples may be texts of one column."""
 
     dataset_text_field: Compared[str] = "text"
     """The column that holds the text (TRL's name for it)."""
 
     max_length: NumTokens = 1024
-    """Tokens in a block."""
+    """Tokens in a sample; what is longer is cut off at its end."""
+
+
+class ClmSection(_TextSection):
+    """Raw-text training: every token of the text is predicted from those before it."""
 
     packing: bool = True
     """Join documents by end-of-text tokens and cut blocks of `max_length`; else a document is a sample."""
 
 
-class SftSection(Section):
+class SftSection(_TextSection):
     """`trl.SFTConfig`. Datasets are conversations (`messages`), `prompt` and `completion`, or plain text."""
-
-    dataset_text_field: Compared[str] = "text"
-    """The column of a plain-text dataset."""
-
-    max_length: NumTokens = 1024
-    """Tokens in a sample; what is longer is cut off at its end."""
 
     packing: bool = False
     """Put several samples into one row of `max_length`; they do not see each other."""
@@ -441,22 +405,16 @@ class DpoSection(Section):
     max_length: NumTokens = 1024
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
 
-    @model_validator(mode="after")
-    def _weights_and_smoothing_fit_the_losses(self) -> Self:
+    def _broken_rules(self) -> Rules:
         losses, weights = self.loss_type, self.loss_weights
-        if weights is not None:
-            message = f"has {len(weights)} weights for {len(losses)} losses"
-            refuse_if(len(weights) != len(losses), message, "dpo.loss_weights")
-        message = "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)"
-        refuse_if("exo_pair" in losses and not self.label_smoothing, message, "dpo.loss_type")
-        return self
+        if weights is not None and len(weights) != len(losses):
+            yield f"has {len(weights)} weights for {len(losses)} losses", "loss_weights"
+        if "exo_pair" in losses and not self.label_smoothing:
+            yield "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)", "loss_type"
 
 
-class MlmSection(Section):
+class MlmSection(_TextSection):
     """Masked language modelling (BERT): hidden tokens are predicted from those on both sides."""
-
-    dataset_text_field: Compared[str] = "text"
-    """The column that holds the text."""
 
     max_length: NumTokens = 512
     """Tokens in a sample; a document is one, cut off at its end."""
@@ -465,14 +423,11 @@ class MlmSection(Section):
     """Share of tokens that is hidden, anew in each pass; in the held-out share always the same ones."""
 
 
-class SeqClsSection(Section):
+class SeqClsSection(_TextSection):
     """Sequence classification: one label for each text."""
 
     labels: Compared[Annotated[list[Word], Field(min_length=2)]]
     """Names of the classes, in the order of their numbers."""
-
-    dataset_text_field: Compared[str] = "text"
-    """The column that holds the text."""
 
     dataset_label_field: Compared[str] = "label"
     """The column that holds a class's number or its name."""
@@ -480,12 +435,9 @@ class SeqClsSection(Section):
     max_length: NumTokens = 512
     """Tokens in a sample; what is longer is cut off at its end."""
 
-    @field_validator("labels")
-    @classmethod
-    def _distinct(cls, labels: list[str]) -> list[str]:
-        if len(set(labels)) < len(labels):
-            raise ValueError(f"names the class {kind_of(mode(labels))} twice")
-        return labels
+    def _broken_rules(self) -> Rules:
+        if len(set(self.labels)) < len(self.labels):
+            yield f"names the class {kind_of(mode(self.labels))} twice", "labels"
 
 
 class TrainingSection(Section):
@@ -548,27 +500,19 @@ class TrainingSection(Section):
     report_to: Own[list[TrackerName]] = []
     """Trackers that transformers knows: tensorboard, wandb, trackio, mlflow..."""
 
-    @field_validator("report_to")
-    @classmethod
-    def _all_or_some(cls, names: list[TrackerName]) -> list[TrackerName]:
-        if len(names) > 1 and {"all", "none"}.intersection(names):
-            raise ValueError("`all` and `none` stand alone: name the trackers, or write one of the two")
-        return names
-
-    @model_validator(mode="after")
-    def _one_precision_and_a_warm_up_that_ends(self) -> Self:
-        steps, has_both = self.warmup_steps, self.fp16 and self.bf16 is True
-        refuse_if(has_both, "`fp16` and `bf16` are both on: choose one", "training.fp16")
-        message = f"should be a whole number, or a share below 1, got {steps}"
-        refuse_if(steps >= 1 and steps != int(steps), message, "training.warmup_steps")
+    def _broken_rules(self) -> Rules:
+        if len(self.report_to) > 1 and {"all", "none"}.intersection(self.report_to):
+            yield "`all` and `none` stand alone: name the trackers, or write one of the two", "report_to"
+        steps = self.warmup_steps
+        if self.fp16 and self.bf16 is True:
+            yield "`fp16` and `bf16` are both on: choose one", "fp16"
+        if steps >= 1 and steps != int(steps):
+            yield f"should be a whole number, or a share below 1, got {steps}", "warmup_steps"
         # A share is of `max_steps` whatever that is, and a constant rate has no warm-up.
-        refuse_if(
-            1 <= self.max_steps < steps and self.lr_scheduler_type != "constant",
-            f"the learning rate would rise for {steps:g} steps, and the run ends after {self.max_steps} "
-            "(`training.max_steps`): write fewer, or a share such as 0.03",
-            "training.warmup_steps",
-        )
-        return self
+        if 1 <= self.max_steps < steps and self.lr_scheduler_type != "constant":
+            message = f"the learning rate would rise for {steps:g} steps, and the run ends after"
+            remedy = "write fewer, or a share such as 0.03"
+            yield f"{message} {self.max_steps} (`training.max_steps`): {remedy}", "warmup_steps"
 
 
 def _without_secrets(peers: list[str]) -> list[str]:
@@ -715,11 +659,7 @@ class SwarmSection(Section):
     min_peers: Count = 1
     """The first step of a run waits until so many peers are there, or until each peer's `--wait` is over."""
 
-    norm_limit: Annotated[
-        float,
-        AfterValidator(_above_one_or_off),
-        Field(json_schema_extra={"anyOf": [{"const": 0}, {"exclusiveMinimum": 1}]}),
-    ] = 10.0
+    norm_limit: Annotated[float, Field(ge=0)] = 10.0
     """A contribution whose gradient norm is more than so many times the median of its group's is left out,
     and its peer named. Above 1; 0: only what is not finite is left out."""
 
@@ -739,13 +679,13 @@ class SwarmSection(Section):
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
     """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""
 
-    @model_validator(mode="after")
-    def _nothing_for_another_mode(self) -> Self:
+    def _broken_rules(self) -> Rules:
         for name, modes in _MODES_OF.items():
-            is_said = getattr(self, name) != type(self).model_fields[name].default
-            message = f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}"
-            refuse_if(is_said and self.mode not in modes, message, f"swarm.{name}")
-        return self
+            if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
+                yield f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}", name
+        if 0 < self.norm_limit <= 1:
+            message = "should be above 1, else honest contributions are left out, or 0 (off)"
+            yield f"{message}, got {self.norm_limit}", "norm_limit"
 
     @property
     def may_step_locally(self) -> bool:
@@ -792,42 +732,34 @@ class Recipe(Section):
         section = section_of(data.get("task", "clm")) if isinstance(data, dict) else None
         return data if section is None or data.get(section) is not None else {**data, section: {}}
 
-    @model_validator(mode="after")
-    def _sections_fit_together(self) -> Self:
+    def _broken_rules(self) -> Rules:
         for task, section in TASK_SECTIONS.items():
-            refuse_if(
-                task != self.task and getattr(self, section) is not None,
-                f"is about `task: {task}`, and the task of this recipe is `{self.task}`: change the task, or "
-                "remove this section",
-                section,
-            )
-        is_unused = self.data.chat_template is not None and self.task not in TEMPLATED_TASKS
-        message = f"has no effect: `task: {self.task}` reads plain text, not conversations"
-        refuse_if(is_unused, message, "data.chat_template")
-        if self.quantization is not None:
-            message = (
-                "a quantized model can't be trained itself: add a `peft` section to train adapters on it"
-            )
-            refuse_if(self.peft is None, message, "quantization")
+            if task != self.task and getattr(self, section) is not None:
+                message = f"is about `task: {task}`, and the task of this recipe is `{self.task}`"
+                yield f"{message}: change the task, or remove this section", section
+        if self.data.chat_template is not None and self.task not in ("sft", "dpo"):
+            message = f"has no effect: `task: {self.task}` reads plain text, not conversations"
+            yield message, "data.chat_template"
+        if self.quantization is not None and self.peft is None:
+            message = "a quantized model can't be trained itself: add a `peft` section to train adapters"
+            yield f"{message} on it", "quantization"
+        if self.quantization is not None and self.model.config is not None:
             message = "only a model that is loaded can be quantized; `model.config` makes a new one"
-            refuse_if(self.model.config is not None, message, "quantization")
+            yield message, "quantization"
         training, opt = self.training, self.hivemind_config.opt
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        refuse_if(
-            local > opt.target_batch_size,
-            f"one local batch is {local} samples (training.per_device_train_batch_size x "
-            "gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is "
-            f"{opt.target_batch_size}: change one of them",
-            "hivemind_config.opt.target_batch_size",
-            *("training.per_device_train_batch_size", "training"),
-        )
-        refuse_if(
-            opt.offload_optimizer is True and self.swarm.may_step_locally,
-            f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU; remove it, or "
-            "say `swarm: {mode: sync}`",
-            "hivemind_config.opt.offload_optimizer",
-        )
-        return self
+        if local > opt.target_batch_size:
+            yield (
+                f"one local batch is {local} samples (training.per_device_train_batch_size x "
+                "gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is "
+                f"{opt.target_batch_size}: change one of them",
+                "hivemind_config.opt.target_batch_size",
+                *("training.per_device_train_batch_size", "training"),
+            )
+        if opt.offload_optimizer is True and self.swarm.may_step_locally:
+            message = f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU"
+            remedy = "remove it, or say `swarm: {mode: sync}`"
+            yield f"{message}; {remedy}", "hivemind_config.opt.offload_optimizer"
 
     def to_data(self) -> dict[str, Any]:
         """Return plain data that reads as this recipe again.
@@ -854,9 +786,16 @@ class Recipe(Section):
 
 
 @cache
-def sections_of_a_recipe() -> dict[Location, dict[str, FieldInfo]]:
-    """Return the fields of every section, by its location; an entry of a list has the index 0."""
-    return dict(_walk(Recipe, ()))
+def sections_of_a_recipe(
+    section: type[Section] = Recipe, location: Location = ()
+) -> dict[Location, dict[str, FieldInfo]]:
+    """Return the fields of a section and of those in it, by location; an entry of a list has the index 0."""
+    sections = {location: section.model_fields}
+    for name, field in section.model_fields.items():
+        if inner := section_in(field.annotation):
+            index = (0,) if getattr(field.annotation, "__origin__", None) is list else ()
+            sections |= sections_of_a_recipe(inner, (*location, name, *index))
+    return sections
 
 
 def marks_of(location: Location) -> set[str]:
@@ -882,40 +821,12 @@ def section_in(annotation: Any) -> type[Section] | None:
     return next((found for part in get_args(annotation) if (found := section_in(part))), None)
 
 
-def _walk(section: type[Section], location: Location) -> Iterator[tuple[Location, dict[str, FieldInfo]]]:
-    yield location, section.model_fields
-    for name, field in section.model_fields.items():
-        if inner := section_in(field.annotation):
-            index = (0,) if getattr(field.annotation, "__origin__", None) is list else ()
-            yield from _walk(inner, (*location, name, *index))
-
-
 # -- for editors ----------------------------------------------------------------------------------
 
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft-07) of a recipe, with the defaults and descriptions of its fields."""
-    schema = _draft_07(Recipe.model_json_schema())
+    schema = Recipe.model_json_schema(ref_template="#/definitions/{model}")
+    schema["definitions"] = schema.pop("$defs")  # as draft-07 calls it
     schema["required"].remove("name")  # the file's name stands in for it
-    schema["title"] = "trahiv recipe"
-    schema["allOf"] = []
-    for task, section in TASK_SECTIONS.items():  # a section that is there wants its task
-        is_there = {"required": [section], "properties": {section: {"type": "object"}}}
-        is_default = task == Recipe.model_fields["task"].default
-        has_task = {"properties": {"task": {"const": task}}} | ({} if is_default else {"required": ["task"]})
-        schema["allOf"].append({"if": is_there, "then": has_task})
-    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
-
-
-def _draft_07(node: Any) -> Any:
-    """Rewrite what draft 2020-12 says otherwise: `$defs`, and words beside a `$ref`, which 07 ignores."""
-    if isinstance(node, list):
-        return [_draft_07(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    node = {("definitions" if key == "$defs" else key): _draft_07(value) for key, value in node.items()}
-    if isinstance(node.get("$ref"), str):
-        node["$ref"] = node["$ref"].replace("#/$defs/", "#/definitions/")
-        if len(node) > 1:
-            node["allOf"] = [{"$ref": node.pop("$ref")}]
-    return node
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "title": "trahiv recipe"}

@@ -1,39 +1,14 @@
-"""What the installed libraries accept, found without importing them, which would take seconds."""
+"""What upstream's libraries accept, found or said without importing them, which would take seconds."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 from trahiv_cli.recipe.paths import closest
 
-_MAPPINGS = ("auto_mappings.py", "configuration_auto.py")
-"""Files of `transformers.models.auto` that list every model type (transformers 5.23)."""
-
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
 """Tracker -> what pip calls it; the others have one name."""
-
-_MODULES = {"azure_ml": ("azureml",), "tensorboard": ("tensorboard", "tensorboardX")}
-"""Tracker -> what Python imports, any of these; the others are modules themselves."""
-
-
-@cache
-def model_types() -> frozenset[str]:
-    """Return every model type that the installed transformers could know; nothing if that is not clear.
-
-    These are all texts in the files that list them: some are no model type, but all others are none.
-    """
-    spec = find_spec("transformers")
-    folder = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto"
-    try:
-        source = "".join((folder / name).read_text(encoding="utf-8") for name in _MAPPINGS)
-    except (OSError, ValueError):
-        return frozenset()
-    texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", source))
-    return texts if "llama" in texts else frozenset()  # else the files are not what we take them for
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
@@ -41,12 +16,6 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
     near = closest(name, filter(str.islower, known))
     hint = f"Did you mean {near!r}?" if near else "Use one of transformers' model types, for example 'llama'."
     return f"transformers knows no `model_type` {name!r}.", hint
-
-
-def lacks_tracker(name: str) -> bool:
-    """Tell whether the package of a tracker is certainly not installed here."""
-    is_package = name not in ("all", "none", "flyte", "kubeflow")
-    return is_package and not any(map(find_spec, _MODULES.get(name, (name,))))
 
 
 def without_tracker(name: str) -> tuple[str, str]:

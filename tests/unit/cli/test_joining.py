@@ -36,9 +36,9 @@ def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
 def test_what_is_wrong_with_a_value_of_ones_own_is_not_said_of_the_swarm(events, starter, here):
     theirs = resolve(load_recipe(write_tiny(here)).recipe)
     publish_recipe(starter, theirs, run_id(theirs), 3)
-    own = ["--set", "training.report_to=[azure_ml]"]
+    own = ["--set", "training.report_to=[azure]"]
     code, (error,) = events("join", "--peer", ADDRESS, "--yes", "--files", here, *own)
-    assert (code, error["path"], error["file"]) == (3, "training.report_to.0", " ".join(own))
+    assert (code, error["path"], error["file"]) == (2, "training.report_to.0", " ".join(own))
 
 
 def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, events, starter, here):

@@ -9,23 +9,12 @@ from trahiv_cli.cli import app as app_module
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
 
-BROKEN = """\
-model:
-  model_name_or_path: owner/model
-data:
-  datasets:
-    - path: owner/data
-training:
-  max_steps: many
-  lerning_rate: 2e-4
-"""
-
 RENDERED = """\
-broken.yaml:7:14: training.max_steps: should be a whole number, got 'many'
-    7 |   max_steps: many
+broken.yaml:8:14: training.max_steps: should be a whole number, got 'many'
+    8 |   max_steps: many
       |              ^
-broken.yaml:8:3: training.lerning_rate: unknown key
-    8 |   lerning_rate: 2e-4
+broken.yaml:9:3: training.lerning_rate: unknown key
+    9 |   lerning_rate: 2e-4
       |   ^
       hint: did you mean `learning_rate`?
 error: broken.yaml: 2 errors
@@ -41,6 +30,7 @@ data:
 training:
   max_steps: 10
 """
+BROKEN = SFT.replace("10", "many\n  lerning_rate: 2e-4")
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +40,6 @@ def folder(here):
     return here
 
 
-def chat(answer):
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": answer}]
-    return json.dumps({"messages": messages})
-
-
-# -- check ----------------------------------------------------------------------------------------
-
-
 def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, events):
     code, out, err = trahiv("check", "quickstart")
     assert (code, err) == (0, "")
@@ -65,7 +47,7 @@ def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, eve
     assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
     code, (_, event) = events("check", "broken.yaml")
     assert (code, event.pop("t") > 0) == (2, True)
-    place = {"file": "broken.yaml", "line": 8, "col": 3, "path": "training.lerning_rate"}
+    place = {"file": "broken.yaml", "line": 9, "col": 3, "path": "training.lerning_rate"}
     said = {"message": "unknown key", "hint": "did you mean `learning_rate`?"}
     assert event == {"v": 1, "event": "error", "code": "recipe", **said, **place}
     code, (event,) = events("check", "nowhere.yaml")  # an error without findings is one event
@@ -87,16 +69,19 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
     assert out.startswith("# fingerprint depends on the data\n")
 
 
-def test_check_knows_a_run_by_its_data_and_refuses_changed_data(trahiv, folder):
-    (folder / "chat.jsonl").write_text(chat("1"))
-    (folder / "known.yaml").write_text(trahiv("show", "sft.yaml")[1])
-    known = trahiv("check", "known.yaml", "--set", "name=sft")
+def test_a_run_is_known_by_its_data_which_must_be_unchanged_to_train_and_not_to_be_shown(trahiv, folder):
+    (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    shown = trahiv("show", "sft.yaml")[1]
+    assert re.search(r"^        num_bytes: \d+ +# the files$", shown, re.MULTILINE)
+    (folder / "run").mkdir()
+    (folder / "run" / "recipe.json").write_text(shown)
+    known = trahiv("check", "run/recipe.json", "--set", "name=sft")
     assert (known[0], known[1].splitlines()[1:]) == (0, trahiv("check", "sft.yaml")[1].splitlines()[1:])
-    (folder / "chat.jsonl").write_text(chat("22"))
-    code, _, err = trahiv("check", "known.yaml")
+    (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "another"}')
+    code, _, err = trahiv("check", "run/recipe.json")
     assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
-    code, out, _ = trahiv("show", "known.yaml")
-    assert code == 0 and re.search(r"^        num_bytes: \d+ +# known.yaml:\d+$", out, re.MULTILINE)
+    code, out, _ = trahiv("show", "run")
+    assert code == 0 and re.search(r"^        num_bytes: \d+ +# recipe.json:\d+$", out, re.MULTILINE)
 
 
 def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
@@ -125,9 +110,6 @@ def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
     assert "Traceback" in trahiv("check", "quickstart")[2]
 
 
-# -- show -----------------------------------------------------------------------------------------
-
-
 def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     changes = ("--set", "training.max_steps=7")
     code, out, _ = trahiv("show", "quickstart", *changes)
@@ -138,17 +120,6 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     (folder / "shown.yaml").write_text(out)
     shown, loaded = load_recipe("shown.yaml"), load_recipe("quickstart", changes[1:])
     assert shown.recipe.training == loaded.recipe.training
-
-
-def test_show_takes_the_folder_of_a_run(trahiv, folder):
-    (folder / "run").mkdir()
-    resolved = load_recipe("quickstart").recipe.to_data()
-    (folder / "run" / "recipe.json").write_text(json.dumps(resolved, indent=2))
-    code, out, _ = trahiv("show", "run")
-    assert code == 0 and re.search(r"^  max_steps: 2000 +# recipe.json:\d+$", out, re.MULTILINE)
-
-
-# -- new, schema, --version -----------------------------------------------------------------------
 
 
 def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahiv):
@@ -162,13 +133,14 @@ def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahi
         assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
 
 
-def test_new_writes_a_commented_recipe_that_is_complete(trahiv, folder):
+def test_new_writes_a_complete_recipe_and_what_it_may_say_is_printed_as_is_the_version(trahiv, folder):
     for name in builtin_recipes():
         code, out, err = trahiv("new", name, "-o", "mine.yaml", "--force")
         assert (code, out, "wrote mine.yaml" in err) == (0, "", True)
         assert (folder / "mine.yaml").read_text().startswith("# ")
         assert trahiv("check", "mine.yaml")[0] == 0
     assert json.loads(trahiv("schema")[1])["title"] == "trahiv recipe"
+    assert re.fullmatch(r"trahiv \S+\n", trahiv("--version")[1])
 
 
 def test_new_never_overwrites_in_silence(trahiv, folder):
@@ -179,8 +151,3 @@ def test_new_never_overwrites_in_silence(trahiv, folder):
     assert (folder / "broken.yaml").read_text() != BROKEN
     code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
     assert (code, "cannot be written" in err) == (3, True)
-
-
-def test_the_version_is_one_line(trahiv):
-    code, out, _ = trahiv("--version")
-    assert code == 0 and re.fullmatch(r"trahiv \S+\n", out)

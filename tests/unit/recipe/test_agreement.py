@@ -18,7 +18,7 @@ from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, to_wire
-from trahiv_cli.recipe.schema import OWN, SUGGESTED, TASK_SECTIONS, marks_of, sections_of_a_recipe
+from trahiv_cli.recipe.schema import TASK_SECTIONS, sections_of_a_recipe
 
 OWNED = """
 model.attn_implementation quantization.bnb_4bit_compute_dtype data.streaming data.num_proc
@@ -43,11 +43,6 @@ LOADED = ("model.config=", "model.model_name_or_path=owner/model")
 
 def recipe_with(*overrides):
     return load_recipe("quickstart", overrides).recipe
-
-
-def test_every_field_is_shared_or_own_by_decision():
-    assert {dotted(field) for field in FIELDS if OWN not in marks_of(field)} == SHARED
-    assert all(OWN in marks_of(field) for field in FIELDS if SUGGESTED in marks_of(field))
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
@@ -118,9 +113,6 @@ def test_local_paths_never_travel(put):
     assert "secret" not in json.dumps(to_wire(recipe))
 
 
-# -- local data -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("file", "text", "overrides", "changes"),
     [
@@ -138,15 +130,11 @@ def test_edited_data_is_told_from_another_recipe(put, of_file, file, text, overr
 
 
 def test_other_data_of_the_same_name_is_refused_with_both_hashes_and_sizes(put, of_file):
+    """Which differences are listed is in `tests/unit/swarm/test_exchange.py`."""
     folder = put({"starter/chat.jsonl": "1234", "joiner/chat.jsonl": "123"})
     sent = of_file(folder / "starter/chat.jsonl")
-    arrived = from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/chat.jsonl"])
-    with pytest.raises(RecipeMismatch) as refused:
-        read_contents(arrived)
-    assert refused.value.exit_code == 5
-    assert "1 file, 3 bytes, SHA-256 a665a4592042" in refused.value.message
-    assert "1 file, 4 bytes, SHA-256 03ac674216f3" in refused.value.message
-    differ = {f"data.datasets.0.content.{name}" for name in ("sha256", "num_bytes")}
-    assert {path for path, _, _ in refused.value.differences} == differ
+    said = "3 bytes, SHA-256 a665a4592042; the run has 1 file, 4 bytes, SHA-256 03ac674216f3"
+    with pytest.raises(RecipeMismatch, match=said):
+        read_contents(from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/chat.jsonl"]))
     with pytest.raises(RecipeMismatch, match="'owner/data' is not .* it has no local files"):
         read_contents(from_wire(to_wire(sent), ["data.datasets.0.path=owner/data"]))

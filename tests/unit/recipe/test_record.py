@@ -10,9 +10,8 @@ import zlib
 import pytest
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, from_wire, pack, to_wire, unpack
@@ -67,10 +66,7 @@ NOISE = {
     "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
     "a bomb": zlib.compress(b" " * 3_000_000),
     "a bomb around a recipe": zlib.compress(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
-    "not JSON": zlib.compress(b"{"),
     "another JSON value": zlib.compress(b"[]"),
-    "infinity": zlib.compress(b'{"v": 1, "suggested": {}, "shared": {"a": 1e999}}'),
-    "half a character": zlib.compress(rb'{"v": 1, "suggested": {}, "shared": {"a": "\ud800"}}'),
     "nested too deep to read": zlib.compress(b'{"shared": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"),
 }
 
@@ -85,9 +81,9 @@ def test_noise_is_not_a_recipe_and_a_bomb_is_inflated_within_its_bound(kind):
     assert most < 2_000_000 or "bomb" not in kind, "inflated it has 3 MB"
 
 
-def noise(length, seed=0):
+def noise(length):
     """Letters that hardly deflate."""
-    return "".join(random.Random(seed).choices(string.ascii_letters, k=length))
+    return "".join(random.Random(0).choices(string.ascii_letters, k=length))
 
 
 LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
@@ -96,11 +92,10 @@ LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
 @pytest.mark.parametrize(
     ("culprit", "overrides"),
     [
-        ("data.chat_template", (*SFT, f"data.chat_template='{{{noise(20_000)}'")),
         ("data.chat_template", (*SFT, LONG_TEXT, "model.config.notes=" + "x" * 9_000)),
         ("model.config.notes", (f"model.config.notes={noise(20_000)}",)),
     ],
-    ids=["a template of noise", "a long template", "a config"],
+    ids=["inflated", "deflated"],
 )
 def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_named(culprit, overrides):
     with pytest.raises(RecipeError) as refused:
@@ -109,11 +104,7 @@ def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_nam
     assert refused.value.hint.startswith(f"`{culprit}` takes ")
 
 
-def test_a_template_as_long_as_models_have_them_fits_and_what_no_peer_would_take_is_refused_at_home():
-    names = [noise(12, seed=number) for number in range(200)]
-    words = random.Random(1).choices(names, k=1_300)  # 17 KB, deflated 4.3 KB: as the one of gpt-oss
-    sent = recipe_with(*SFT, f"data.chat_template='{{{' '.join(words)}'")
-    assert 4_000 < len(pack(sent)) < MAX_PACKED_BYTES
+def test_what_no_peer_would_take_is_refused_at_home():
     with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
         pack(recipe_with("model.config._name_or_path=/home/me/model"))
     (finding,) = refused.value.findings
@@ -124,12 +115,9 @@ def test_a_template_as_long_as_models_have_them_fits_and_what_no_peer_would_take
 
 
 def test_suggestions_arrive_and_secrets_do_not():
-    sent = recipe_with(
-        "training.per_device_train_batch_size=3",
-        "training.report_to=[wandb]",
-        "hivemind_config.dht.identity_path=/home/me/key",
-        "hivemind_config.opt.averaging_timeout=77",
-    )
+    own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
+    suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
+    sent = recipe_with(*own, *suggested)
     before = to_wire(sent)
     arrived = from_wire(before)
     assert before == to_wire(sent), "what was sent is as it was"
@@ -141,31 +129,24 @@ def test_suggestions_arrive_and_secrets_do_not():
     assert own.training.per_device_train_batch_size == 1
 
 
-def test_local_data_of_the_starter_must_be_brought_and_copies_are_found_in_the_folder_that_is_named(
-    put, of_file
-):
-    texts = {"starter/chat.jsonl": "1234", "joiner/mine.jsonl": "1234", "stranger/chat.jsonl": "1235"}
-    folder = put({**texts, "many/a.jsonl": "1", "many/b.jsonl": "22"})
-    sent = of_file(folder / "starter/chat.jsonl")
+def test_what_only_the_starter_has_must_be_brought(put, of_file):
+    folder = put({"starter/chat.jsonl": "1234", "many/a.jsonl": "1", "many/b.jsonl": "22", "base/x": ""})
+    sent = to_wire(of_file(folder / "starter/chat.jsonl"))
     wanted = "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
     bring = "bring a copy, and name the folder that it is in: `--files DIR`"
-    assert refusal_of(to_wire(sent)).hint == wanted + bring
+    assert refusal_of(sent).hint == wanted + bring
     assert refusal_of(to_wire(of_file(folder / "many"))).hint == (
         f"the starter trains on its own `many` (2 files, 3 bytes, SHA-256 690ee061fc4e): {bring}. "
         "File names must sort in the same order, and there may be no other data files"
     )
-    there = refusal_of(to_wire(sent), files=folder / "stranger").hint
-    assert there == f"{wanted}{folder}/stranger has no copy in it or below"
-    arrived = read_contents(from_wire(to_wire(sent), files=folder / "joiner"))
-    assert arrived.data.datasets[0].path == f"{folder}/joiner/mine.jsonl"
-    assert differences(agreement(arrived), agreement(sent)) == ()
-    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
-    set_path = from_wire(to_wire(sent), ["data.datasets.0.path=/my/own.jsonl"])
-    assert set_path.data.datasets[0].path == "/my/own.jsonl", "what is set is not looked for"
-    (folder / "base").mkdir()
-    model = recipe_with("model={model_name_or_path: ./base}")
+    there = refusal_of(sent, files=folder / "many").hint
+    assert there == f"{wanted}{folder}/many has no copy in it or below"
+    assert from_wire(sent, files=folder).data.datasets[0].path == f"{folder}/starter/chat.jsonl"
+    set_path = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"])
+    assert set_path.data.datasets[0].path == "/my/own.jsonl"
+    model = to_wire(recipe_with("model={model_name_or_path: ./base}"))
     hint = "the starter has its own folder `base`: bring a copy and `--set model.model_name_or_path=FOLDER`"
-    assert refusal_of(to_wire(model)).hint == hint
+    assert refusal_of(model).hint == hint
 
 
 def test_words_may_look_like_places_where_nothing_is_looked_up():
@@ -196,11 +177,20 @@ NAMED += [((*DATASET, "data_files"), files) for files in ("file:/etc/passwd", ["
 NAMED += [(("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]})]
 
 
-@pytest.mark.parametrize(("place", "value"), NAMED)
-def test_a_stranger_cannot_name_a_place_on_this_machine(put, place, value):
+REFUSED = [
+    *((*named, "names a place on this machine") for named in NAMED),
+    (("model", "trust_remote_code"), True, "would run code"),
+    (("model", "config"), {"model_type": "llama", "deep": [{"auto_map": "x"}]}, "would run code"),
+    (("hivemind_config", "dht"), {"host_maddrs": {"x": 1}}, "this peer's own choice"),
+    (("hivemind_config", "opt", "averager_opts"), {"x": 1}, "this peer's own choice"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), REFUSED)
+def test_a_stranger_cannot_name_a_place_run_code_or_set_what_is_this_peer_s_own(put, place, value, message):
     put({"Documents/x": ""})
     (finding,) = refusal_of(with_value(wire(), value, *place)).findings
-    assert finding.path.startswith(dotted(place)) and "names a place on this machine" in finding.message
+    assert finding.path.startswith(dotted(place)) and message in finding.message
 
 
 CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
@@ -230,21 +220,11 @@ def test_what_a_stranger_says_is_bounded_and_said_where_it_is(put, place, value)
     assert any(finding.path.startswith(dotted(place)) or not finding.path for finding in findings)
 
 
-def test_a_stranger_cannot_have_code_run():
-    for sent in (
-        with_value(wire(), True, "model", "trust_remote_code"),
-        to_wire(recipe_with("model.config.deep=[{auto_map: x}]")),
-    ):
-        assert "would run code" in refusal_of(sent).findings[0].message
-
-
 @pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "averager_opts")])
-def test_a_stranger_cannot_set_what_is_this_peers_own(section, key):
-    said = {"shared": "this peer's own choice", "suggested": "not something that a swarm may suggest"}
-    for part, message in said.items():
-        sent = wire()
-        sent[part]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}
-        assert message in refusal_of(sent).findings[0].message
+def test_a_stranger_cannot_suggest_what_is_this_peer_s_own(section, key):
+    sent = wire()
+    sent["suggested"]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}
+    assert "not something that a swarm may suggest" in refusal_of(sent).findings[0].message
 
 
 def of_form(shared, suggested=None, **more):
