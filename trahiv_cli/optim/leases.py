@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
-from trahiv_cli.optim.soundness import USELESS_AT_MOST
+from trahiv_cli.optim.rounds import USELESS_AT_MOST
 
 if TYPE_CHECKING:
     from trahiv_cli.optim.progress import SwarmTracker
