@@ -107,8 +107,6 @@ class Tracker:
 class Rounds(ExactGradientAverager):
     """An averager without a process: a round ends as `end` says; `claims` are those of this peer."""
 
-    traffic = (0, 0)
-
     def expect_group(self, peers: Sequence[str], clients: Any, quorum: int, schema_suffix: bytes) -> None:
         self.expected = (tuple(peers), quorum, schema_suffix)
 

@@ -16,7 +16,7 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.simulation.network import Message
 from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.records import sign
 
 Lie = Callable[[Any], None]
@@ -104,12 +104,13 @@ def vote_twice(peer: Any) -> None:
     averager = peer.optimizer.grad_averager
     exchange_votes, told = averager._exchange_votes, []
 
-    async def exchange(other: Any, group_id: bytes, ballot: Any, statement: bytes) -> Any:
+    async def exchange(group_id: bytes, other: Any, statement: bytes) -> Any:
+        ballot = averager._ballots[group_id]
         told.append(other)
         if len(told) % 2:
-            statement = sign(peer.dht.signing_key, ballot._about, Vote(b"x" * 32).to_bytes())
+            statement = sign(peer.dht.signing_key, ballot.about, Vote(b"x" * 32).to_bytes())
         if len(told) >= len(ballot.members) - 1:
             averager._exchange_votes = exchange_votes
-        return await exchange_votes(other, group_id, ballot, statement)
+        return await exchange_votes(group_id, other, statement)
 
     averager._exchange_votes = exchange

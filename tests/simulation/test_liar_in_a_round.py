@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hivemind.averaging import DecentralizedAverager
 from hivemind.p2p import P2P
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
@@ -26,12 +26,11 @@ from tests.kit.averagers import gradient_averager
 from tests.kit.identities import id_of, key_of
 from tests.kit.lies import lies, message_edits, tree_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
-from trahiv_cli.optim import blame, group_finder
+from trahiv_cli.optim import group_finder
 from trahiv_cli.optim.averager import EXCHANGE
 from trahiv_cli.optim.ballot import Ballots, Vote
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.rounds import Exchange, Outcome
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.rounds import Claim, Exchange, Outcome
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.records import content_of, sign
@@ -52,31 +51,6 @@ TRIES = 6
 
 Edit = Callable[[bytes], list[bytes] | None]
 """What comes of a message's content; see `Tamper`."""
-
-
-class Control(asyncio.Future):
-    """What the optimizer's process holds of a round; see hivemind's `StepControl`."""
-
-    allow_retries = triggered = False
-    stage: Any = None
-    weight = 1.0
-
-    def __init__(self, claim: bytes, deadline: float) -> None:
-        super().__init__()
-        self._data_for_gather, self.deadline = claim, deadline
-
-    @property
-    def data_for_gather(self) -> bytes:
-        return self._data_for_gather
-
-    def attach(self, *_: Any) -> None:
-        pass
-
-    async def wait_for_trigger(self) -> None:
-        pass
-
-    async def wait_for_cancel(self) -> None:
-        await asyncio.get_running_loop().create_future()
 
 
 class Member:
@@ -118,18 +92,22 @@ class Member:
     async def attempt(self, claim: bytes | None = None) -> None:
         """Try one round, with a claim in place of its own; `outcome` says whether it was committed."""
         averager, exchange = self.averager, self.exchange
+        EXCHANGE.set(exchange)
         with averager.get_tensors() as [tensor]:
             tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
-        own = Claim(SAMPLES, float(SAMPLES), 0.0, bytes(8), self.quorum).to_bytes()
-        control = Control(claim or own, swarm_time() + AVERAGING_TIMEOUT_S)
-        init = SimpleNamespace(set_result=lambda _: None, set_exception=lambda _: None)
+        norm = averager._prepare_contribution(exchange)
+        own = Claim(SAMPLES, float(SAMPLES), norm, bytes(8), self.quorum).to_bytes()
+        control = SimpleNamespace(
+            deadline=swarm_time() + AVERAGING_TIMEOUT_S, data_for_gather=own if claim is None else claim
+        )
+        averager._pending_groups_registered.clear()
+        options = {"tensor_infos": averager.tensor_infos, "weight": 1.0} | averager.allreduce_kwargs
         try:
-            if claim is None:
-                await averager._step(exchange, step=control, future_for_init=init)
-            else:  # the averager would read it, and fill in the norm
-                EXCHANGE.set(exchange)
-                await DecentralizedAverager._step(averager, step=control, future_for_init=init)
-            self.commit(control.result())
+            group = await averager._matchmaking.look_for_group(control)
+            assert group, "no group was found"
+            with averager._register_allreduce_group(group):
+                async with asyncio.timeout(AVERAGING_TIMEOUT_S):
+                    self.commit(await averager._aggregate_with_group(group, **options))
         except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
@@ -166,16 +144,16 @@ class Swarm:
         self.members = [Member(name, number) for number, name in enumerate(("anna", "ben", "cem", "liar"))]
         *self.honest, self.liar = self.members
         histories = [History(step, SAMPLES * step) for step in range(1, 1000)]
-        self.after = {
-            leads: next(one for one in histories if self._order(one)[0 if leads else -1] is self.liar)
-            for leads in (True, False)
+        place_of = {
+            place: history for history in histories if (place := self._place_of_liar(history)) in (0, 3)
         }
+        self.after = {True: place_of[0], False: place_of[3]}
         """Histories after which the liar comes first, or last, in the order of leaders."""
 
-    def _order(self, history: History) -> list[Member]:
+    def _place_of_liar(self, history: History) -> int:
         schema = self.liar.averager.schema_hash + history.step.to_bytes(8, "big") + history.digest
-        order = group_finder.GroupFinder._order
-        return sorted(self.members, key=lambda one: order(SimpleNamespace(schema=schema), one.id))
+        order = [hashlib.sha256(schema + member.id.to_bytes()).digest() for member in self.members]
+        return sorted(order).index(order[-1])
 
     def play(self, leads: bool, tamper: Tamper | None = None, claim: bytes | None = None) -> list[str]:
         """Take one step, and say what is not as it was promised.
@@ -238,8 +216,7 @@ class Swarm:
 def swarm() -> Iterator[Swarm]:
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
-        for module in (group_finder, blame):
-            patch.setattr(module, "time", clock)
+        patch.setattr(group_finder, "time", clock)
         patch.setattr(P2P, "receive_protobuf", staticmethod(streams.receive_protobuf))
         yield Swarm()
     gc.collect()  # what waited for ever, and would tell of that in the midst of something else
@@ -299,7 +276,7 @@ def test_no_vote_does_harm(swarm):
 
         def lie(group_id: bytes) -> bytes:
             ballot = swarm.liar.averager._ballots[group_id]
-            return sign(key_of("liar"), ballot._about, MSGPackSerializer.dumps(said))
+            return sign(key_of("liar"), ballot.about, MSGPackSerializer.dumps(said))
 
         def tamper(message: Message) -> list[bytes]:
             if message.sender != swarm.liar.id or message.call != "rpc_vote":

@@ -34,9 +34,8 @@ from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.replay import Header, decoded
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.rounds import Claim, Header, decoded
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack

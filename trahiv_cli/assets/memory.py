@@ -24,7 +24,7 @@ LIBRARIES_BYTES = 800 * 2**20
 """Python, torch, transformers, the DHT's process and p2pd, measured with a model of 0.1M weights."""
 
 REPLAYED_COPIES = 3
-"""Averages that are kept at most for a joiner, who goes through them (`optim/replay.py`), in copies."""
+"""Averages that are kept at most for a joiner, who goes through them (`optim/rounds.py`), in copies."""
 
 CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to

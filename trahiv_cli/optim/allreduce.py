@@ -5,13 +5,16 @@ so every peer adds a number that was rounded, or quantized, for it alone: replic
 without a codec and by 2.5 % of the gradient with an 8-bit one. Here the peer that reduces a part sends
 everybody the average itself, in the same bytes, and adopts what those bytes decode to. Every part travels
 with a checksum; whatever fails, fails the round for this peer.
+
+A reducer takes finite values from its group, no more than their sender claimed, and no outliers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
@@ -22,10 +25,16 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
-from trahiv_cli.optim.soundness import CLAIM_SLACK, BrokenPart, Claim, SoundReducer
+from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.codecs import Codec, read_tensor
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import digest_of_bytes
+
+# A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in an
+# earlier round comes on top (uniform8 loses up to 3 % of the norm a round).
+CLAIM_SLACK = 1.25
+
+CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows one to be enough from a good start
 
 
 def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
@@ -34,11 +43,17 @@ def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_
     return averaging_pb2.AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
 
 
-def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor:
-    """Decode a part. `BrokenPart`: the checksum is another part's; `ValueError`: its bytes are no tensor."""
+def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor | None:
+    """Decode a part; None if its bytes are no tensor. `BrokenPart`: the checksum is another part's."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
-    return read_tensor(message.tensor_part)
+    with contextlib.suppress(ValueError):
+        return read_tensor(message.tensor_part)
+    return None
+
+
+class BrokenPart(AllreduceException):
+    """A member sent what nobody can use."""
 
 
 class BrokenOff(AllreduceException):
@@ -48,17 +63,11 @@ class BrokenOff(AllreduceException):
 class ExactAllReduce(AllReduceRunner):
     """Butterfly all-reduce that yields averages, the same bits for every peer of the group, or raises.
 
-    `traffic` are two counters of bytes, sent and received. See `SoundReducer` for the others.
+    For what it adds to hivemind's options see `SoundReducer`.
     """
 
     def __init__(
-        self,
-        *,
-        traffic: tuple[Any, Any],
-        claims: Mapping[str, Claim],
-        left_out: Mapping[str, str],
-        robust: bool,
-        **kwargs: Any,
+        self, *, claims: Mapping[str, Claim], left_out: Mapping[str, str], robust: bool, **kwargs: Any
     ) -> None:
         super().__init__(**kwargs)
         self.tensor_part_reducer.finished.set()  # upstream's is not used, and would warn of that
@@ -70,7 +79,7 @@ class ExactAllReduce(AllReduceRunner):
             robust=robust,
         )
         self.blamed, self.is_sure = "", False  # see `Vote`
-        self._sent, self._received = traffic
+        self.sent = self.received = 0  # bytes of encoded parts
         self._own = self.ordered_peer_ids.index(self.peer_id)
         self._container: Any = self.tensor_part_container
         self._compression = self._container.compression
@@ -152,7 +161,7 @@ class ExactAllReduce(AllReduceRunner):
         for part_index, part in enumerate(self.parts_for_local_averaging):
             average = await self.tensor_part_reducer.accumulate_part(sender, part_index, part)
             message = await self._encode(part_index, average)
-            decoded = checked(message, self.peer_id)
+            decoded = read_tensor(message.tensor_part)
             if self.lost is not None and self._own_share:
                 # This peer alone knows what the average lost: it brings that along next time.
                 lost = self._lost_parts[self._own][part_index]
@@ -172,13 +181,10 @@ class ExactAllReduce(AllReduceRunner):
         def decode(message: averaging_pb2.AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor, float]:
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise BrokenOff(f"peer {peer_id} broke the round off")
-            self._received.value += len(message.tensor_part.buffer)
-            try:
-                average = checked(message, peer_id)
-            except ValueError as error:
-                raise BrokenPart(f"peer {peer_id} returned no average") from error
-            if not average.is_floating_point() or not bool(average.isfinite().all()):
-                raise BrokenPart(f"peer {peer_id} returned an average that is not finite")
+            self.received += len(message.tensor_part.buffer)
+            average = checked(message, peer_id)
+            if average is None or not average.is_floating_point() or not bool(average.isfinite().all()):
+                raise BrokenPart(f"peer {peer_id} returned no average, or one that is not finite")
             return average, message.tensor_part, float(torch.linalg.vector_norm(average)) ** 2
 
         shapes = [part.shape for part, _ in self._container._input_parts_by_peer[index]]
@@ -208,7 +214,7 @@ class ExactAllReduce(AllReduceRunner):
         encoding = amap_in_executor(encode, as_aiter(*parts), max_prefetch=self._container.prefetch)
         try:
             async for message in encoding:
-                self._sent.value += len(message.tensor_part.buffer)
+                self.sent += len(message.tensor_part.buffer)
                 yield message
         except Exception as error:  # hivemind's writing task, which runs this, is asked by nobody
             self._fail(error, self.ordered_peer_ids[peer_index])
@@ -222,11 +228,8 @@ class ExactAllReduce(AllReduceRunner):
         sender = self.sender_peer_ids[sender_index]
 
         def decode(message: averaging_pb2.AveragingData) -> torch.Tensor | None:
-            self._received.value += len(message.tensor_part.buffer)
-            try:
-                return checked(message, sender)
-            except ValueError:
-                return None
+            self.received += len(message.tensor_part.buffer)
+            return checked(message, sender)
 
         part_index = 0
         try:
@@ -234,7 +237,7 @@ class ExactAllReduce(AllReduceRunner):
                 average = await self.tensor_part_reducer.accumulate_part(sender_index, part_index, part)
                 message = await self._encode(part_index, average)
                 part_index += 1
-                self._sent.value += len(message.tensor_part.buffer)
+                self.sent += len(message.tensor_part.buffer)
                 yield message
         except AllreduceException as error:
             self._fail(error, sender)
@@ -259,3 +262,112 @@ class ExactAllReduce(AllReduceRunner):
         if part_index not in self._encoded:
             self._encoded[part_index] = asyncio.get_running_loop().run_in_executor(None, encode)
         return await asyncio.shield(self._encoded[part_index])
+
+
+class SoundReducer:
+    """Averages the parts of one share, each sender by the weight that it claimed.
+
+    Stands in for hivemind's `TensorPartReducer`, which takes a weight from each part, and averages on without
+    a sender that fails half-way: parts then differ in whose they are. Here a failed sender fails the round.
+    Parts of `left_out` are not used. `robust`: average by centered clipping, not by the weighted mean.
+    """
+
+    def __init__(
+        self,
+        part_shapes: Sequence[torch.Size],
+        senders: Sequence[str],
+        claims: Mapping[str, Claim],
+        left_out: Mapping[str, str],
+        *,
+        robust: bool,
+    ) -> None:
+        self.num_parts = len(part_shapes)
+        self.notes: dict[str, str] = {}  # senders that broke their word, and how; not used from then on
+        self._shapes, self._senders, self._claims = part_shapes, senders, claims
+        self._left_out, self._robust = left_out, robust
+        self._squares = [0.0] * len(senders)
+        self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
+        self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
+
+    async def accumulate_part(self, sender: int, index: int, part: torch.Tensor | None) -> torch.Tensor:
+        """Take one part of a sender, wait for the others', return their average, in float32.
+
+        If `part` is not floating-point, or of another shape, or None as it can't be read, it is not used, nor
+        is what its sender sends after it.
+
+        Raises:
+            AllreduceException: a sender failed, or nobody's part can be used.
+        """
+        name = self._senders[sender]
+        if index >= self.num_parts:
+            raise BrokenPart(f"{name} sent more parts than there are")
+        if part is None or part.shape != self._shapes[index] or not part.is_floating_point():
+            self.notes.setdefault(name, "its parts are no tensors of the right shape")
+            part = torch.empty(0)
+        self._squares[sender] += float(torch.linalg.vector_norm(part)) ** 2
+        sent, claimed = math.sqrt(self._squares[sender]), self._claims[name].norm
+        if not math.isfinite(sent):
+            self.notes.setdefault(name, "its parts are not finite")
+        elif sent > CLAIM_SLACK * claimed + torch.finfo(torch.float32).tiny:
+            self.notes.setdefault(name, f"its parts are larger than the norm {claimed:.3g} that it claimed")
+        arrived, average = self._arrived[index], self._averages[index]
+        arrived[sender] = part
+        if len(arrived) == len(self._senders) and not average.done():
+            try:
+                average.set_result(self._combine(arrived))
+            except (AllreduceException, RuntimeError) as error:  # the latter is torch's
+                average.set_exception(error)
+            arrived.clear()
+        return await asyncio.shield(average)
+
+    def on_sender_failed(self, sender: int) -> None:
+        """Fail what still needs this sender."""
+        self._fail(f"peer {self._senders[sender]} did not send its part in time")
+
+    def finalize(self) -> None:
+        """Fail what is not finished, and free the memory. Safe to call twice."""
+        self._fail("the round is over")
+        self._arrived = [{} for _ in self._shapes]
+
+    def _fail(self, why: str) -> None:
+        for average in self._averages:
+            if not average.done():
+                average.set_exception(AllreduceException(why))
+                average.exception()  # somebody may be waiting, or nobody; asyncio complains of the latter
+
+    def _combine(self, arrived: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        used = [
+            (arrived[index], self._claims[sender].weight)
+            for index, sender in enumerate(self._senders)
+            if sender not in self._left_out and sender not in self.notes and self._claims[sender].weight
+        ]
+        if not used:
+            raise AllreduceException("nobody's contribution can be used")
+        if self._robust and len(used) > 2:
+            return centered_clipping([part for part, _ in used])
+        return weighted_mean(used)
+
+
+def weighted_mean(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
+    """Average (tensor, weight) pairs of one shape; a new float32 tensor."""
+    total = torch.zeros(parts[0][0].shape)
+    for part, weight in parts:
+        total.add_(part, alpha=weight)
+    return total.div_(sum(weight for _, weight in parts))
+
+
+def centered_clipping(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Average tensors of one shape so that a minority of them can't move the result far.
+
+    v <- v + mean_i clip(x_i - v, t), where clip scales a difference down to the norm t, the median of all
+    differences' norms, and v starts at the coordinate-wise median (arXiv 2012.10333, algorithm 2). All
+    count alike: a weight is what its owner says. Needs at least three. A new float32 tensor.
+    """
+    values = torch.stack([part.float().flatten() for part in parts])
+    center = values.median(dim=0).values
+    for _ in range(CLIPPING_ROUNDS):
+        differences = values - center
+        norms = torch.linalg.vector_norm(differences, dim=1)
+        scale = torch.clamp(norms.median() / norms, max=1.0).nan_to_num(1.0)
+        center = center + (scale @ differences) / len(parts)
+    return center.reshape(parts[0].shape)

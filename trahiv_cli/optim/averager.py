@@ -4,7 +4,7 @@
 2. The group exchanges parts and averages (`allreduce`).
 3. It votes on the average (`ballot`), so that it is applied by most of the group or by nobody, and every
    peer can name those that did not hold it.
-4. Each member keeps the round for those that missed it (`replay`), and goes through those that it missed.
+4. Each member keeps the round for those that missed it, and goes through those that it missed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
@@ -34,18 +34,16 @@ from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.auto import usual_rate
-from trahiv_cli.optim.ballot import TWO_VOTES, Ballot, Ballots, Decision, NotCommitted, Vote, proof_of
+from trahiv_cli.optim.ballot import TWO_VOTES, Ballots, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.pace import RoundRules
-from trahiv_cli.optim.replay import STATES_KEPT, Header, Log, Record, decoded
-from trahiv_cli.optim.rounds import Exchange, Outcome
-from trahiv_cli.optim.soundness import Claim, outliers
+from trahiv_cli.optim.rounds import STATES_KEPT, Claim, Exchange, Header, Log, Outcome, decoded, judge
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import content_of, peer_from
-from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity, SharedNumber
+from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
 
 ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a round
 
@@ -74,16 +72,12 @@ def _is_not_about_a_round(record: logging.LogRecord) -> bool:
 class ExactAverager(CorrectedAverager):
     """Averages with `ExactAllReduce` and applies only what its group has voted for."""
 
-    SERVED: ClassVar[tuple[str, ...]] = (
-        *("_rules", "_interest", "_ballots", "_residual", "_residual_is_of_steps", "_traffic"),
-    )
+    SERVED: ClassVar[tuple[str, ...]] = ("_rules", "_interest", "_ballots", "_residual", "_is_of_steps")
 
     def __init__(self, *args: Any, rules: RoundRules, interest: JoinerActivity, **kwargs: Any) -> None:
-        self._traffic = SharedNumber(0), SharedNumber(0)
-        self._rules, self._interest = rules, interest
-        self._ballots = Ballots()
-        self._residual: dict[int, torch.Tensor] = {}
-        self._residual_is_of_steps = False
+        self._rules, self._interest, self._ballots = rules, interest, Ballots()
+        self._residual: dict[int, torch.Tensor] = {}  # what codecs lost, by place, and whether of local steps
+        self._is_of_steps = False
         super().__init__(*args, **kwargs)
 
     def start(self) -> None:
@@ -98,12 +92,6 @@ class ExactAverager(CorrectedAverager):
         # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
         hivemind_averager.logger.addFilter(_is_not_about_a_round)
         super().serve(dht, pipe)
-
-    @property
-    def traffic(self) -> tuple[int, int]:
-        """Bytes of encoded tensor parts that were sent and received so far."""
-        sent, received = self._traffic
-        return sent.value, received.value
 
     def expect_group(
         self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
@@ -156,8 +144,8 @@ class ExactAverager(CorrectedAverager):
 
     def _prepare_contribution(self, exchange: Exchange) -> float:
         """Add what earlier rounds lost to the tensors, which each try fills anew; return their norm."""
-        if self._residual_is_of_steps != exchange.is_of_steps:
-            self._residual, self._residual_is_of_steps = {}, exchange.is_of_steps
+        if self._is_of_steps != exchange.is_of_steps:
+            self._residual, self._is_of_steps = {}, exchange.is_of_steps
         with self.get_tensors() as tensors, torch.no_grad():
             for place in exchange.places:
                 if place in self._residual:
@@ -173,17 +161,16 @@ class ExactAverager(CorrectedAverager):
         DHT once per tensor: 800 tensors cost 2.75 s a round, not 0.62 s.
         """
         exchange, loop, gathered = EXCHANGE.get(), asyncio.get_running_loop(), group_info.gathered
-        read = (Claim.parse(content_of(statement)) for statement in gathered)  # they are verified
-        members = [peer.to_base58() for peer in group_info.peer_ids]
-        claims, left_out = self._judge(dict(zip(members, read, strict=True)), exchange)
-        clients = [PeerID.from_base58(peer) for peer, claim in claims.items() if claim.is_client]
+        said = [Claim.parse(content_of(statement)) for statement in gathered]  # they are verified
+        claims, outcome = judge(group_info.peer_ids, said, exchange.most_samples, self._rules.norm_limit)
+        clients = [peer for peer, claim in zip(group_info.peer_ids, said, strict=True) if claim.is_client]
         self._ballots.open(group_info, self.allreduce_kwargs["sender_timeout"], clients)
-        started, (sent, received) = loop.time(), self.traffic
+        started = loop.time()
         async with enter_asynchronously(self.get_tensors()) as all_tensors:
             tensors = all_tensors[exchange.places.start : exchange.places.stop]
             runner: ExactAllReduce | None = None
             try:
-                runner = await self._make_runner(group_info, tensors, exchange, claims, left_out, **options)
+                runner = await self._make_runner(group_info, tensors, claims, outcome.left_out, **options)
                 async for _ in runner:
                     pass  # its parts are kept, encoded: less memory than a second copy takes until the vote
                 took_s, parts = loop.time() - started, runner.encoded_averages
@@ -198,7 +185,6 @@ class ExactAverager(CorrectedAverager):
                 self._running_groups[group_info.group_id].cancel()  # if nothing runs, nobody waits for it
             quorum = claims[self.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
-            outcome = Outcome.of_claims(claims, left_out, vote.digest)
             if not decision.is_committed:
                 raise NotCommitted(decision.reason, vote.digest, sum(outcome.samples.values()))
             assert runner is not None  # or there would be no digest to commit
@@ -210,37 +196,30 @@ class ExactAverager(CorrectedAverager):
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
             num_bytes = sum(len(part.buffer) for part in parts)
             header = Header(ids, tuple(gathered), vote.digest, len(parts), num_bytes)
-            self._log.add(Record(exchange.after, header, parts), is_wanted=self._interest.is_there)
+            self._log.add(exchange.after, header, parts, is_wanted=self._interest.is_there)
         notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
         return replace(
             outcome,
-            left_out=left_out | {peer: why for peer, why in notes.items() if peer in claims},
+            proof=vote.digest,
+            left_out=outcome.left_out | {peer: why for peer, why in notes.items() if peer in claims},
             reason=decision.reason,
             exchange_s=took_s,
-            parts_sent=self.traffic[0] - sent,
-            parts_received=self.traffic[1] - received,
+            parts_sent=runner.sent,
+            parts_received=runner.received,
         )
-
-    def _judge(
-        self, claims: Mapping[str, Claim], exchange: Exchange
-    ) -> tuple[dict[str, Claim], dict[str, str]]:
-        """Say what counts of the members' claims, in their order; whose contribution is left out, and why."""
-        claims = {peer: claim.counted(exchange.most_samples) for peer, claim in claims.items()}
-        return claims, outliers(claims, self._rules.norm_limit)
 
     async def _make_runner(
         self,
         group_info: GroupInfo,
         tensors: Sequence[torch.Tensor],
-        exchange: Exchange,
         claims: Mapping[str, Claim],
         left_out: Mapping[str, str],
         *,
         min_vector_size: int,
         **options: Any,
     ) -> ExactAllReduce:
-        if exchange.codec is not None:
-            options["compression"] = CODECS[exchange.codec]()
+        if (codec := EXCHANGE.get().codec) is not None:
+            options["compression"] = CODECS[codec]()
         all_bytes = sum(tensor.nbytes for tensor in tensors)
         needed_s = patience_s(claims, options["part_size_bytes"], all_bytes)
         if needed_s > options["sender_timeout"]:
@@ -252,7 +231,6 @@ class ExactAverager(CorrectedAverager):
             None, load_balance_peers, size, bandwidths, min_vector_size
         )
         runner = ExactAllReduce(
-            traffic=self._traffic,
             claims=claims,
             left_out=left_out,
             robust=self._rules.robust_mean,
@@ -273,10 +251,7 @@ class ExactAverager(CorrectedAverager):
     async def _hold_vote(self, group_info: GroupInfo, vote: Vote, quorum: int) -> Decision:
         """Vote, and record the blame that follows from the result."""
         ballot = self._ballots[group_info.group_id]
-
-        async def ask(peer: PeerID, statement: bytes) -> Mapping[PeerID, bytes]:
-            return await self._exchange_votes(peer, group_info.group_id, ballot, statement)
-
+        ask = partial(self._exchange_votes, group_info.group_id)
         decision = await ballot.hold(self.peer_id, self.dht.signing_key, vote, quorum, ask)
         blame = self._matchmaking.blame
         for peer in ballot.unheard:
@@ -287,9 +262,7 @@ class ExactAverager(CorrectedAverager):
         blame.note_votes(group_info.peer_ids, decision.votes, decision.is_committed)
         return decision
 
-    async def _exchange_votes(
-        self, peer: PeerID, group_id: bytes, ballot: Ballot, statement: bytes
-    ) -> Mapping[PeerID, bytes]:
+    async def _exchange_votes(self, group_id: bytes, peer: PeerID, statement: bytes) -> dict[PeerID, bytes]:
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
         request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=statement)
         answer = await stub.rpc_vote(request, timeout=2 * self.allreduce_kwargs["sender_timeout"])
@@ -349,29 +322,29 @@ class ExactAverager(CorrectedAverager):
             missing = header.num_bytes
             while len(parts) < header.num_parts and missing >= 0:
                 parts.append((await anext(messages)).tensor_part)
-                self._traffic[1].value += len(parts[-1].buffer)
                 missing -= len(parts[-1].buffer)
             if missing:
                 raise ValueError("parts of another size than was said")
         loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
-        said = zip(map(peer_from, header.members), header.gathered, strict=True)
-        read = {peer.to_base58(): self._matchmaking.claim_of(peer, statement) for peer, statement in said}
-        claims, left_out = self._judge(read, exchange)
+        peers = [peer_from(member) for member in header.members]
+        said = map(self._matchmaking.claim_of, peers, header.gathered)
+        _, outcome = judge(peers, said, exchange.most_samples, self._rules.norm_limit)
         average = decoded(parts, tensors)
         if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")
         async with enter_asynchronously(self.get_tensors()):
             for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
                 tensor.copy_(value)
-        return Outcome.of_claims(claims, left_out, header.proof)
+        return replace(outcome, proof=header.proof)
 
     async def rpc_replay(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """Send the round that continued a history; nothing if it is not kept."""
         del context
-        if (record := self._log.find(request.metadata)) is not None:
-            yield averaging_pb2.DownloadData(metadata=record.header.to_wire())
-            for part in record.parts:
+        if (kept := self._log.find(request.metadata)) is not None:
+            header, parts = kept
+            yield averaging_pb2.DownloadData(metadata=header.to_wire())
+            for part in parts:
                 self._interest.note()
                 yield averaging_pb2.DownloadData(tensor_part=part)

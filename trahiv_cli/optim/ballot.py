@@ -84,10 +84,10 @@ class Decision:
 
     is_committed: bool
     reason: str  # why not; or, of a committed round, who did not average. Empty if all did.
-    votes: Mapping[str, Vote]  # the votes, by member, that it was decided by
+    votes: Mapping[PeerID, Vote]  # that it was decided by
 
 
-def decide(own: str, group: Collection[str], votes: Mapping[str, Vote], quorum: int) -> Decision:
+def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote], quorum: int) -> Decision:
     """Decide whether this member commits the round, by the votes that it knows, its own included.
 
     So many as `quorum`, and more than half of the group, must hold what it holds.
@@ -122,7 +122,7 @@ class Ballot:
     def __init__(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> None:
         self.members = group.peer_ids
         said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
-        self._about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
+        self.about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
         self._limit_s = limit_s
         self.votes: dict[PeerID, Vote] = {}
         self._statements: dict[PeerID, bytes] = {}  # each vote as its member signed it
@@ -136,10 +136,6 @@ class Ballot:
         """Members whose vote is not known."""
         return set(self.members) - self.votes.keys()
 
-    def signed(self, key: RSAPrivateKey, vote: Vote) -> bytes:
-        """Return a vote in this round as a member's key signs it."""
-        return sign(key, self._about, vote.to_bytes())
-
     def cast(self, peer: PeerID, statement: bytes) -> None:
         """Note what a member voted, whoever brings it. Who votes for this and for that votes for nothing.
 
@@ -150,7 +146,7 @@ class Ballot:
             return
         if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
             raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
-        vote = Vote.parse(verified(statement, peer, self._about))
+        vote = Vote.parse(verified(statement, peer, self.about))
         if vote != self.votes.setdefault(peer, vote):
             self.votes[peer] = TWO_VOTES
         self._statements.setdefault(peer, statement)
@@ -179,7 +175,7 @@ class Ballot:
 
         `ask` takes a statement to a member and returns its `answer`, or raises ValueError or `UNREACHABLE`.
         """
-        statement = self.signed(key, vote)
+        statement = sign(key, self.about, vote.to_bytes())
         self.cast(peer, statement)
 
         async def exchange(member: PeerID) -> None:
@@ -193,14 +189,12 @@ class Ballot:
 
         asked = [member for member in self.members if member != peer and member not in self._silent]
         calls = [asyncio.create_task(exchange(member)) for member in asked]
-        members = [member.to_base58() for member in self.members]
         loop, is_decided = asyncio.get_running_loop(), False
         began = loop.time()
         while True:
             self._has_changed.clear()
-            standing = (self.votes if is_decided else self.standing()) | {peer: vote}
-            votes = {member.to_base58(): said for member, said in standing.items()}
-            decision = decide(peer.to_base58(), members, votes, quorum)
+            votes = (self.votes if is_decided else self.standing()) | {peer: vote}
+            decision = decide(peer, self.members, votes, quorum)
             is_decided = decision.is_committed
             if not self.unheard:
                 self._is_settled.set()
@@ -230,39 +224,36 @@ class Ballot:
         return {peer: self._statements[peer] for peer in self.standing()}
 
 
-class Ballots:
+class Ballots(dict[bytes, Ballot]):
     """The ballots of the last rounds that a peer was in, by the ids of their groups."""
 
     def __init__(self) -> None:
-        self._opened: dict[bytes, Ballot] = {}
+        super().__init__()
         self._has_opened = asyncio.Event()
         self._early: set[PeerID] = set()
 
-    def __getitem__(self, group_id: bytes) -> Ballot:
-        return self._opened[group_id]
-
     def open(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> Ballot:
         """Begin to hear the votes of a round; see `Ballot`."""
-        ballot = self._opened[group.group_id] = Ballot(group, limit_s, clients)
-        while len(self._opened) > BALLOTS_KEPT:
-            del self._opened[next(iter(self._opened))]
+        ballot = self[group.group_id] = Ballot(group, limit_s, clients)
+        while len(self) > BALLOTS_KEPT:
+            del self[next(iter(self))]
         self._has_opened.set()
         self._has_opened = asyncio.Event()
         return ballot
 
     async def find(self, group_id: bytes, caller: PeerID, limit_s: float) -> Ballot | None:
         """Wait for the ballot of a round; None after `limit_s`, or if the caller waits for one already."""
-        if group_id not in self._opened and caller not in self._early:
+        if group_id not in self and caller not in self._early:
             self._early.add(caller)
             try:
                 async with asyncio.timeout(limit_s):
-                    while group_id not in self._opened:
+                    while group_id not in self:
                         await self._has_opened.wait()
             except TimeoutError:
                 pass
             finally:
                 self._early.discard(caller)
-        return self._opened.get(group_id)
+        return self.get(group_id)
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         self._copies: HostCopies | None = None
         self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
         self.samples_aside, self.weight_aside = 0, 0.0
-        self.forget_announced()
+        self._announced: list[tuple[int, float]] = []  # samples and weights of batches, not counted yet
         super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
@@ -40,21 +40,16 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
     # -- batches -------------------------------------------------------------------------------------
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
-        """Announce a batch whose gradients come next; `accumulate_grads_` counts all that were announced.
+        """Announce a batch of so many rows whose gradients come next; `accumulate_grads_` counts them.
 
-        Args:
-            samples: rows of the batch, which count towards the swarm's next step.
-            weight: what its mean loss is a mean over: trained tokens, or rows; 0 if nothing is trained.
-            lend: have the backward pass add to accumulators on a parameter's device, as its `.grad`, which
-                saves a second gradient. Not for gradients that somebody scales afterwards.
+        `weight` is what its mean loss is a mean over: trained tokens, or rows; 0 if nothing is trained.
+        `lend`: have the backward pass add to accumulators on a parameter's device, as its `.grad`, which
+        saves a second gradient. Not for gradients that somebody scales afterwards.
 
-        Returns:
-            The factor for the batch's mean loss before its backward pass; exactly 1 for equal batches.
+        Returns the factor for the batch's mean loss before its backward pass; exactly 1 for equal batches.
         """
         self._anchor_weight = self._anchor_weight or float(weight)
-        self._announced_samples += samples
-        self._announced_weight += weight
-        self._is_announced = True
+        self._announced.append((samples, weight))
         if lend:
             for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
                 if param.device == accumulator.device:
@@ -63,7 +58,7 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
     def forget_announced(self) -> None:
         """Take back what was announced and not counted."""
-        self._announced_samples, self._announced_weight, self._is_announced = 0, 0.0, False
+        self._announced.clear()
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
@@ -71,9 +66,10 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
         Lent accumulators are taken back: clearing the gradients must not clear them.
         """
-        factor = 1.0 if self._is_announced else self.expect_batch(batch_size, batch_size, lend=False)
-        self.local_samples_accumulated += self._announced_samples
-        self.local_weight += self._announced_weight
+        factor = 1.0 if self._announced else self.expect_batch(batch_size, batch_size, lend=False)
+        for samples, weight in self._announced:
+            self.local_samples_accumulated += samples
+            self.local_weight += weight
         self.forget_announced()
         for param, accumulator in zip(self.parameters, self._grad_accumulators(), strict=True):
             if param.grad is accumulator:
@@ -133,8 +129,7 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
             self._local_accumulators = self.aside
         self.aside, self.samples_aside, self.weight_aside = (), 0, 0.0
 
-    @contextmanager
-    def use_averaged_gradients(self) -> Iterator[None]:
+    def use_averaged_gradients(self) -> AbstractContextManager[None]:
         """Have the averages as the parameters' `.grad` within the block; `use_up` comes next.
 
         They lie in the memory of what was set aside, where the parameters are: upstream
@@ -142,17 +137,14 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         """
         with torch.no_grad(), self.get_tensors() as averages:
             filled = [aside.copy_(average) for aside, average in zip(self.aside, averages, strict=True)]
-        with self._as_gradients(filled):
-            yield
+        return self._as_gradients(filled)
 
-    @contextmanager
-    def use_accumulated_gradients(self) -> Iterator[None]:
+    def use_accumulated_gradients(self) -> AbstractContextManager[None]:
         """Have this peer's mean gradient as `.grad` within the block; `reset_accumulated_grads_` is next."""
         scale = self._anchor_weight / self.local_weight if self.local_weight else 0.0
         with torch.no_grad():
             means = [accumulator.mul_(scale) for accumulator in self._grad_accumulators()]
-        with self._as_gradients(means):
-            yield
+        return self._as_gradients(means)
 
     @contextmanager
     def _as_gradients(self, gradients: list[torch.Tensor]) -> Iterator[None]:

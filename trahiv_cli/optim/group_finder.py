@@ -7,6 +7,7 @@
    `matchmaking_time`.
 3. Where views differ, a peer that follows another one sends those who ask it there.
 4. What each member claims is signed: a leader says who is in its group, not what they bring.
+5. Nobody waits for a peer that does not answer, and one of which rounds fail is let into no group (`Blame`).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.dht import DHTID
 from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
 from hivemind.p2p.servicer import ServicerBase
@@ -29,8 +30,8 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 
-from trahiv_cli.optim.blame import Blame
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
@@ -44,6 +45,11 @@ LONELY_S = 0.5
 
 PAUSE_S = 0.1  # between two tries when nobody could be asked
 DOOR_S = 600.0  # a follower at the door of a leader is sent away after so long; it leaves sooner by itself
+
+SUSPECT_S = 20.0  # for so long nobody waits for a peer that did not answer or broke a round
+
+# When, and for how long at most, a peer of which rounds fail is let into no group: see `Blame.note_votes`.
+MOST_POINTS, POINTS_A_ROUND, MOST_EXCLUDED_S = 2.0, 0.25, 1280.0
 
 MESSAGE = averaging_pb2.MessageFromLeader
 
@@ -69,6 +75,72 @@ class Search:
     refused: set[PeerID] = field(default_factory=set)  # peers that could not lead in this search
 
 
+class Blame:
+    """Suspects and excludes peers for a while; `order`, alike for all, decides between equals."""
+
+    def __init__(self, order: Callable[[PeerID], bytes]) -> None:
+        self._order = order
+        self._suspected_until: dict[PeerID, float] = {}
+        self.excluded_until: dict[PeerID, float] = {}  # of all that ever were; by the monotonic clock
+        self._points: defaultdict[PeerID, float] = defaultdict(float)
+        self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
+
+    def suspect(self, peer: PeerID) -> None:
+        """Do not wait for this peer for a while, and have it lead only when nobody else is left."""
+        self._suspected_until[peer] = time.monotonic() + SUSPECT_S
+
+    def clear(self, peer: PeerID) -> None:
+        """Suspect a peer no more: it came by itself."""
+        self._suspected_until.pop(peer, None)
+
+    def is_suspect(self, peer: PeerID) -> bool:
+        """Whether nobody should wait for a peer."""
+        return self._suspected_until.get(peer, 0.0) > time.monotonic() or self.is_excluded(peer)
+
+    def exclude(self, peer: PeerID, why: str) -> None:
+        """Let a peer into no group for a while, twice as long each time, nor follow it; `why` is logged."""
+        for_s = min(MOST_EXCLUDED_S, SUSPECT_S * 2 ** self._times_excluded[peer])
+        self.excluded_until[peer] = time.monotonic() + for_s
+        self._times_excluded[peer] += 1
+        logger.warning(f"Peer {peer} is let into no group for {for_s:.0f} s: {why}.")
+
+    def is_excluded(self, peer: PeerID) -> bool:
+        """Whether a peer is let into no group."""
+        return self.excluded_until.get(peer, 0.0) > time.monotonic()
+
+    def note_votes(self, members: Sequence[PeerID], votes: Mapping[PeerID, Vote], is_committed: bool) -> None:
+        """Learn from a round whose doing it is that rounds fail.
+
+        The member that most blame has a point more, all others that blame or are blamed three quarters: it
+        may be one of them, or a link. At `MOST_POINTS` the one with most, of equals the later in order, is
+        excluded, unless those that are left are no more than half. A committed round makes up for a quarter
+        of a point. All members hear the same votes, so they come to the same verdict.
+        """
+        if is_committed:
+            for peer in members:
+                self._points[peer] = max(0.0, self._points[peer] - POINTS_A_ROUND)
+                self._times_excluded[peer] = max(0.0, self._times_excluded[peer] - POINTS_A_ROUND)
+            return
+        names = {peer.to_base58(): peer for peer in votes}
+        blames = {peer: names[vote.blames] for peer, vote in votes.items() if vote.blames in names}
+        blamed = set(blames.values())
+        # A member that broke off because of another is blamed by those that waited for it: that is no proof.
+        direct = {peer: whom for peer, whom in blames.items() if votes[peer].is_sure or whom not in blames}
+        blames = direct or blames
+        accusers = Counter(blames.values())
+        most = max(accusers.values(), default=0)
+        for peer in accusers.keys() | blames.keys():
+            self._points[peer] += 1.0 if accusers[peer] == most else 0.75
+        worst = max(members, key=lambda peer: (self._points[peer], self._order(peer)))
+        left = [peer for peer in members if peer != worst and not self.is_excluded(peer)]
+        if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
+            return
+        self.exclude(worst, "rounds with it fail")
+        # It may be the wrong one: a liar blames others for what it does. Who was blamed as well is next.
+        for peer in self._points.keys() - (blamed - {worst}):
+            del self._points[peer]
+
+
 class GroupFinder:
     """Finds a group for each round; stands in for hivemind's `Matchmaking` in the DHT's process.
 
@@ -90,7 +162,6 @@ class GroupFinder:
         request_timeout: float,
         **_: Any,
     ) -> None:
-        self.group_key_manager = GroupKeyManager(dht, prefix, "", None)
         self.request_timeout = request_timeout
         self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
         self._tensors_schema = self.schema = schema_hash
@@ -209,7 +280,12 @@ class GroupFinder:
                 for peer, follower in search.followers.items():
                     if (wanted := follower.quorum) > there:
                         self.blame.exclude(peer, f"it wants a group of {wanted} where {there} peers are")
-                return self._form_group(search, members)
+                peers = (self._p2p.peer_id, *members)
+                gathered = (search.statement, *(member.statement for member in members.values()))
+                group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
+                search.group.set_result(group)
+                self._wake()
+                return group
             is_lonely = missing and not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: perhaps they wait for somebody else, and so should these
                 search.refused.add(self._p2p.peer_id)
@@ -219,14 +295,6 @@ class GroupFinder:
             until = give_up if search.followers or not missing else min(give_up, lonely_until)
             await self._wait_for_change(until - time.monotonic())
         return None
-
-    def _form_group(self, search: Search, members: Mapping[PeerID, Follower]) -> GroupInfo:
-        peers = (self._p2p.peer_id, *members)
-        gathered = (search.statement, *(member.statement for member in members.values()))
-        group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
-        search.group.set_result(group)
-        self._wake()
-        return group
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -313,7 +381,7 @@ class GroupFinder:
             schema_hash=search.schema,
             client_mode=self._is_client,
             gather=search.statement,
-            group_key=self.group_key_manager.current_key,
+            group_key=f"{self._prefix}.0b",  # as hivemind names it; nobody reads it
         )
         is_there = False
         try:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
-from trahiv_cli.optim.soundness import USELESS_AT_MOST
+from trahiv_cli.optim.rounds import USELESS_AT_MOST
 from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:

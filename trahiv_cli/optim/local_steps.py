@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 
 from trahiv_cli.optim.method import Method
 from trahiv_cli.optim.pace import Pace, divide
-from trahiv_cli.optim.soundness import are_finite
+from trahiv_cli.optim.rounds import are_finite
 from trahiv_cli.swarm.host_copies import HostCopies
 
 

@@ -19,7 +19,7 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Work
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.progress import SwarmTracker
-from trahiv_cli.optim.soundness import are_finite, state_to_adopt
+from trahiv_cli.optim.rounds import are_finite, state_to_adopt
 from trahiv_cli.optim.state import ExactStateAverager, common_digest
 from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.host_copies import host_values

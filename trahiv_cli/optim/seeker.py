@@ -24,8 +24,7 @@ from trahiv_cli.optim.averager import ANSWER_S
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
-from trahiv_cli.optim.rounds import Exchange, Outcome, Round
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.rounds import Claim, Exchange, Outcome, Round
 from trahiv_cli.telemetry.events import short_name
 
 logger = get_logger(__name__)
@@ -50,11 +49,7 @@ class GroupSeeker:
         self._parts, self.position = parts, position
         self._tracker, self._company, self._limits = parts.tracker, parts.company, parts.limits
         self._when_no_group_is_found = when_no_group_is_found
-        self._usual_wait_s = 0.0
-
-    def note_commit(self) -> None:
-        """A round was committed: so long it takes to find a group."""
-        self._usual_wait_s = max(0.9 * self._usual_wait_s, time.monotonic() - self._company.missed_since)
+        self._usual_wait_s = 0.0  # until a round was committed
 
     def patience_s(self) -> float:
         """How long to look for a group before the next local batch: longer with each try for a step."""
@@ -77,13 +72,9 @@ class GroupSeeker:
             NotFinite: this peer's weights are not finite.
         """
         self._tracker.refresh()
-        if self._company.may_step_alone:
-            return None, self._step_for_followers()
-        started, (sent, received) = time.monotonic(), self._parts.gradients.traffic
-        deadline = started + self.patience_s()
-        outcome: Outcome | None = None
-        reasons: dict[str, None] = {}
-        while outcome is None:
+        started = time.monotonic()
+        deadline, reasons = started + self.patience_s(), dict[str, None]()
+        while not self._company.may_step_alone:
             try:
                 outcome = self.try_once(deadline)
             except RoundFailed as failure:
@@ -91,23 +82,26 @@ class GroupSeeker:
                 if isinstance(vote := failure.__cause__, NotCommitted) and vote.proof:
                     # Others may have committed the average that this peer voted for.
                     self._tracker.vouch(self.position.after(vote.samples, vote.proof))
-                self._say_that_there_is_no_group()
-                if self._company.may_step_alone:
-                    return None, self._step_for_followers()
-                if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
-                    break
-                time.sleep(POLL_S)  # a round may fail at once, again and again
-        traffic = self._parts.gradients.traffic
-        attempt = Round(
-            samples=outcome.samples if outcome else {},
-            seconds=time.monotonic() - started,
-            bytes_sent=traffic[0] - sent,
-            bytes_received=traffic[1] - received,
-            committed=outcome is not None,
-            reason="; ".join(filter(None, [outcome.reason if outcome else "", *reasons])),
-            left_out=outcome.left_out if outcome else {},
-        )
-        return attempt, outcome
+            else:
+                waited_s = time.monotonic() - self._company.missed_since
+                self._usual_wait_s = max(0.9 * self._usual_wait_s, waited_s)
+                attempt = Round(
+                    samples=outcome.samples,
+                    seconds=time.monotonic() - started,
+                    bytes_sent=outcome.parts_sent,
+                    bytes_received=outcome.parts_received,
+                    committed=True,
+                    reason="; ".join(filter(None, [outcome.reason, *reasons])),
+                    left_out=outcome.left_out,
+                )
+                return attempt, outcome
+            self._say_that_there_is_no_group()
+            if self._company.may_step_alone:
+                break
+            if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
+                return Round({}, time.monotonic() - started, 0, 0, False, "; ".join(reasons)), None
+            time.sleep(POLL_S)  # a round may fail at once, again and again
+        return None, self._step_for_followers()
 
     def try_once(self, deadline: float) -> Outcome:
         """Look for a group, once, and average with it into the averager's tensors, or raise `RoundFailed`.
@@ -127,7 +121,7 @@ class GroupSeeker:
                 if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
                     continue  # it ends by itself within the longest exchange, and can't be called back
                 if alive.must_stop:
-                    raise RoundFailed(alive.ailment or "this peer is leaving")
+                    raise RoundFailed("this peer is leaving")
                 if time.monotonic() < refreshed_at + max(REFRESH_S, tracker.fetch_every_s):
                     continue
                 refreshed_at = time.monotonic()

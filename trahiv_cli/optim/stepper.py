@@ -160,8 +160,6 @@ class Stepper:
 
     def _take_note(self, outcome: Outcome, step: int) -> None:
         """Take note of what a committed round says of its members."""
-        if len(outcome.group) > 1:
-            self._seeker.note_commit()
         for peer, why in outcome.left_out.items():
             who = "This peer's" if peer == self._tracker.own_id else f"Peer {peer}'s"
             self._parts.events.warn(

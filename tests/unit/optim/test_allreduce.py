@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from types import SimpleNamespace
+import math
 
 import pytest
 import torch
@@ -12,8 +12,14 @@ from hivemind.proto import averaging_pb2
 
 from tests.kit.identities import id_of
 from tests.simulation.network import Network, VirtualLoop
-from trahiv_cli.optim.allreduce import ExactAllReduce, message_of
-from trahiv_cli.optim.soundness import Claim
+from trahiv_cli.optim.allreduce import (
+    ExactAllReduce,
+    SoundReducer,
+    centered_clipping,
+    message_of,
+    weighted_mean,
+)
+from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.codecs import CODECS
 
 PEERS = {name: id_of(name) for name in "ABC"}
@@ -34,8 +40,7 @@ def exchange(there="ABC", codec="none", tamper=None, group="ABC", **options):
     """Hold one exchange of a group, of which some are there; `tamper` changes what C returns.
 
     Returns:
-        Of each that is there its averages, or the exception that ended it; its runner; the bytes sent and
-        received.
+        Of each that is there its averages, or the exception that ended it; its runner.
     """
     norms = {name: float(torch.cat([one.flatten() for one in tensors_of(name)]).norm()) for name in group}
     options = {"part_size_bytes": 400, "sender_timeout": LIMIT_S} | options
@@ -48,9 +53,8 @@ def exchange(there="ABC", codec="none", tamper=None, group="ABC", **options):
         return [one.SerializeToString() for one in tamper(next(returned), average)]
 
     async def average(name):
-        p2p, traffic = network.p2p_of(PEERS[name]), (SimpleNamespace(value=0), SimpleNamespace(value=0))
+        p2p = network.p2p_of(PEERS[name])
         runner = ExactAllReduce(
-            traffic=traffic,
             claims={PEERS[one].to_base58(): Claim(weight=WEIGHTS[one], norm=norms[one]) for one in group},
             left_out={},
             robust=False,
@@ -68,9 +72,9 @@ def exchange(there="ABC", codec="none", tamper=None, group="ABC", **options):
         await runner.add_p2p_handlers(p2p, namespace="run")
         await asyncio.sleep(0.1)  # until all are there
         try:
-            return [average async for average in runner], runner, traffic
+            return [average async for average in runner], runner
         except AllreduceException as error:
-            return runner.failure or error, runner, traffic
+            return runner.failure or error, runner
 
     async def scene():
         return await asyncio.gather(*map(average, there))
@@ -83,10 +87,10 @@ def exchange(there="ABC", codec="none", tamper=None, group="ABC", **options):
 @pytest.mark.parametrize("name", CODECS)
 def test_all_members_hold_the_same_bits_which_are_the_mean_and_what_was_lost_makes_up_for_the_rest(name):
     ends = exchange(codec=name)
-    for averages, runner, (sent, received) in ends.values():
+    for averages, runner in ends.values():
         assert all(map(torch.equal, averages, ends["A"][0]))
         assert runner.failure is None and not runner.blamed
-        assert sent.value > 0 < received.value
+        assert runner.sent > 0 < runner.received
         whole = torch.cat([CODECS[name]().extract(part) for part in runner.encoded_averages])
         assert torch.equal(whole, torch.cat([one.flatten() for one in averages])), "as it travelled"
     for index, (average, mean) in enumerate(zip(ends["A"][0], MEANS, strict=True)):
@@ -94,7 +98,7 @@ def test_all_members_hold_the_same_bits_which_are_the_mean_and_what_was_lost_mak
         if name == "none":
             assert ends["A"][1].lost is None
             continue
-        lost = sum(WEIGHTS[one] * runner.lost[index] for one, (_, runner, _) in ends.items()) / 4
+        lost = sum(WEIGHTS[one] * runner.lost[index] for one, (_, runner) in ends.items()) / 4
         torch.testing.assert_close(average + lost, mean, rtol=0, atol=1e-5)
 
 
@@ -119,8 +123,8 @@ def filled(value, shape=None, cut=None):
     ("tamper", "words", "is_sure"),
     [
         (damaged, "was damaged on its way", True),
-        (filled(0.0, cut=-1), "returned no average", True),
-        (filled(torch.nan), "not finite", True),
+        (filled(0.0, cut=-1), "returned no average, or one that", True),
+        (filled(torch.nan), "or one that is not finite", True),
         (filled(0.0, (7,)), "another shape, or one too many", True),
         (filled(1e6), "longer than all that it is of", True),
         (lambda number, message: [message, message], "another shape, or one too many", True),
@@ -129,12 +133,127 @@ def filled(value, shape=None, cut=None):
     ],
 )
 def test_an_average_that_nobody_can_use_fails_the_round_and_its_reducer_is_named(tamper, words, is_sure):
-    failure, runner, _ = exchange("AC", group="AC", tamper=tamper, part_size_bytes=200)["A"]
+    failure, runner = exchange("AC", group="AC", tamper=tamper, part_size_bytes=200)["A"]
     assert str(PEERS["C"]) in str(failure) and words in str(failure)
     assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), is_sure)
 
 
 def test_a_member_that_is_not_there_fails_the_round_for_all_and_is_named():
-    for failure, runner, _ in exchange("AB", sender_timeout=0.2).values():
+    for failure, runner in exchange("AB", sender_timeout=0.2).values():
         assert str(failure) == f"peer {PEERS['C']} can't be reached"
         assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+
+
+# -- a reducer by itself ----------------------------------------------------------------------------
+
+
+def claims(*norms):
+    return {f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}
+
+
+def reduce(parts, claimed, left_out=(), robust=False):
+    """Give a reducer `parts[sender][index]`, numbers; return its averages (or errors) and its notes."""
+
+    async def scene():
+        shapes = [torch.Size()] * len(parts[0])
+        reducer = SoundReducer(shapes, list(claimed), claimed, left_out, robust=robust)
+        averages = []
+        for index, given in enumerate(zip(*parts, strict=True)):
+            tensors = (None if part is None else torch.tensor(part) for part in given)
+            waiting = (reducer.accumulate_part(number, index, one) for number, one in enumerate(tensors))
+            first, *rest = await asyncio.gather(*waiting, return_exceptions=True)
+            assert all(str(one) == str(first) for one in rest)
+            averages.append(first if isinstance(first, Exception) else first.item())
+        return averages, reducer.notes
+
+    return asyncio.run(scene())
+
+
+NAN, SHAPELESS, TOO_LARGE = (
+    math.nan,
+    "no tensors of the right shape",
+    "larger than the norm {} that it claimed",
+)
+CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enumerate((1.0, 3.0, 0.0))}
+
+
+@pytest.mark.parametrize(
+    ("parts", "claimed", "averages", "notes"),
+    [
+        ([[0.0, 4.0], [4.0, 0.0], [9.0, 0.0]], CLAIMS, [3.0, 1.0], {}),
+        ([[0.0], [4.0]], claims(0.0, 4.0), [2.0], {}),  # a gradient of zeros is a contribution
+        ([[1.0], [1.2]], claims(1.0, 1.0), [1.1], {}),  # what a codec adds to a norm is forgiven
+        ([[1.0], [1.3]], claims(1.0, 1.0), [1.0], {"p1": TOO_LARGE.format(1)}),
+        # From then on:
+        (
+            [[1.0, 1.0], [1.0, 100.0], [4.0, 4.0]],
+            claims(2.0, 2.0, 6.0),
+            [2.0, 2.5],
+            {"p1": TOO_LARGE.format(2)},
+        ),
+        ([[0.5, 0.5], [NAN, 7.0]], claims(9.0, 9.0), [0.5, 0.5], {"p1": "its parts are not finite"}),
+        *(
+            ([[0.5, 0.5], [bad, 7.0]], claims(1.0, 9.0), [0.5, 0.5], {"p1": SHAPELESS})
+            for bad in (None, [0.0, 0.0], 1)
+        ),
+    ],
+)
+def test_senders_count_by_their_weight_as_long_as_they_keep_their_word(parts, claimed, averages, notes):
+    found, noted = reduce(parts, claimed)
+    assert found == pytest.approx(averages)
+    assert noted.keys() == notes.keys() and all(words in noted[peer] for peer, words in notes.items())
+
+
+def test_those_who_are_left_out_do_not_count_and_somebody_must():
+    parts, claimed = [[1.0], [3.0], [1e6]], claims(1.0, 3.0, 1e6)
+    for robust in (False, True):  # a robust mean is of more than two
+        assert reduce(parts, claimed, left_out=["p2"], robust=robust)[0] == [2.0]
+    assert reduce(parts, claimed, robust=True)[0][0] < 100.0
+    for parts, left_out in ([[1.0], [1.0]], ["p0", "p1"]), ([[NAN], [NAN]], []):
+        [error], _ = reduce(parts, claims(1.0, 1.0), left_out=left_out, robust=True)
+        assert isinstance(error, AllreduceException) and "nobody's contribution" in str(error)
+
+
+def test_a_sender_that_fails_half_way_or_sends_too_much_fails_what_is_not_averaged_yet():
+    async def scene(end, words):
+        reducer = SoundReducer([torch.Size()] * 2, ["p0", "p1"], claims(2.0, 2.0), {}, robust=False)
+        first = await asyncio.gather(*(reducer.accumulate_part(one, 0, torch.ones(())) for one in (0, 1)))
+        waiting = asyncio.create_task(reducer.accumulate_part(0, 1, torch.ones(())))
+        await asyncio.sleep(0)
+        with pytest.raises(AllreduceException, match="p1 sent more parts than there are"):
+            await reducer.accumulate_part(1, 2, torch.zeros(()))
+        end(reducer)
+        with pytest.raises(AllreduceException, match=words):
+            await waiting
+        reducer.finalize()
+        assert first == [1.0, 1.0]
+
+    asyncio.run(scene(lambda reducer: reducer.on_sender_failed(1), "peer p1 did not send"))
+    asyncio.run(scene(SoundReducer.finalize, "is over"))
+
+
+def test_a_mean_is_weighted_and_float32_and_leaves_the_parts_alone():
+    part, other = (torch.full((2, 2), value, dtype=torch.bfloat16) for value in (1.0, 4.0))
+    assert weighted_mean([(part, 2.0), (other, 1.0)]).tolist() == [[2.0, 2.0]] * 2
+    centered_clipping([part, other, part])
+    assert part.unique().tolist() == [1.0]
+    assert centered_clipping([part] * 5).equal(torch.ones(2, 2)), "equal parts are their own robust mean"
+
+
+def distance(one, other):
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize(("count", "liars"), [(5, 1), (5, 2), (9, 4)])
+def test_a_minority_of_liars_moves_the_robust_mean_little_and_the_mean_far(count, liars):
+    chance = torch.Generator().manual_seed(0)
+    true = torch.randn(400, generator=chance)
+    gradients = [true + 0.5 * torch.randn(400, generator=chance) for _ in range(count)]
+    assert distance(centered_clipping(gradients), weighted_mean([(one, 1.0) for one in gradients])) < 0.05
+    for lie in (-10 * true, 1e6 * torch.ones_like(true), 0 * true):
+        # Not farther than one honest gradient may be, whatever the size of the lie.
+        assert distance(centered_clipping([*[lie] * liars, *gradients[liars:]]), true) < 1.0
+    lies = [-10 * gradients[0], *gradients[1:]]
+    if liars == 1:  # one sign flipper of five turns the mean around
+        assert float(weighted_mean([(one, 1.0) for one in lies]) @ true) < 0
+        assert distance(centered_clipping(lies), true) < 0.5

@@ -12,18 +12,7 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim import ballot as ballots
-from trahiv_cli.optim.ballot import (
-    BALLOTS_KEPT,
-    LONGEST_REASON,
-    TWO_VOTES,
-    Ballot,
-    Ballots,
-    NotCommitted,
-    Vote,
-    decide,
-    digest_of,
-    proof_of,
-)
+from trahiv_cli.optim.ballot import LONGEST_REASON, TWO_VOTES, Ballot, Vote, decide, digest_of, proof_of
 from trahiv_cli.swarm.records import sign
 
 GROUP = "abcdefg"
@@ -73,7 +62,9 @@ def test_what_a_member_says_arrives_as_it_was_sent_but_for_long_reasons():
     long = Vote.parse(MSGPackSerializer.dumps([b"", "x" * 9999, {"QmA": "x" * 9999}, "", False]))
     assert len(long.reason) == len(long.notes["QmA"]) == LONGEST_REASON
     assert len(Vote.parse(Vote(b"", "x" * 9999).to_bytes()).reason) == LONGEST_REASON
-    error = pickle.loads(pickle.dumps(NotCommitted("too few", b"proof", 12)))  # from process to process
+    error = pickle.loads(
+        pickle.dumps(ballots.NotCommitted("too few", b"proof", 12))
+    )  # from process to process
     assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
 
 
@@ -96,7 +87,7 @@ def ballot_of(names, limit_s=0.6, clients=()):
 
 def statement_of(name, vote, names="ABC"):
     """A member's vote in the round of a group, as it signs it."""
-    return ballot_of(names).signed(key_of(name), vote)
+    return sign(key_of(name), ballot_of(names).about, vote.to_bytes())
 
 
 async def hold(members, name, vote, quorum=2, cut=()):
@@ -202,7 +193,7 @@ def test_a_vote_that_its_member_may_have_given_up_counts_no_more_nor_does_one_th
 
 def test_who_asks_early_waits_for_its_round_with_one_question_at_a_time():
     async def scene():
-        known = Ballots()
+        known = ballots.Ballots()
         early = asyncio.create_task(known.find(b"group", PEERS["C"], 5.0))
         await asyncio.sleep(0)
         others = [known.find(b"%d" % number, PEERS["C"], 5.0) for number in range(100)]
@@ -210,7 +201,7 @@ def test_who_asks_early_waits_for_its_round_with_one_question_at_a_time():
         assert await known.find(b"never", PEERS["B"], 0.01) is None
         opened = known.open(group_of("AB"), 5.0)
         assert await early is opened is known[b"group"]
-        for number in range(BALLOTS_KEPT):
+        for number in range(ballots.BALLOTS_KEPT):
             known.open(group_of("AB", b"%d" % number), 5.0)
         with pytest.raises(KeyError):
             known[b"group"]

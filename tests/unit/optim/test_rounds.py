@@ -1,0 +1,169 @@
+"""What members claim before a round, how long they wait for one another, and what is kept for others."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from hivemind.compression import CompressionInfo, serialize_torch_tensor
+from hivemind.proto import runtime_pb2
+from hivemind.utils import MSGPackSerializer
+
+from tests.kit.averagers import gradient_averager
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim import averager as averaging
+from trahiv_cli.optim import rounds
+from trahiv_cli.optim.auto import Measured
+from trahiv_cli.optim.averager import patience_s
+from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim, Exchange, Header, Log, Round, decoded
+from trahiv_cli.recipe.schema import SwarmSection
+from trahiv_cli.swarm.codecs import CODECS
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("norms", "limit", "found"),
+    [
+        ([1.0, 1.0, 10.0], 10, {}),
+        ([1.0, 1.0, 10.1], 10, {"p2": "the norm of its gradient is 10.1, the group's median 1"}),
+        ([1.0, 100.0], 10, {"p1": "is 100, the group's median 1"}),  # of two, the smaller norm judges
+        ([1.0, 2.0, 1e6, 1e6], 10, {"p2": "median 2", "p3": "median 2"}),
+        ([1.0, 1e6, 1e6], 10, {}),  # most are large: the small one has no say
+        ([0.0, 0.0, 1.0], 10, {}),  # zeros have no say
+        ([0.0, 1.0, 100.0], 10, {"p2": "median 1"}),
+        ([0.0, 0.0], 10, {}),
+        ([1.0, INF, -INF], 10, {"p1": "not finite", "p2": "not finite"}),
+        ([1.0, NAN, 1e9], 0, {"p1": "its gradient is not finite"}),  # no limit: all that is finite
+        ([NAN, NAN], 10, {"p0": "not finite", "p1": "not finite"}),
+    ],
+)
+def test_far_and_not_finite_norms_are_left_out(norms, limit, found):
+    left_out = rounds.outliers({f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}, limit)
+    assert left_out.keys() == found.keys() and all(words in left_out[peer] for peer, words in found.items())
+
+
+def test_the_state_that_most_hold_is_adopted_and_between_equals_a_lot_decides_the_same_for_all():
+    for states in ("xxy", "xxxyz", "xxx", "xxyz"):
+        held = dict(zip("ABCDE", map(str.encode, states), strict=False))
+        assert {rounds.state_to_adopt(held, bytes([lot])) for lot in range(20)} == {b"x"}
+    held = {"A": b"x", "B": b"y", "C": b"z"}
+    drawn = [rounds.state_to_adopt(held, bytes([lot])) for lot in range(200)]
+    assert drawn == [rounds.state_to_adopt(dict(reversed(held.items())), bytes([lot])) for lot in range(200)]
+    assert all(40 < drawn.count(state) < 100 for state in held.values())
+
+
+def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_and_positions():
+    assert Claim(80, 640.0, 1.0).counted(most_samples=20) == Claim(20, 160.0, 1.0)
+    assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
+    claim = Claim(2**40, 1.0, 1.0, trained=Spans(((0, 8), (10, 2**40))))
+    assert claim.counted(most_samples=20).trained == Spans(((0, 8), (10, 2 + 20 + USELESS_AT_MOST)))
+
+
+MIB = 2**20
+QUICK, ENDLESS = Measured(10.0, 1.5, MIB, MIB, 0.0), Measured(10.0, 3e6, MIB, MIB, 0.0)
+SMALL, TRIPS = Measured(10.0, 0.1, 2**15, 2**15, 0.0), Measured(10.0, 0.01, 22, 22, 0.0)
+MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] * 15, 5)]  # Mbit/s
+
+
+@pytest.mark.parametrize(
+    ("members", "part_bytes", "all_bytes", "low", "high"),
+    [
+        ([Measured()] * 2, MIB, 2**30, 0.0, 0.0),
+        ([QUICK] * 3, MIB, 2**30, 10.0, 15.0),
+        ([ENDLESS] * 2, MIB, 2**30, 60.0, 60.0),  # all together: for a minute
+        ([QUICK, ENDLESS, QUICK], MIB, 2**30, 30.0, 30.0),  # one alone: for half of one
+        ([SMALL] * 2, 2**19, 2**15, 0.01, 1.0),  # parts of an adapter are never as large as they may be
+        ([TRIPS] * 2, 2**19, 40 * 2**10, 0.0, 0.0),  # it says nothing of the link
+        (MANY, 2**19, 2**30, 15 * 2**19 / (5 * 1.25e5), 30.0),  # the slow one needs as long for all others
+    ],
+)
+def test_a_part_is_waited_for_as_long_as_links_take_within_bounds(members, part_bytes, all_bytes, low, high):
+    claims = {str(number): Claim(measured=measured) for number, measured in enumerate(members)}
+    assert low <= patience_s(claims, part_bytes, all_bytes) <= high
+
+
+def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(monkeypatch):
+    monkeypatch.setattr(averaging, "ANSWER_S", 0.05)
+    averager = gradient_averager([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(RoundFailed, match="did not answer"):
+        averager.start_round(Claim(samples=3), 5.0, Exchange(range(1)))
+
+
+def test_a_group_includes_who_was_left_out_and_the_rules_of_a_script_are_those_of_a_recipe():
+    assert Round({"QmA": 4}, 1.0, 0, 0, True, left_out={"QmB": "too large"}).group == ("QmA", "QmB")
+    section = SwarmSection()
+    assert RoundRules() == RoundRules(section.solo_after_s, section.norm_limit, section.robust_mean)
+
+
+# -- for those that missed it ----------------------------------------------------------------------
+
+TENSORS = [torch.randn(40, 30, generator=torch.Generator().manual_seed(0)), torch.ones(()), torch.zeros(7)]
+
+
+def encoded(codec="uniform8"):
+    """Cut tensors into parts as a round does, none of two tensors; return them and what they decode to."""
+    pieces = [piece for tensor in TENSORS for piece in tensor.reshape(-1).split(500)]
+    parts = [CODECS[codec]().compress(piece, CompressionInfo.from_tensor(piece)) for piece in pieces]
+    return parts, torch.cat([CODECS[codec]().extract(part) for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("size", "is_wanted", "kept"),
+    [
+        (10, [False, False, False, False], [4]),
+        (10, [False, True, True, True], [2, 3, 4]),  # the oldest goes where there is no room
+        (10, [False, False, True, True], [2, 3, 4]),
+        (31, [True, True, True, True], [4]),  # the last never
+    ],
+)
+def test_all_rounds_are_kept_while_somebody_fetches_and_the_last_in_any_case(size, is_wanted, kept):
+    log = Log(limit_bytes=30)
+    for number, is_it in enumerate(is_wanted, start=1):
+        header = Header((b"A",), (b"said",), b"proof", num_parts=1, num_bytes=size)
+        log.add(b"%d" % number, header, (), is_wanted=is_it)
+    assert [number for number in range(1, 5) if log.find(b"%d" % number) is not None] == kept
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_average_is_put_together_to_the_bit_with_one_part_decoded_at_a_time(codec, monkeypatch):
+    (parts, values), read_tensor, decoded_before = encoded(codec), rounds.read_tensor, []
+
+    def noted(part):
+        assert not any(one() is not None for one in decoded_before)
+        decoded_before.append(weakref.ref(memory := read_tensor(part).numpy().copy()))
+        return torch.from_numpy(memory)
+
+    monkeypatch.setattr(rounds, "read_tensor", noted)
+    averages = list(decoded(parts, TENSORS))
+    assert [average.shape for average in averages] == [tensor.shape for tensor in TENSORS]
+    assert torch.equal(torch.cat([average.view(-1) for average in averages]), values)
+    assert len(decoded_before) == len(parts)
+
+
+@pytest.mark.parametrize(
+    "content", [[[], [], b"", 0, 0], [[b"A"], [], b"", 0, 0], [[b"A"], [b"said"], b"", 1, -5]]
+)
+def test_a_record_says_what_comes_and_what_is_none_is_refused(content):
+    header = Header((b"A", b"B"), (b"a said", b"b said"), b"proof", num_parts=7, num_bytes=1300)
+    assert Header.from_wire(header.to_wire()) == header
+    with pytest.raises(ValueError, match="not the record"):
+        Header.from_wire(MSGPackSerializer.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda parts: parts[:-1], "7 values of a tensor are missing"),
+        (lambda parts: [], "are missing"),
+        (lambda parts: [*parts, parts[-1]], "belongs to no tensor"),
+        (lambda parts: [parts[0], *parts], "more than one tensor"),
+        (lambda parts: [runtime_pb2.Tensor(buffer=b"?", dtype="float32", size=[3]), *parts], "1 bytes where"),
+        (lambda parts: [serialize_torch_tensor(torch.full((500,), torch.nan)), *parts[1:]], "not finite"),
+    ],
+)
+def test_parts_of_another_average_are_refused(change, why):
+    with pytest.raises(ValueError, match=why):
+        list(decoded(change(encoded()[0]), TENSORS))
