@@ -388,7 +388,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         match unpacked(request.metadata):
             case [bytes(digest), rank, int()] if self.allow_state_sharing:
                 wished = read_rank(rank)
-                self._interest.note_asker()  # before the state is copied: no round after it shall be missing
+                self._interest.note()  # before the state is copied: no round after it shall be missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))

@@ -8,14 +8,13 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import SetupError, Unreachable
 
-Reach = Literal["internet", "local network", "this machine"]
+Reach = Literal["internet", "local network", "this machine"]  # the farthest first
 NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # what `Multiaddr` raises of a text that is none
 PROBE_TIMEOUT_S = 3.0
 MAX_ADDRESS_CHARS = 256
@@ -29,20 +28,13 @@ class Socket(NamedTuple):
     kind: socket.SocketKind
 
 
-@dataclass(frozen=True)
-class Address:
-    """One way to reach a peer."""
-
-    maddr: str  # a multiaddr that ends in `/p2p/<peer id>`
-
-    @property
-    def reach(self) -> Reach:
-        """Peers that can dial it. Of a router in front of the local network nothing is known."""
-        maddr = Multiaddr(self.maddr)
-        found = next((maddr[protocol] for protocol in ("ip4", "ip6") if protocol in maddr), None)
-        if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name
-            return "internet"
-        return "this machine" if address.is_loopback else "local network"
+def reach_of(maddr: str) -> Reach:
+    """Say which peers can dial a multiaddr. Of a router in front of the local network nothing is known."""
+    read = Multiaddr(maddr)
+    found = next((read[protocol] for protocol in ("ip4", "ip6") if protocol in read), None)
+    if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name
+        return "internet"
+    return "this machine" if address.is_loopback else "local network"
 
 
 def socket_of(maddr: Multiaddr) -> Socket | None:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import hivemind
 import psutil
@@ -35,11 +35,11 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import (
-    Address,
     Reach,
     answering_of,
     leaves_port_open,
     own_address,
+    reach_of,
     require_free_ports,
     require_peer_address,
     socket_of,
@@ -55,7 +55,6 @@ from trahiv_cli.swarm.roll import Credentials, MemberList
 
 logger = logging.getLogger(__name__)
 
-_FARTHEST_FIRST: tuple[Reach, ...] = ("internet", "local network", "this machine")
 MET_TRIED = 8  # peers of before that are tried when a node starts; the others are called on later
 RECORD_TIMEOUT_S = 10.0
 LIFE_EVERY_S = 0.1  # an event loop that does not answer is looked at so often: it may have ended
@@ -206,7 +205,7 @@ class Node:
         def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
             return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
 
-        near = [Multiaddr(own.maddr) for own in self.addresses() if own.reach != "internet"]
+        near = [Multiaddr(own) for own in self.own_addresses() if reach_of(own) != "internet"]
         here = {transport(str(maddr)): named.port for maddr in near if (named := socket_of(maddr))}
         chosen = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
         self._met.ports = {maddr: port for maddr, port in chosen.items() if port is not None}
@@ -222,16 +221,10 @@ class Node:
         """Say whether the swarm's owner has taken a peer (its id, base58) out."""
         return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
 
-    def addresses(self) -> tuple[Address, ...]:
-        """Return where this peer can be reached, those that reach furthest first, TCP before QUIC."""
-        addresses = {Address(str(maddr)) for maddr in self.run(visible_maddrs)}
-        return tuple(
-            sorted(addresses, key=lambda a: (_FARTHEST_FIRST.index(a.reach), "/tcp/" not in a.maddr, a.maddr))
-        )
-
     def own_addresses(self) -> list[str]:
-        """Return the multiaddrs of `addresses`."""
-        return [address.maddr for address in self.addresses()]
+        """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
+        maddrs, farthest_first = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(Reach)
+        return sorted(maddrs, key=lambda one: (farthest_first.index(reach_of(one)), "/tcp/" not in one, one))
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store what MessagePack carries under a key, signed by this peer, for at most an hour.

@@ -106,30 +106,26 @@ class SharedNumber:
 
 
 class JoinerActivity:
-    """When another peer last asked or fetched something, as all processes of this peer know it.
+    """When another peer last asked for something, or was sent it, as all processes of this peer know it.
 
     All processes of a machine have one clock: `time.monotonic`.
     """
 
     def __init__(self) -> None:
-        self._noted_at, self._sent_at = SharedNumber(-math.inf), SharedNumber(-math.inf)
+        self._noted_at = SharedNumber(-math.inf)
 
     def note(self) -> None:
-        """Note that a peer is sent something now."""
-        self._noted_at.value = self._sent_at.value = time.monotonic()
-
-    def note_asker(self) -> None:
-        """Note that a peer asks for a state now."""
+        """Note that a peer asks for something now, or is sent it."""
         self._noted_at.value = time.monotonic()
+
+    def was_there_since(self, when: float) -> bool:
+        """Whether a peer has asked for something, or was sent it, since then."""
+        return bool(self._noted_at.value >= when)
 
     @property
     def is_there(self) -> bool:
-        """Whether a peer has asked or fetched something within `KEEP_S`, and may come back for more."""
-        return bool(self._noted_at.value >= time.monotonic() - KEEP_S)
-
-    def was_sent_since(self, when: float) -> bool:
-        """Whether a peer was sent something since then."""
-        return bool(self._sent_at.value >= when)
+        """Whether that was within `KEEP_S`, so that the peer may come back for more."""
+        return self.was_there_since(time.monotonic() - KEEP_S)
 
 
 # -- a snapshot -----------------------------------------------------------------------------------
@@ -246,7 +242,8 @@ def build_snapshot(
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
         used = NO_CODEC
         if is_plain(codec, info):
-            content.append(_bytes_of(tensor if is_kept else tensor.clone()))
+            own = (tensor if is_kept else tensor.clone()).contiguous()
+            content.append(memoryview(own.view(-1).view(torch.uint8).numpy().data))
         else:
             message = codec.compress(tensor, info)
             content.append(memoryview(message.buffer))
@@ -259,11 +256,6 @@ def build_snapshot(
     manifest = Manifest(rank, metadata, tuple(entries), checksums)
     described = manifest.to_bytes()
     return Snapshot(manifest, described, digest_of_bytes(described), tuple(content), tuple(starts))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes that a tensor on the CPU has in memory, not copied if it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -> bytes:
@@ -321,10 +313,13 @@ def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 @dataclass
 class _Kept:
     snapshot: Snapshot
-    rank: Rank
     made_at: float = 0.0  # when the peer last had this state, for all that is known
     used_at: float = 0.0
     num_streams: int = 0
+
+    @property
+    def rank(self) -> Rank:
+        return self.snapshot.manifest.rank
 
 
 class SnapshotCache:
@@ -374,7 +369,7 @@ class SnapshotCache:
                 made = await self._make()
             finally:
                 self._rests_until = self._now() + RESTS * (self._now() - began)
-            kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
+            kept = self._kept.setdefault(made.digest, _Kept(made))
             kept.made_at = self._now()
             self._touch(kept)
         return max(self._kept.values(), key=lambda kept: kept.rank)

@@ -22,26 +22,19 @@ from trahiv_cli.telemetry.events import Events
 class Home:
     """A node whose process does as the test says; each look at it counts. Its owner has taken some `out`."""
 
-    def __init__(self, answers=True, is_busy=False, is_stopped=False, runs=True, out=()):
+    def __init__(self, answers=None, is_busy=False, is_stopped=False, runs=True, out=()):
         self.runs, self.answers, self.asked, self.is_out = runs, answers, 0, set(out).__contains__
         self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, is_busy, is_stopped, None
-
-    def is_alive(self):
-        return self.runs
+        self.is_alive, self.pids = lambda: self.runs, list
 
     def pulse(self):
         self.asked += 1
         if isinstance(self.answers, OSError):
             raise self.answers
         self.pending = concurrent.futures.Future()
-        if isinstance(self.answers, Exception):
-            self.pending.set_exception(self.answers)
-        elif self.answers:
-            self.pending.set_result(None)
+        if self.answers != "nothing":
+            self.pending.set_exception(self.answers) if self.answers else self.pending.set_result(None)
         return self.pending
-
-    def pids(self):
-        return []
 
     def effort(self, pids):
         self.used_s += 0.3 * self.is_busy
@@ -70,29 +63,31 @@ def test_a_process_that_answers_is_well_though_the_machine_sleeps_and_its_end_is
     look = watch(home := Home(), clock)
     look(600)
     assert 600 / PULSE_EVERY_S / 2 <= home.asked <= 600 / PULSE_EVERY_S
-    home.answers = False
+    home.answers = "nothing"
     look(PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
     home.pending.set_result(None)
     clock.now += 7200  # a suspended machine: hours go by between two looks
-    home.answers = True
+    home.answers = None
     assert look(60)[1] == ""
     home.runs = False
     assert look(10) == (LOOK_EVERY_S, "This peer's DHT process, or its daemon p2pd, has ended")
 
 
 @pytest.mark.parametrize(
-    ("state", "least_s", "most_s", "said"),
+    ("answers", "is_busy", "is_stopped", "least_s", "most_s", "said"),
     [
-        ({"answers": False}, 0.0, 10.0, "stands still"),
-        ({"answers": False, "is_busy": True}, SLOW_AFTER_S, SLOW_AFTER_S + 5, "did not answer"),
+        ("nothing", False, False, 0.0, 10.0, "stands still"),
+        ("nothing", True, False, SLOW_AFTER_S, SLOW_AFTER_S + 5, "did not answer"),
         # as p2pd beside the DHT's process: they answer together
-        ({"answers": False, "is_busy": True, "is_stopped": True}, 0.0, 10.0, "stands still"),
-        ({"answers": ConnectionRefusedError("p2pd is gone")}, 0.0, 2 * PULSE_EVERY_S, "p2pd is gone"),
-        ({"answers": ValueError("nonsense")}, 0.0, 2 * PULSE_EVERY_S, "nonsense"),
+        ("nothing", True, True, 0.0, 10.0, "stands still"),
+        (ConnectionRefusedError("p2pd is gone"), False, False, 0.0, 2 * PULSE_EVERY_S, "p2pd is gone"),
+        (ValueError("nonsense"), False, False, 0.0, 2 * PULSE_EVERY_S, "nonsense"),
     ],
 )
-def test_one_that_fails_is_found_and_a_busy_one_is_given_time(clock, state, least_s, most_s, said):
-    took_s, ailment = watch(Home(**state), clock)(600)
+def test_one_that_fails_is_found_and_a_busy_one_is_given_time(
+    clock, answers, is_busy, is_stopped, least_s, most_s, said
+):
+    took_s, ailment = watch(Home(answers, is_busy, is_stopped), clock)(600)
     assert least_s <= took_s <= most_s and said in ailment
 
 
@@ -111,10 +106,9 @@ def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
     assert alive.must_stop and told.empty()
     wants_to_leave.append(True)
     alive.require()  # it leaves in good order, whatever failed
-    member = Alive(Home(out={"QmMe", "QmB"}), Events(), bool)
+    member, homeless = Alive(Home(out={"QmMe", "QmB"}), Events(), bool), Alive(None, Events(), bool)
     with pytest.raises(NotAdmitted):
         member.require()
-    homeless = Alive(None, Events(), bool)
     assert member.is_out("QmB") and not member.is_out("QmA") and not homeless.is_out("QmB")
     for one in (member, homeless):
         one.watch()

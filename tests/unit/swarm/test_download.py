@@ -160,19 +160,16 @@ def test_at_the_beginning_of_a_run_only_what_differs_is_fetched_and_a_slow_donor
 
 
 @pytest.mark.parametrize(
-    "donors",
+    ("donor", "error", "limit_bytes"),
     [
-        *({}, {"A": Donor(answers=False)}, {"A": Donor()}, {"A": Donor(build(rank=STEP_0, chunks=1))}),
-        {"A": Donor(build(rank=STEP_2, chunks=1), how="lies")},
+        *((one, NobodyHas, 2**30) for one in (None, Donor(answers=False), Donor())),
+        (Donor(build(rank=STEP_0, chunks=1)), NobodyHas, 2**30),
+        (Donor(build(rank=STEP_2, chunks=1), how="lies"), NobodyHas, 2**30),
+        (Donor(GIVEN), RoundFailed, GIVEN.manifest.num_bytes - 1),
     ],
-    ids=["nobody", "gone", "gives none", "older", "another manifest"],
+    ids=["nobody", "gone", "gives none", "older", "another manifest", "larger than this model's"],
 )
-def test_nobody_has_a_state_of_use(donors):
-    with pytest.raises(NobodyHas):
-        fetch(donors, own_rank=STEP_1)
-
-
-def test_what_can_not_be_of_this_model_is_refused():
-    with pytest.raises(RoundFailed, match="larger than this model"):
-        fetch({"A": (donor := Donor(GIVEN))}, limit_bytes=GIVEN.manifest.num_bytes - 1)
-    assert donor.sent == 0
+def test_nobody_has_a_state_of_use(donor, error, limit_bytes):
+    with pytest.raises(error):
+        fetch({"A": donor} if donor else {}, own_rank=STEP_1, limit_bytes=limit_bytes)
+    assert donor is None or donor.sent == 0

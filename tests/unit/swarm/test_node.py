@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,7 @@ from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import node
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.node import Node, do_chores, show_life, visiting
+from trahiv_cli.swarm.node import Node, do_chores, visiting
 from trahiv_cli.swarm.records import own_place, owner_of
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -101,29 +100,6 @@ def test_a_visit_ends_with_the_visitor(monkeypatch, start):
         assert visitor.is_alive() and visitor.pulse().result() is None and visitor.pids()[0] == dht.pid
         visitor.require_membership()
     assert dht.is_over and not visitor.is_alive()
-
-
-def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do_and_fails_if_one_has_ended():
-    dht, loop, is_busy, may_go_on = Dht(), asyncio.new_event_loop(), threading.Event(), threading.Event()
-    dht.loops = [loop]
-    loop.call_soon(lambda: [is_busy.set(), may_go_on.wait()])
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def ask():
-        is_busy.wait()
-        answer = asyncio.create_task(show_life(dht, dht.node))
-        await asyncio.wait([answer], timeout=0.05)
-        assert not answer.done(), "the loop is busy"
-        may_go_on.set()
-        await answer
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        with pytest.raises(RuntimeError, match="has ended"):
-            await asyncio.wait_for(show_life(dht, dht.node), timeout=10)
-
-    asyncio.run(ask())
-    loop.run_until_complete(asyncio.sleep(0))  # what it was asked is not left over
 
 
 # -- records --------------------------------------------------------------------------------------

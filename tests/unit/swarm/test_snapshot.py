@@ -13,6 +13,7 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import snapshot
 from trahiv_cli.swarm.codecs import Half
+from trahiv_cli.swarm.host_copies import HostCopies
 from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, read_state
 
 torch.set_num_threads(1)
@@ -47,13 +48,20 @@ def equal(some, others):
     )
 
 
-def test_a_copy_for_other_processes_is_equal_and_shares_nothing():
-    tensors = [tensor.detach().clone() for tensor in TENSORS]
-    flat = snapshot.shared_bytes(snapshot.buffer_bytes(tensors))
-    snapshot.copy_into(flat, tensors)
-    for tensor in tensors:
-        tensor.zero_()
-    assert equal(snapshot.views_of(flat, infos_of(tensors)), TENSORS) and flat.is_shared()
+def test_a_copy_has_the_values_of_the_moment_when_it_began_and_shares_nothing():
+    """What only a GPU does is in `tests/gpu`."""
+    live = [tensor.clone() for tensor in TENSORS]
+    flat, copies = snapshot.shared_bytes(snapshot.buffer_bytes(live)), HostCopies(live)
+    snapshot.copy_into(flat, live)
+    copies.begin(live)
+    with torch.no_grad():
+        for tensor in live:
+            tensor.zero_()
+    assert equal(snapshot.views_of(flat, infos_of(live)), TENSORS) and flat.is_shared()
+    assert equal(before := copies.wait(), TENSORS) and not any(copy.requires_grad for copy in before)
+    places = [copy.data_ptr() for copy in before]
+    copies.begin(live)
+    assert equal(after := copies.wait(), live) and [copy.data_ptr() for copy in after] == places
 
 
 # -- the bytes ------------------------------------------------------------------------------------
@@ -99,17 +107,18 @@ class Giver:
     """A peer that gives its state, of `step` of its run; to copy it takes some seconds."""
 
     def __init__(self, clock):
-        self.clock, self.step, self.takes_s, self.num_made = clock, 1, 0.0, 0
+        self.clock, self.step, self.takes_s, self.made = clock, 1, 0.0, []
         self.cache = snapshot.SnapshotCache(self.make, clock)
 
     async def make(self):
         self.clock.now += self.takes_s
         if self.step < 0:
             raise RoundFailed("not finite")
-        self.num_made += 1
-        return build([torch.full((4,), float(self.step))], rank=(self.step, b""))
+        self.made.append(build([torch.full((4,), float(self.step))], rank=(self.step, b"")))
+        return self.made[-1]
 
-    async def find(self, step, digest=b""):
+    async def find(self, step, digest=b"", later_s=0.0):
+        self.clock.now += later_s
         return await self.cache.find(digest, (step, b""))
 
     def keeps(self, taken):
@@ -132,8 +141,7 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         first = await giver.find(1)
         giver.step = 7
         assert await giver.find(7, first.digest) is await giver.find(1) is first
-        clock.now += snapshot.SHARE_S
-        assert (await giver.find(7)).manifest.rank == (7, b"")
+        assert (await giver.find(7, later_s=snapshot.SHARE_S)).manifest.rank == (7, b"")
         clock.now += snapshot.KEEP_S - 1
         with giver.sending(first):
             clock.now += snapshot.KEEP_S
@@ -143,11 +151,11 @@ def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved
         giver.cache.forget_unused()
         assert not giver.keeps(first), "nobody has fetched from it"
         same = await giver.find(7)
-        clock.now += snapshot.SHARE_S + 1
-        assert (await giver.find(1)) is same and giver.num_made == 4, "nothing has changed"
+        assert (await giver.find(1, later_s=snapshot.SHARE_S + 1)) is same, "nothing has changed"
+        assert len(giver.made) == 4
         giver.step = 8
-        clock.now += snapshot.SHARE_S + 1
-        assert (await giver.find(1)).manifest.rank == (8, b""), "who does not know how far it is gets it, too"
+        newest = await giver.find(1, later_s=snapshot.SHARE_S + 1)
+        assert newest.manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
     asyncio.run(story())
 
@@ -172,7 +180,7 @@ def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(cloc
             assert (await giver.find(step, digest)).manifest.rank == (3, b"")
         assert clock.now == 3 * took + 2 * snapshot.RESTS * took + since
         assert len({(await one).digest for one in asking}) == 1
-        assert clock.now == 4 * took + 3 * snapshot.RESTS * took and giver.num_made == 4
+        assert clock.now == 4 * took + 3 * snapshot.RESTS * took and len(giver.made) == 4
 
     monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
     giver.takes_s = took
@@ -190,8 +198,8 @@ def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monkeypatch
         asking.cancel()
         for _ in range(9):
             await asyncio.sleep(0)
-        assert giver.num_made == (step > 0) and not giver.cache._kept
-        giver.cache._next = None
+        assert len(giver.made) == (step > 0) and not any(map(giver.keeps, giver.made))
+        giver.cache = None
         gc.collect()
 
     monkeypatch.setattr(snapshot, "KEEP_S", -1.0)

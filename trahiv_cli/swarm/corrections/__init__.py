@@ -13,6 +13,7 @@ corrected in `optim/state.py`.
 from __future__ import annotations
 
 import atexit
+import os
 import resource
 import sys
 import time
@@ -43,7 +44,7 @@ def apply() -> None:
     utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`), and p2p/p2p_daemon.py:74
     puts its sockets into /tmp, where nothing says whose they are.
     """
-    P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder()}/"
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder(os.getpid())}/"
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     P2P.receive_protobuf = staticmethod(receive_protobuf)
     DictionaryDHTValue.packb = pack_dictionary
