@@ -46,31 +46,26 @@ def socket_of(maddr: Multiaddr) -> Socket | None:
     return None
 
 
-def leaves_port_open(host_maddr: str) -> bool:
-    """Say whether an address to listen on leaves the choice of a port to the system."""
-    named = socket_of(Multiaddr(host_maddr))
-    return named is not None and named.port == 0
+def _names_a_peer(text: str) -> bool:
+    with contextlib.suppress(*NOT_A_MULTIADDR):
+        return "p2p" in Multiaddr(text)
+    return False
 
 
 def require_peer_address(address: str) -> None:
     """Refuse, as Unreachable, what is not a multiaddr, or does not say whose address it is."""
-    with contextlib.suppress(*NOT_A_MULTIADDR):
-        if "p2p" in Multiaddr(address):
-            return
-    raise Unreachable(
-        f"{address!r} is not the multiaddr of a peer: that ends with `/p2p/<peer id>`.",
-        hint="paste the whole line that `trahiv init` printed, or an address like "
-        "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
-    )
+    if not _names_a_peer(address):
+        raise Unreachable(
+            f"{address!r} is not the multiaddr of a peer: that ends with `/p2p/<peer id>`.",
+            hint="paste the whole line that `trahiv init` printed, or an address like "
+            "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
+        )
 
 
 def is_address_of(peer_id: str, text: object) -> bool:
     """Say whether this is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with that peer's id."""
-    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS or not text.endswith(f"/p2p/{peer_id}"):
-        return False
-    with contextlib.suppress(*NOT_A_MULTIADDR):
-        return "p2p" in Multiaddr(text)
-    return False
+    is_short = isinstance(text, str) and len(text) <= MAX_ADDRESS_CHARS
+    return is_short and text.endswith(f"/p2p/{peer_id}") and _names_a_peer(text)
 
 
 def own_address(text: str, purpose: str) -> Multiaddr:

@@ -83,7 +83,8 @@ class Codec(CompressionBase):
             raise ValueError(f"A peer sent a tensor of {len(buffer)} bytes where its shape takes {expected}.")
         if not num_values:
             return torch.empty(size, dtype=dtype)
-        values = self._decode(buffer, num_values)
+        header_bytes, content = self._header_bytes(num_values), memoryview(buffer)
+        values = self._decode(content[:header_bytes], content[header_bytes:], num_values)
         if not self.bits:
             if dtype is torch.bool and values.amax() > 1:
                 raise ValueError("A peer sent a bool that is neither true nor false.")
@@ -115,8 +116,8 @@ class Codec(CompressionBase):
         """Encode a vector of at least one value, which stays unchanged; float32 for a lossy codec."""
 
     @abstractmethod
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        """Decode a buffer of the right length into new memory: float32, or a lossless one's bytes."""
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        """Decode what is as long as it must be into new memory: float32, or a lossless one's bytes."""
 
 
 class Verbatim(Codec):
@@ -128,8 +129,8 @@ class Verbatim(Codec):
     def _encode(self, values: torch.Tensor) -> bytes:
         return values.view(torch.uint8).numpy().tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        return _vector(buffer, torch.uint8)
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        return _vector(codes, torch.uint8)
 
 
 class Half(Codec):
@@ -154,11 +155,11 @@ class Half(Codec):
             scaled.clamp_(-self.BELOW_2_15, self.BELOW_2_15)
         return np.int16(shift).tobytes() + scaled.half().numpy().tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        shift = int(np.frombuffer(buffer, np.int16, 1)[0])
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        shift = int(np.frombuffer(header, np.int16)[0])
         if not self.MIN_SHIFT <= shift <= self.MAX_SHIFT:
             raise ValueError("A peer sent a tensor with a scale that float32 does not have.")
-        return _vector(buffer, torch.float16, offset=2).float().mul_(2.0**-shift)
+        return _vector(codes, torch.float16).float().mul_(2.0**-shift)
 
 
 class UniformBlocks(Codec):
@@ -177,11 +178,9 @@ class UniformBlocks(Codec):
         codes = self._to_codes(blocks / torch.where(peaks > 0, peaks, 1)).to(torch.int8)
         return peaks.numpy().tobytes() + codes.view(-1)[: values.numel()].numpy().tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        header_bytes = self._header_bytes(num_values)
-        peaks = _vector(buffer[:header_bytes], torch.float32).view(-1, 1)
-        codes = self._blocks(_vector(buffer, torch.int8, offset=header_bytes))
-        return self._to_units(codes.float().div_(127)).mul_(peaks).view(-1)[:num_values]
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        units = self._to_units(self._blocks(_vector(codes, torch.int8)).float().div_(127))
+        return units.mul_(_vector(header, torch.float32).view(-1, 1)).view(-1)[:num_values]
 
     def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
         """Map [-1, 1] to whole numbers from -127 to 127, in place."""
@@ -266,12 +265,9 @@ class NormalBlocks(Codec):
         packed = (codes | codes >> 4).astype(np.uint8)[: (values.numel() + 1) // 2]
         return scales.view(torch.int16).numpy().tobytes() + packed.tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        header_bytes = self._header_bytes(num_values)
-        scales = _vector(buffer[:header_bytes], torch.bfloat16).float().view(-1, 1)
-        packed = _vector(buffer, torch.uint8, offset=header_bytes).int()
-        units = self._blocks(LEVEL_PAIRS.index_select(0, packed).view(-1))
-        return units.mul_(scales).view(-1)[:num_values]
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        units = self._blocks(LEVEL_PAIRS.index_select(0, _vector(codes, torch.uint8).int()).view(-1))
+        return units.mul_(_vector(header, torch.bfloat16).float().view(-1, 1)).view(-1)[:num_values]
 
 
 CODECS: dict[str, Callable[[], Codec]] = {
@@ -332,6 +328,6 @@ def _peak(values: torch.Tensor) -> float:
     return max(-float(low), float(high))
 
 
-def _vector(buffer: bytes, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """Read a vector from `offset` bytes on, into memory of its own."""
-    return torch.frombuffer(bytearray(buffer), dtype=dtype, offset=offset)
+def _vector(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Read a vector into memory of its own."""
+    return torch.frombuffer(bytearray(buffer), dtype=dtype)

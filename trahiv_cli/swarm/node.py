@@ -20,7 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import hivemind
 import psutil
@@ -37,7 +37,6 @@ from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import (
     Reach,
     answering_of,
-    leaves_port_open,
     own_address,
     reach_of,
     require_free_ports,
@@ -76,7 +75,7 @@ def likeness_key(run_id: str) -> str:
     return f"{run_id}_likeness"
 
 
-class Node:
+class Node(contextlib.AbstractContextManager["Node"]):
     """A running DHT peer. Close it last: the averagers talk through its processes.
 
     Args:
@@ -192,7 +191,7 @@ class Node:
     def _as_before(self, host_maddr: str) -> str:
         """Fill in the port of the last time, where the choice is open and the port free."""
         port = self._met.ports.get(host_maddr)
-        if port is not None and leaves_port_open(host_maddr):
+        if port is not None:
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
             with contextlib.suppress(SetupError):
                 require_free_ports([fixed])
@@ -200,15 +199,15 @@ class Node:
         return host_maddr
 
     def _note_ports(self, host_maddrs: Sequence[str]) -> None:
-        """Write down the ports that were chosen for this node."""
+        """Write down the ports at which this node listens."""
 
-        def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
-            return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
+        def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without whose address it is
+            return tuple(one.name for one in maddr.protocols() if one.name != "p2p")
 
         near = [Multiaddr(own) for own in self.own_addresses() if reach_of(own) != "internet"]
-        here = {transport(str(maddr)): named.port for maddr in near if (named := socket_of(maddr))}
-        chosen = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
-        self._met.ports = {maddr: port for maddr, port in chosen.items() if port is not None}
+        here = {transport(maddr): named.port for maddr in near if (named := socket_of(maddr))}
+        ports = {maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs}
+        self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
 
     def require_membership(self) -> None:
         """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
@@ -286,9 +285,6 @@ class Node:
             if self.dht.is_alive():
                 self.dht.kill()
                 self.dht.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

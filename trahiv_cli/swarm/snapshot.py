@@ -69,7 +69,7 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
     """Copy tensors of any device, which do not change meanwhile, into a buffer of `buffer_bytes`.
 
     In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
-    never ends; see `SwarmOptimizer._take_step` for what they cost. For `after` see `HostCopies.begin`.
+    never ends. For `after` see `HostCopies.begin`.
     """
     address = flat.data_ptr()
     for source in host_values(tensors, after):
@@ -206,15 +206,18 @@ def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     raise ValueError("not the description of a tensor")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
-    """An encoded state."""
+    """An encoded state, and how it is used by others."""
 
     manifest: Manifest
     described: bytes  # the manifest, as it travels
     digest: bytes  # of the manifest: the same for all peers whose states are equal
     content: tuple[memoryview, ...]  # of each tensor, the encoded bytes
     starts: tuple[int, ...]  # where each begins, if one follows the other
+    made_at: float = 0.0  # when the peer last had this state, for all that is known
+    used_at: float = 0.0
+    num_streams: int = 0
 
     def chunk(self, index: int) -> bytes:
         """Return one chunk of the encoded bytes."""
@@ -310,18 +313,6 @@ def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 # -- the snapshots that a peer gives away -----------------------------------------------------------
 
 
-@dataclass
-class _Kept:
-    snapshot: Snapshot
-    made_at: float = 0.0  # when the peer last had this state, for all that is known
-    used_at: float = 0.0
-    num_streams: int = 0
-
-    @property
-    def rank(self) -> Rank:
-        return self.snapshot.manifest.rank
-
-
 class SnapshotCache:
     """The snapshots that a peer gives away: at most two, each as long as another peer fetches from it.
 
@@ -334,8 +325,8 @@ class SnapshotCache:
         self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
     ) -> None:
         self._make, self._now = make, now
-        self._kept: dict[bytes, _Kept] = {}  # by digest
-        self._next: asyncio.Task[_Kept] | None = None  # for all who ask until it is made
+        self._kept: dict[bytes, Snapshot] = {}  # by digest
+        self._next: asyncio.Task[Snapshot] | None = None  # for all who ask until it is made
         self._rests_until = -math.inf
 
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
@@ -346,8 +337,8 @@ class SnapshotCache:
         """
         self.forget_unused()
         young = [kept for kept in self._kept.values() if self._now() - kept.made_at <= SHARE_S]
-        enough = [kept for kept in young if kept.rank >= rank]
-        kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.rank, default=None)
+        enough = [kept for kept in young if kept.manifest.rank >= rank]
+        kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.manifest.rank, default=None)
         if kept is None:
             if self._next is None or self._next.done():
                 self._next = asyncio.create_task(self._newest())
@@ -355,9 +346,9 @@ class SnapshotCache:
                 self._next.add_done_callback(lambda made: made.cancelled() or made.exception())
             kept = await asyncio.shield(self._next)
         self._touch(kept)
-        return kept.snapshot
+        return kept
 
-    async def _newest(self) -> _Kept:
+    async def _newest(self) -> Snapshot:
         """Make a snapshot if there is room for it, and return the furthest."""
         await asyncio.sleep(self._rests_until - self._now())
         idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
@@ -369,10 +360,10 @@ class SnapshotCache:
                 made = await self._make()
             finally:
                 self._rests_until = self._now() + RESTS * (self._now() - began)
-            kept = self._kept.setdefault(made.digest, _Kept(made))
+            kept = self._kept.setdefault(made.digest, made)
             kept.made_at = self._now()
             self._touch(kept)
-        return max(self._kept.values(), key=lambda kept: kept.rank)
+        return max(self._kept.values(), key=lambda kept: kept.manifest.rank)
 
     def pieces(self, digest: bytes, start: int, stop: int) -> Generator[bytes, None, None]:
         """Give the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces of their size.
@@ -383,11 +374,11 @@ class SnapshotCache:
             return
         kept.num_streams += 1
         try:
-            described = kept.snapshot.described if stop == 0 else b""
+            described = kept.described if stop == 0 else b""
             for at in range(0, len(described), CHUNK_BYTES):
                 yield described[at : at + CHUNK_BYTES]
-            for index in range(max(start, 0), min(stop, len(kept.snapshot.manifest.checksums))):
-                yield kept.snapshot.chunk(index)
+            for index in range(max(start, 0), min(stop, len(kept.manifest.checksums))):
+                yield kept.chunk(index)
         finally:
             kept.num_streams -= 1
             self._touch(kept)
@@ -398,6 +389,6 @@ class SnapshotCache:
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
-    def _touch(self, kept: _Kept) -> None:
+    def _touch(self, kept: Snapshot) -> None:
         kept.used_at = self._now()
         asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)

@@ -14,7 +14,7 @@ import multiprocessing
 import threading
 import time
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -137,24 +137,19 @@ def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakre
 
     The loop of averaging/averager.py:769 holds the last state that it gave until the next is asked for.
     """
-    while _gives_state(serializer, pipe, get_current_state):
-        pass
+    with contextlib.suppress(EOFError, OSError):
+        while (message := pipe.recv())[0] != "_SHUTDOWN" and (copy := get_current_state()) is not None:
+            _give_state(serializer, message[1], copy)
+            del message, copy
 
 
-def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> bool:
-    try:
-        trigger, future = pipe.recv()
-    except (EOFError, OSError):
-        return False
-    if trigger == "_SHUTDOWN" or (copy := get_current_state()) is None:
-        return False
+def _give_state(serializer: SerializerBase, future: Any, copy: Callable[[], Any]) -> None:
     try:
         metadata, tensors, infos = copy()
         future.set_result((serializer.dumps(metadata), tuple(tensors), infos))
     except Exception as error:
         logger.warning("The state was not copied for a joiner.", exc_info=True)
         future.set_exception(error)
-    return True
 
 
 class CorrectedControl(StepControl):
@@ -172,13 +167,15 @@ class CorrectedControl(StepControl):
 
 
 class CorrectedAverager(DecentralizedAverager):
-    """Corrections that every averager needs; mix in before a concrete averager class."""
+    """Corrections that every averager needs; mix in before a concrete averager class.
+
+    `SERVED` are the attributes that the one which serves needs of the other. Each class names its own.
+    """
 
     dht: CorrectedDHT
     _outer_pipe: Any
     _ended: MPFuture[None] | None = None
 
-    # The attributes that the one which serves needs of the other. Each class names its own.
     SERVED: ClassVar[tuple[str, ...]] = (
         *("prefix", "client_mode", "mode", "bandwidth", "schema_hash", "total_size", "tensor_infos"),
         *("matchmaking_kwargs", "allreduce_kwargs", "next_chunk_timeout", "shutdown_timeout"),
