@@ -43,8 +43,7 @@ class Codec(CompressionBase):
     ) -> runtime_pb2.Tensor:
         """Encode a tensor of any shape, on any device; it stays unchanged.
 
-        Raises:
-            ValueError: the dtype is none of `dtypes`, or a value not finite in float32 and the codec lossy.
+        ValueError if the dtype is none of `dtypes`, or a value not finite in float32 and the codec lossy.
         """
         name = f"Part {info.part_index} of tensor {info.key!r}"
         if tensor.dtype not in self.dtypes:
@@ -64,16 +63,12 @@ class Codec(CompressionBase):
         """Decode a message that anybody may have made, into a new tensor on the CPU, of its shape and dtype.
 
         From a lossy codec its values are finite. No memory is taken for more than the buffer can hold.
-
-        Raises:
-            ValueError: no such codec makes such a message.
+        ValueError if no such codec makes such a message.
         """
         size, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
         if dtype is None:
             raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
-        if serialized_tensor.requires_grad and not dtype.is_floating_point:
-            raise ValueError("A peer sent a tensor of integers with a gradient.")
         # torch counts strides in 64 bits, empty tensors' too.
         if len(size) > MAX_DIMENSIONS or math.prod(length or 1 for length in size) >= 2**63:
             raise ValueError("A peer sent a tensor of a shape that torch does not have.")
@@ -302,8 +297,7 @@ class EightBitStatistics(MomentBlocks):
 
 
 BY_NUMBER: dict[int, Codec] = {
-    **{codec.compression_type: codec for codec in (make() for make in CODECS.values())},
-    MOMENTS_8BIT: MomentBlocks(),
+    codec.compression_type: codec for codec in (*(make() for make in CODECS.values()), MomentBlocks())
 }
 """The codecs that a message may name by its number; the last one only in the state of an optimizer."""
 

@@ -117,8 +117,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         self.book = standing.book() if standing else None  # the policy of the swarm's owner
         self._id = PeerID.from_base58(self.peer_id).to_bytes()
         signing_key = read_signing_key(identity)
-        # Where this peer's records stand.
-        self.place = own_place(signing_key, standing.membership.certify(self._id) if standing else b"")
+        certificate = standing.membership.certify(self._id) if standing else b""
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately  # ids of the peers that were there when this one last was
         corrections.apply()
@@ -130,7 +129,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
             start=True,
             door=Door(standing.membership, standing.book()) if standing else Door(),
             signing_key=signing_key,
-            place=self.place,
+            place=own_place(signing_key, certificate),
             cache_nearest=0 if is_visitor else 1,  # what it has found it stores nowhere
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
@@ -230,9 +229,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
         Say whether a peer of the DHT (this one counts) stored it.
         """
-        expires = swarm_time() + ttl_s
-        stored = self.dht.store(key, value, expiration_time=expires, subkey=self.place, return_future=True)
-        return bool(self._wait(stored))
+        options = {"expiration_time": swarm_time() + ttl_s, "subkey": self.dht.place, "return_future": True}
+        return bool(self._wait(self.dht.store(key, value, **options)))
 
     def fetch(self, key: str) -> dict[str, Any]:
         """Read the records under a key: values by the ids of their owners."""

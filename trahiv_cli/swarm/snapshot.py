@@ -45,9 +45,6 @@ NO_CODEC: int = runtime_pb2.NONE
 
 Rank = tuple[int, bytes]  # orders states: a greater one is further
 
-# What MessagePack, with hivemind's types in it, raises of bytes that are none.
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-
 
 # -- between the processes of a peer --------------------------------------------------------------
 
@@ -189,16 +186,15 @@ def unpacked(content: bytes) -> object:
     """Read MessagePack that anybody may have made; ValueError if it is none."""
     try:
         return MSGPackSerializer.loads(content)
-    except UNREADABLE as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"not MessagePack: {error}") from error
 
 
 def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     match entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
-            0 <= codec < 2**31  # an enumeration of protobuf's
-            and 0 <= length < 2**63
-            and all(isinstance(size, int) and size >= 0 for size in shape)
+            all(type(one) is int and 0 <= one < 2**63 for one in (codec, length, *shape))
+            and codec < 2**31  # an enumeration of protobuf's
             and len(shape) <= MAX_DIMENSIONS
             and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, empty tensors' too
         ):
@@ -290,13 +286,10 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
         start += length
         if codec == NO_CODEC:
             tensors.append(_read_plain(part, dtype, shape))
-            continue
-        encoded = part.numpy().tobytes()
-        try:
+        else:
+            encoded = part.numpy().tobytes()
             message = runtime_pb2.Tensor(compression=codec, buffer=encoded, size=shape, dtype=dtype)
-        except TypeError as error:  # such as a bool, which counts as an int in a manifest
-            raise ValueError(f"not the description of a tensor: {error}") from error
-        tensors.append(read_tensor(message))
+            tensors.append(read_tensor(message))
     return metadata, tensors
 
 
@@ -318,13 +311,11 @@ class SnapshotCache:
 
     Each copy of the state holds up the step that is trained meanwhile. So those who ask at about the same
     time get the same snapshot, and after each copy the peer rests. `make` copies and encodes the peer's state
-    and is never called twice at a time; `now` is the clock, in seconds.
+    and is never called twice at a time.
     """
 
-    def __init__(
-        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
-    ) -> None:
-        self._make, self._now = make, now
+    def __init__(self, make: Callable[[], Awaitable[Snapshot]]) -> None:
+        self._make = make
         self._kept: dict[bytes, Snapshot] = {}  # by digest
         self._next: asyncio.Task[Snapshot] | None = None  # for all who ask until it is made
         self._rests_until = -math.inf
@@ -336,7 +327,7 @@ class SnapshotCache:
         each of two is being fetched, it is the further of these. Raises: see `build_snapshot`.
         """
         self.forget_unused()
-        young = [kept for kept in self._kept.values() if self._now() - kept.made_at <= SHARE_S]
+        young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= SHARE_S]
         enough = [kept for kept in young if kept.manifest.rank >= rank]
         kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.manifest.rank, default=None)
         if kept is None:
@@ -350,18 +341,18 @@ class SnapshotCache:
 
     async def _newest(self) -> Snapshot:
         """Make a snapshot if there is room for it, and return the furthest."""
-        await asyncio.sleep(self._rests_until - self._now())
+        await asyncio.sleep(self._rests_until - time.monotonic())
         idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
         if len(self._kept) >= MAX_SNAPSHOTS and idle:
             del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
         if len(self._kept) < MAX_SNAPSHOTS:
-            began = self._now()
+            began = time.monotonic()
             try:
                 made = await self._make()
             finally:
-                self._rests_until = self._now() + RESTS * (self._now() - began)
+                self._rests_until = time.monotonic() + RESTS * (time.monotonic() - began)
             kept = self._kept.setdefault(made.digest, made)
-            kept.made_at = self._now()
+            kept.made_at = time.monotonic()
             self._touch(kept)
         return max(self._kept.values(), key=lambda kept: kept.manifest.rank)
 
@@ -385,10 +376,10 @@ class SnapshotCache:
 
     def forget_unused(self) -> None:
         """Drop what no peer has fetched from for `KEEP_S`."""
-        limit = self._now() - KEEP_S
+        limit = time.monotonic() - KEEP_S
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
     def _touch(self, kept: Snapshot) -> None:
-        kept.used_at = self._now()
+        kept.used_at = time.monotonic()
         asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)

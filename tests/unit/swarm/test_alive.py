@@ -4,10 +4,12 @@ import concurrent.futures
 import os
 import queue
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from trahiv_cli.errors import NotAdmitted, PeerBroken
+from trahiv_cli.swarm import alive
 from trahiv_cli.swarm.alive import (
     LOOK_EVERY_S,
     PULSE_EVERY_S,
@@ -25,7 +27,7 @@ class Home:
     def __init__(self, answers=None, is_busy=False, is_stopped=False, runs=True, out=()):
         self.runs, self.answers, self.asked, self.is_out = runs, answers, 0, set(out).__contains__
         self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, is_busy, is_stopped, None
-        self.is_alive, self.pids = lambda: self.runs, list
+        self.is_alive, self.pids = lambda: self.runs, lambda: [self]
 
     def pulse(self):
         self.asked += 1
@@ -36,7 +38,7 @@ class Home:
             self.pending.set_exception(self.answers) if self.answers else self.pending.set_result(None)
         return self.pending
 
-    def effort(self, pids):
+    def effort(self):
         self.used_s += 0.3 * self.is_busy
         return self.used_s, self.is_stopped
 
@@ -45,16 +47,22 @@ class Home:
             raise NotAdmitted("The owner of this swarm has taken this peer out.")
 
 
+@pytest.fixture(autouse=True)
+def _time_and_processor_time_are_set(monkeypatch, clock):
+    monkeypatch.setattr(alive, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(alive, "effort_of", lambda pids: pids[0].effort())
+
+
 def watch(home, clock):
     """Watch a node; return `look(s)`, which looks for so long, and says how long and what is wrong."""
-    alive = Alive(home, Events(), bool, clock, home.effort)
+    watcher = Alive(home, Events(), bool)
 
     def look(seconds):
         began = clock.now
-        while clock.now < began + seconds and not alive.ailment:
+        while clock.now < began + seconds and not watcher.ailment:
             clock.now += LOOK_EVERY_S
-            alive.look()
-        return clock.now - began, alive.ailment
+            watcher.look()
+        return clock.now - began, watcher.ailment
 
     return look
 
@@ -98,14 +106,14 @@ def test_a_process_that_is_gone_has_used_no_time_and_this_one_is_not_stopped():
 
 def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
     told, wants_to_leave = queue.SimpleQueue(), []
-    alive = Alive(Home(runs=False), Events(told.put), lambda: bool(wants_to_leave))
-    alive.watch()
+    broken = Alive(Home(runs=False), Events(told.put), lambda: bool(wants_to_leave))
+    broken.watch()
     assert told.get(timeout=10)["code"] == "broken"
     with pytest.raises(PeerBroken, match="has ended"):
-        alive.require()
-    assert alive.must_stop and told.empty()
+        broken.require()
+    assert broken.must_stop and told.empty()
     wants_to_leave.append(True)
-    alive.require()  # it leaves in good order, whatever failed
+    broken.require()  # it leaves in good order, whatever failed
     member, homeless = Alive(Home(out={"QmMe", "QmB"}), Events(), bool), Alive(None, Events(), bool)
     with pytest.raises(NotAdmitted):
         member.require()
@@ -113,6 +121,6 @@ def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
     for one in (member, homeless):
         one.watch()
         assert not one.must_stop
-    for one in (alive, member, homeless):
+    for one in (broken, member, homeless):
         assert one.close() and one.must_stop and not one.close()
     assert "alive" not in {thread.name for thread in threading.enumerate()}

@@ -165,7 +165,6 @@ def test_a_lossy_codec_refuses_what_it_has_no_code_for_and_names_the_tensor(name
         (CODECS, {"buffer": b""}, "bytes where its shape takes"),
         (LOSSY, {"dtype": "int64"}, "is not taken"),
         (["none"], {"dtype": "bool", "buffer": b"\0\1\2\1"}, "neither true nor false"),
-        (["none"], {"dtype": "uint8", "buffer": bytes(4), "requires_grad": True}, "integers with a gradient"),
         (["float16"], {"buffer": np.int16(999).tobytes() + bytes(8)}, "a scale that"),
         (["float16"], {"buffer": b"\0\0\xff\xff" + bytes(6)}, "not finite"),
         (["uniform8", "blockwise8"], {"buffer": np.float32(np.nan).tobytes() + bytes(4)}, "not finite"),

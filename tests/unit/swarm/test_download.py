@@ -36,11 +36,14 @@ def _nobody_waits(monkeypatch):
 
 
 class Donor:
-    """Gives its snapshots; `fails_at` says at which chunk of a stream what happens."""
+    """Gives its snapshots, or does not answer; `fails_at` says at which chunk of a stream what happens."""
 
     def __init__(self, *snapshots, fails_at=None, how="breaks off", pace_s=0.0, answers=True):
         self.snapshots, self.fails_at, self.how, self.pace_s = list(snapshots), fails_at, how, pace_s
         self.answers, self.sent, self.asked = answers, 0, 0
+
+    def find(self, digest):
+        return next((taken for taken in self.snapshots if taken.digest == digest), None)
 
 
 class Donors:
@@ -62,30 +65,25 @@ class Donors:
         donor.asked += 1
         if not donor.answers:
             raise ConnectionError(name)
-        if not donor.snapshots:
-            return None
-        found = [taken for taken in donor.snapshots if taken.digest == digest] or donor.snapshots[-1:]
-        return StateOffer(found[0].manifest.rank, found[0].digest)
+        taken = donor.find(digest) or (donor.snapshots and donor.snapshots[-1])
+        return StateOffer(taken.manifest.rank, taken.digest) if taken else None
 
     async def fetch(self, name, digest, start, stop):
         donor = self.donors[name]
-        for taken in donor.snapshots:
-            if taken.digest != digest:
-                continue
-            if stop == 0:
-                yield b"?" if donor.how == "lies" else taken.described
-            for index in range(start, stop):
-                if donor.fails_at is not None and index >= donor.fails_at:
-                    if donor.how == "breaks off":
-                        return
-                    if donor.how == "dies":
-                        donor.answers, donor.snapshots = False, []
-                        raise ConnectionError(name)
-                    if donor.how == "hangs":
-                        await asyncio.sleep(60)
-                await asyncio.sleep(donor.pace_s)
-                donor.sent += 1
-                yield bytes(CHUNK_BYTES) if donor.how == "damages" else taken.chunk(index)
+        if (taken := donor.find(digest)) and stop == 0:
+            yield b"?" if donor.how == "lies" else taken.described
+        for index in range(start, stop if taken else 0):
+            if donor.fails_at is not None and index >= donor.fails_at:
+                if donor.how == "breaks off":
+                    return
+                if donor.how == "dies":
+                    donor.answers, donor.snapshots = False, []
+                    raise ConnectionError(name)
+                if donor.how == "hangs":
+                    await asyncio.sleep(60)
+            await asyncio.sleep(donor.pace_s)
+            donor.sent += 1
+            yield bytes(CHUNK_BYTES) if donor.how == "damages" else taken.chunk(index)
 
 
 def fetch(donors, own=None, **changes):

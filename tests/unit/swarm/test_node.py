@@ -32,7 +32,7 @@ def done(value):
 class Dht:
     """A DHT whose process runs here, or has ended when it `is_over`; p2pd says that it is `visible` there."""
 
-    is_over, pid, loops = False, os.getpid(), ()
+    is_over, pid, loops, place = False, os.getpid(), (), b""
 
     def __init__(self, found=None, visible=(), *, client_mode=False):
         async def answer(latest=True):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ class Giver:
 
     def __init__(self, clock):
         self.clock, self.step, self.takes_s, self.made = clock, 1, 0.0, []
-        self.cache = snapshot.SnapshotCache(self.make, clock)
+        self.cache = snapshot.SnapshotCache(self.make)
 
     async def make(self):
         self.clock.now += self.takes_s
@@ -132,7 +133,8 @@ class Giver:
 
 
 @pytest.fixture
-def giver(clock):
+def giver(monkeypatch, clock):
+    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=clock))
     return Giver(clock)
 
 
@@ -208,19 +210,18 @@ def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monkeypatch
     assert not errors
 
 
-def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(clock, giver):
+def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(giver):
     async def story():
         taken, giver.step = [], -1
         for _ in range(2):
             with pytest.raises(RoundFailed):
                 await giver.find(1)
         for giver.step in (1, 2, 3):
-            taken.append(await giver.find(giver.step))
-            clock.now += snapshot.SHARE_S
+            taken.append(await giver.find(giver.step, later_s=snapshot.SHARE_S))
         assert [giver.keeps(one) for one in taken] == [False, True, True]
         with giver.sending(taken[1]), giver.sending(taken[2]):
             giver.step = 4
-            assert await giver.find(4) is taken[2], "the furthest that there is"
+            assert await giver.find(4, later_s=snapshot.SHARE_S) is taken[2], "the furthest that there is"
         assert (await giver.find(4)).manifest.rank == (4, b"")
 
     asyncio.run(story())
