@@ -37,15 +37,7 @@ from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager
-from trahiv_cli.swarm.download import (
-    OF_NO_USE,
-    Downloader,
-    Fetched,
-    NobodyHas,
-    Report,
-    StateOffer,
-    StateRequest,
-)
+from trahiv_cli.swarm.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
@@ -55,6 +47,7 @@ from trahiv_cli.swarm.snapshot import (
     SharedNumber,
     Snapshot,
     SnapshotCache,
+    StateOffer,
     buffer_bytes,
     build_snapshot,
     copy_into,

@@ -127,6 +127,5 @@ class Alive:
         self._used_s = used_s
         if self._still_looks >= STILL_AFTER_LOOKS:
             return "stands still"
-        if now >= self._asked_at + SLOW_AFTER_S:
-            return f"did not answer for {SLOW_AFTER_S:.0f} s"
-        return ""
+        is_slow = now >= self._asked_at + SLOW_AFTER_S
+        return f"did not answer for {SLOW_AFTER_S:.0f} s" if is_slow else ""

@@ -308,9 +308,7 @@ def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
     hivemind's codecs believe what a message says of its dtype and size, and raise under numpy 2.4.
     """
     if (codec := BY_NUMBER.get(message.compression)) is None:
-        raise ValueError(
-            f"A peer sent a tensor in a codec with the number {message.compression}, which is not taken."
-        )
+        raise ValueError(f"A peer sent a tensor in a codec of number {message.compression}: it is not taken.")
     return codec.extract(message)
 
 

@@ -30,15 +30,7 @@ import torch
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import (
-    DIGEST_BYTES,
-    Manifest,
-    Rank,
-    Snapshot,
-    digest_of_bytes,
-    read_rank,
-    shared_bytes,
-)
+from trahiv_cli.swarm.snapshot import Manifest, Rank, Snapshot, StateOffer, digest_of_bytes, shared_bytes
 
 GONE = (*UNREACHABLE, EOFError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
@@ -54,26 +46,6 @@ Report = Callable[[int, int, int], None]  # told: bytes that are there, of how m
 
 class NobodyHas(Exception):
     """No donor keeps the snapshot any more, or none has one that is far enough."""
-
-
-@dataclass(frozen=True)
-class StateOffer:
-    """What a donor has."""
-
-    rank: Rank
-    digest: bytes  # of the snapshot
-
-    def to_wire(self) -> list[Any]:
-        """Return a list that MessagePack carries."""
-        return [list(self.rank), self.digest]
-
-    @classmethod
-    def from_wire(cls, data: object) -> StateOffer:
-        """Read what `to_wire` gave; ValueError if it is not that."""
-        match data:
-            case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
-                return cls(read_rank(rank), digest)
-        raise ValueError("not an offer")
 
 
 @dataclass(frozen=True)
@@ -261,11 +233,10 @@ class Downloader:
 
     async def _complete(self, board: ChunkBoard, wanted: StateRequest) -> None:
         """Fetch from all donors at once until every chunk is there."""
-        helping = [
+        helping = running = {
             asyncio.create_task(self._help(board, wanted, donor)) for donor in wanted.donors[:MAX_DONORS]
-        ]
+        }
         try:
-            running = set(helping)
             while not board.is_complete:
                 if not running:
                     raise NobodyHas

@@ -32,18 +32,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm import addresses, corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
-from trahiv_cli.swarm.addresses import (
-    Reach,
-    answering_of,
-    own_address,
-    reach_of,
-    require_free_ports,
-    require_peer_address,
-    socket_of,
-    what_answers,
-)
 from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
@@ -108,10 +98,10 @@ class Node(contextlib.AbstractContextManager["Node"]):
         is_visitor: bool = False,
     ) -> None:
         for address in initial_peers:
-            require_peer_address(address)
-        require_free_ports(settings.host_maddrs)
+            addresses.require_peer_address(address)
+        addresses.require_free_ports(settings.host_maddrs)
         for address in settings.announce_maddrs:
-            own_address(address, "to announce")
+            addresses.own_address(address, "to announce")
         self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
         self.book = standing.book() if standing else None  # the policy of the swarm's owner
@@ -159,7 +149,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
         is_certain = must_reach and not met and len(initial_peers) < 2
-        answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
+        answering = list(initial_peers) if is_certain else addresses.answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         try:
             if needs_one and not answering:
@@ -172,7 +162,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
                     hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
                 ) from error
             if needs_one:
-                knocks = "\n".join("  " + what_answers(address) for address in initial_peers)
+                knocks = "\n".join("  " + addresses.what_answers(address) for address in initial_peers)
                 raise Unreachable(
                     f"No peer could be reached; nothing was changed.\n{knocks}",
                     hint="ask for a fresh `trahiv join` line of any peer that is training",
@@ -193,7 +183,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         if port is not None:
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
             with contextlib.suppress(SetupError):
-                require_free_ports([fixed])
+                addresses.require_free_ports([fixed])
                 return fixed
         return host_maddr
 
@@ -203,8 +193,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
         def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without whose address it is
             return tuple(one.name for one in maddr.protocols() if one.name != "p2p")
 
-        near = [Multiaddr(own) for own in self.own_addresses() if reach_of(own) != "internet"]
-        here = {transport(maddr): named.port for maddr in near if (named := socket_of(maddr))}
+        near = [Multiaddr(own) for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
+        here = {transport(maddr): named.port for maddr in near if (named := addresses.socket_of(maddr))}
         ports = {maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs}
         self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
 
@@ -221,8 +211,9 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
-        maddrs, farthest_first = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(Reach)
-        return sorted(maddrs, key=lambda one: (farthest_first.index(reach_of(one)), "/tcp/" not in one, one))
+        maddrs, reaches = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(addresses.Reach)
+        order = {maddr: reaches.index(addresses.reach_of(maddr)) for maddr in maddrs}
+        return sorted(maddrs, key=lambda maddr: (order[maddr], "/tcp/" not in maddr, maddr))
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store what MessagePack carries under a key, signed by this peer, for at most an hour.
@@ -253,8 +244,6 @@ class Node(contextlib.AbstractContextManager["Node"]):
                 f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",
                 hint="start again with the same command",
             ) from error
-
-    # -- what `Alive` asks ---------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         """Say whether the DHT's process runs."""
@@ -326,7 +315,7 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
 
 @contextlib.contextmanager
 def visiting(
-    addresses: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
+    peers: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
 ) -> Iterator[Node]:
     """Visit a swarm, to look at it or to hand something over; nothing is left of the visitor.
 
@@ -338,5 +327,5 @@ def visiting(
     )
     with tempfile.TemporaryDirectory(prefix="trahiv-visitor-", ignore_cleanup_errors=True) as passing:
         identity = identity or Path(passing, "identity.key")
-        with Node(section, identity, tuple(addresses), met=met, standing=standing, is_visitor=True) as node:
+        with Node(section, identity, tuple(peers), met=met, standing=standing, is_visitor=True) as node:
             yield node

@@ -220,6 +220,26 @@ class Snapshot:
         return _joined(self.content, self.starts, self.manifest.span(index))
 
 
+@dataclass(frozen=True)
+class StateOffer:
+    """A snapshot that a peer offers."""
+
+    rank: Rank
+    digest: bytes  # of the snapshot
+
+    def to_wire(self) -> list[Any]:
+        """Return a list that MessagePack carries."""
+        return [list(self.rank), self.digest]
+
+    @classmethod
+    def from_wire(cls, data: object) -> StateOffer:
+        """Read what `to_wire` gave; ValueError if it is not that."""
+        match data:
+            case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
+                return cls(read_rank(rank), digest)
+        raise ValueError("not an offer")
+
+
 def build_snapshot(
     rank: Rank,
     metadata: bytes,

@@ -20,15 +20,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, PeerBroken, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import alive, node
+from trahiv_cli.swarm import addresses, alive, node
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.addresses import (
-    answering_of,
-    reach_of,
-    require_free_ports,
-    require_peer_address,
-    what_answers,
-)
 from trahiv_cli.swarm.alive import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
 from trahiv_cli.swarm.node import Node, do_chores, visiting
 from trahiv_cli.swarm.records import own_place, owner_of
@@ -112,7 +105,7 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     expected = [(reach, f"/{host}/{end}") for reach in HOSTS for end in ends for host in HOSTS[reach]]
     visible = [Multiaddr(maddr) for _, maddr in reversed([*expected, expected[0]])]
     listed = start(Dht(visible=visible)).own_addresses()
-    assert [(reach_of(maddr), maddr) for maddr in listed] == expected
+    assert [(addresses.reach_of(maddr), maddr) for maddr in listed] == expected
     assert start(Dht(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
@@ -168,7 +161,7 @@ def test_why_a_node_did_not_start_is_said(start, error, initial_peers, kind, sai
 
 
 def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_longer(monkeypatch, start):
-    monkeypatch.setattr(node, "answering_of", lambda addresses: [])
+    monkeypatch.setattr(addresses, "answering_of", lambda _: [])
     assert start(Dht(), ADDRESSES[:1]).is_alive()
     with pytest.raises(Unreachable):
         start(Dht(), ADDRESSES)
@@ -199,9 +192,9 @@ def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(capl
 def test_an_address_that_names_a_peer_is_taken_and_no_other(address):
     for host in ("ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"):
         for end in ("tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"):
-            require_peer_address(f"/{host}/{end}/p2p/{PEER}")
+            addresses.require_peer_address(f"/{host}/{end}/p2p/{PEER}")
     with pytest.raises(Unreachable, match="is not the multiaddr of a peer: that ends with `/p2p/<peer id>`"):
-        require_peer_address(address)
+        addresses.require_peer_address(address)
 
 
 @pytest.mark.parametrize(
@@ -218,16 +211,18 @@ def test_a_port_in_use_is_refused_although_it_could_be_shared_and_a_free_one_sta
         listens = [f"/ip4/{host}/{protocol}/{port}{end}" for host in ("127.0.0.1", "0.0.0.0")]
         for listen in listens:
             with pytest.raises(SetupError, match=rf"{listen}: port \d+ is already in use") as refused:
-                require_free_ports(["/ip4/127.0.0.1/tcp/0", listen])
+                addresses.require_free_ports(["/ip4/127.0.0.1/tcp/0", listen])
             assert "--host-maddr" in refused.value.hint
     for _ in range(2):
-        require_free_ports([*listens, *DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"])
+        addresses.require_free_ports(
+            [*listens, *DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"]
+        )
     for listen, why in (
         ("x:80", "not a multiaddr to listen on"),
         ("/ip4/203.0.113.7/tcp/1", "Cannot assign"),
     ):
         with pytest.raises(SetupError, match=f"{listen}.*{why}"):
-            require_free_ports([listen])
+            addresses.require_free_ports([listen])
 
 
 def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
@@ -235,13 +230,15 @@ def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
         stranger.bind(("127.0.0.1", 0))
         address = f"/ip4/127.0.0.1/tcp/{stranger.getsockname()[1]}/p2p/{PEER}"
         untold = f"/ip4/127.0.0.1/udp/1/quic-v1/p2p/{PEER}"
-        assert answering_of([address, untold]) == [untold]
-        assert "nothing listens on port" in what_answers(address)
+        assert addresses.answering_of([address, untold]) == [untold]
+        assert "nothing listens on port" in addresses.what_answers(address)
         stranger.listen(2)
-        assert answering_of([address, untold]) == [address, untold]
-        assert "not this peer" in what_answers(address)
-        assert what_answers(untold) == f"{untold}: no answer"
-        assert "nowhere.invalid can't be reached" in what_answers(f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}")
+        assert addresses.answering_of([address, untold]) == [address, untold]
+        assert "not this peer" in addresses.what_answers(address)
+        assert addresses.what_answers(untold) == f"{untold}: no answer"
+        assert "nowhere.invalid can't be reached" in addresses.what_answers(
+            f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}"
+        )
 
 
 # -- whether it goes on ---------------------------------------------------------------------------

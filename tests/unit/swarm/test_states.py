@@ -14,9 +14,9 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import download, snapshot
 from trahiv_cli.swarm.codecs import Half
-from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
+from trahiv_cli.swarm.download import Downloader, NobodyHas, StateRequest
 from trahiv_cli.swarm.host_copies import HostCopies
-from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, build_snapshot, read_state
+from trahiv_cli.swarm.snapshot import CHUNK_BYTES, Manifest, StateOffer, build_snapshot, read_state
 
 torch.set_num_threads(1)
 

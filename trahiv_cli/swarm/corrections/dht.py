@@ -27,14 +27,7 @@ from hivemind.utils import MPFuture, SerializerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
-from trahiv_cli.swarm.corrections.processes import (
-    ControlPipe,
-    become_child,
-    die_with_parent,
-    renew_thread_pool,
-    require_start,
-    return_freed_memory,
-)
+from trahiv_cli.swarm.corrections.processes import ControlPipe, become_child, die_with_parent, require_start
 from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.records import OwnersOnly, Readable
 from trahiv_cli.swarm.snapshot import SharedNumber
@@ -55,19 +48,13 @@ class CorrectedDHT(hivemind.DHT):
     its records, which stand in its `place`.
     """
 
-    _inner_pipe: Any
-    _outer_pipe: Any
-    _record_validator: Any
-
-    def __init__(
-        self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **more: Any) -> None:
         self.door, self.signing_key, self.place = door, signing_key, place
         self.tensors_lock = multiprocessing.Lock()  # over what is averaged; made here, as a fork shares it
         self._hosting: list[threading.Thread] = []
         self.loops: list[asyncio.AbstractEventLoop] = []  # of the averagers that this process serves
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
-        super().__init__(*args, record_validators=validators, **kwargs)
+        super().__init__(*args, record_validators=validators, **more)
 
     def start(self) -> None:
         """Fork. The child's garbage collector leaves alone what it inherits.
@@ -84,8 +71,6 @@ class CorrectedDHT(hivemind.DHT):
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
         become_child(self._parent_pid)
-        return_freed_memory()
-        renew_thread_pool()
         # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
         # group, where Ctrl-C ends it before the goodbye is said.
         asyncio.subprocess.create_subprocess_exec = partial(

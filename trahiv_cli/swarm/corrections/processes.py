@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import multiprocessing
 import multiprocessing.util
 import os
 import shutil
@@ -56,6 +55,8 @@ def become_child(parent_pid: int) -> None:
         os._exit(1)
     private_folder(os.getpid())
     asyncio.create_task = keep_tasks(asyncio.create_task)
+    return_freed_memory()
+    renew_thread_pool()
 
 
 def renew_thread_pool() -> None:
