@@ -179,8 +179,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def _as_before(self, host_maddr: str) -> str:
         """Fill in the port of the last time, where the choice is open and the port free."""
-        port = self._met.ports.get(host_maddr)
-        if port is not None:
+        if (port := self._met.ports.get(host_maddr)) is not None:
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
             with contextlib.suppress(SetupError):
                 addresses.require_free_ports([fixed])

@@ -103,13 +103,10 @@ class SharedNumber:
 
 
 class JoinerActivity:
-    """When another peer last asked for something, or was sent it, as all processes of this peer know it.
-
-    All processes of a machine have one clock: `time.monotonic`.
-    """
+    """When another peer last asked for something, or was sent it, as all processes of this peer know it."""
 
     def __init__(self) -> None:
-        self._noted_at = SharedNumber(-math.inf)
+        self._noted_at = SharedNumber(-math.inf)  # by `time.monotonic`, the clock of all processes here
 
     def note(self) -> None:
         """Note that a peer asks for something now, or is sent it."""

@@ -38,36 +38,25 @@ def done(value):
     return future
 
 
-class Dht:
-    """A DHT whose process runs here, or has ended when it `is_over`; p2pd says that it is `visible` there."""
+def dht_of(found=None, visible=(), *, client_mode=False):
+    """A DHT whose process runs here until it is shut down; p2pd says that it is `visible` there."""
 
-    is_over, pid, loops, place = False, os.getpid(), (), b""
+    async def answer(latest=True):
+        return visible
 
-    def __init__(self, found=None, visible=(), *, client_mode=False):
-        async def answer(latest=True):
-            return visible
-
-        self.answer = found if isinstance(found, concurrent.futures.Future) else done(found)
-        table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=answer)
-        protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
-        self.node = SimpleNamespace(protocol=protocol, get_visible_maddrs=answer, peer_id=None)
-
-    def run_coroutine(self, coroutine, return_future):
-        return done(asyncio.run(coroutine(self, self.node)))
-
-    def get(self, key, latest, return_future):
-        return self.answer
-
-    def store(self, key, value, **options):
-        return self.answer
-
-    def shutdown(self):
-        self.is_over = True
-
-    def join(self, timeout=None): ...
-
-    def is_alive(self):
-        return not self.is_over
+    table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=answer)
+    protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
+    own = SimpleNamespace(protocol=protocol, get_visible_maddrs=answer, peer_id=None)
+    stored = found if isinstance(found, concurrent.futures.Future) else done(found)
+    dht, is_over = SimpleNamespace(pid=os.getpid(), loops=(), place=b""), threading.Event()
+    dht.run_coroutine = lambda coroutine, return_future: done(asyncio.run(coroutine(dht, own)))
+    dht.get = dht.store = lambda key, *content, **options: stored
+    dht.shutdown, dht.join, dht.is_alive = (
+        is_over.set,
+        lambda timeout=None: None,
+        lambda: not is_over.is_set(),
+    )
+    return dht
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +75,7 @@ def start(monkeypatch, identity):
                 raise found
             return found
 
-        tries = iter([dht, Dht()])
+        tries = iter([dht, dht_of()])
         monkeypatch.setattr(node, "CorrectedDHT", make)
         return Node(DhtSection(host_maddrs=[LISTEN]), identity, tuple(initial_peers), **options)
 
@@ -104,18 +93,18 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     ends = [f"tcp/1/p2p/{PEER}", f"udp/1/quic-v1/p2p/{PEER}"]
     expected = [(reach, f"/{host}/{end}") for reach in HOSTS for end in ends for host in HOSTS[reach]]
     visible = [Multiaddr(maddr) for _, maddr in reversed([*expected, expected[0]])]
-    listed = start(Dht(visible=visible)).own_addresses()
+    listed = start(dht_of(visible=visible)).own_addresses()
     assert [(addresses.reach_of(maddr), maddr) for maddr in listed] == expected
-    assert start(Dht(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
+    assert start(dht_of(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
 def test_a_visit_ends_with_the_visitor(monkeypatch, start):
-    dht = Dht()
+    dht = dht_of()
     monkeypatch.setattr(node, "CorrectedDHT", lambda **_: dht)
     with visiting((), None, Acquaintances(None)) as visitor:
         assert visitor.is_alive() and visitor.pulse().result() is None and visitor.pids()[0] == dht.pid
         visitor.require_membership()
-    assert dht.is_over and not visitor.is_alive()
+    assert not dht.is_alive() and not visitor.is_alive()
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -124,18 +113,18 @@ def test_a_visit_ends_with_the_visitor(monkeypatch, start):
 def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody_took_it(start):
     own, malformed = own_place(RSAPrivateKey()), own_place(RSAPrivateKey())
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
-    reader = start(Dht(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
+    reader = start(dht_of(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
     assert reader.fetch("key") == {owner_of(own): b"1"}
     for found in (None, ValueWithExpiration(b"a plain value", 9.0)):
-        assert start(Dht(found)).fetch("key") == {}
+        assert start(dht_of(found)).fetch("key") == {}
     for stored in (True, False):
-        assert start(Dht(stored)).publish("key", b"1", ttl_s=5) is stored
+        assert start(dht_of(stored)).publish("key", b"1", ttl_s=5) is stored
 
 
 @pytest.mark.parametrize("answer", [concurrent.futures.Future(), done(ConnectionRefusedError("refused"))])
 def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypatch, start, answer):
     monkeypatch.setattr(node, "RECORD_TIMEOUT_S", 0.0)
-    one = start(Dht(answer))
+    one = start(dht_of(answer))
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
         with pytest.raises(SwarmError, match="does not answer"):
             ask()
@@ -162,9 +151,9 @@ def test_why_a_node_did_not_start_is_said(start, error, initial_peers, kind, sai
 
 def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_longer(monkeypatch, start):
     monkeypatch.setattr(addresses, "answering_of", lambda _: [])
-    assert start(Dht(), ADDRESSES[:1]).is_alive()
+    assert start(dht_of(), ADDRESSES[:1]).is_alive()
     with pytest.raises(Unreachable):
-        start(Dht(), ADDRESSES)
+        start(dht_of(), ADDRESSES)
 
 
 @pytest.mark.parametrize("error", [NotAdmitted("no member"), P2PDaemonError("failed")])

@@ -66,7 +66,7 @@ class CorrectedDHT(hivemind.DHT):
             super().start()
         finally:
             gc.unfreeze()  # of the parent, where all can be freed as before
-        self._outer_pipe = ControlPipe(self._outer_pipe)
+        self._outer_pipe: Any = ControlPipe(self._outer_pipe)
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
@@ -76,8 +76,8 @@ class CorrectedDHT(hivemind.DHT):
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent, start_new_session=True
         )
-        self._inner_pipe = ControlPipe(self._inner_pipe)
-        self._record_validator = RememberingValidator(self._record_validator._validators)
+        self._inner_pipe: Any = ControlPipe(self._inner_pipe)
+        self._record_validator: Any = RememberingValidator(self._record_validator._validators)
         hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
         super().run()
         # One that tells of its end holds the lock of all futures: ended with this process, it would keep it.
@@ -158,7 +158,6 @@ class CorrectedAverager(DecentralizedAverager):
     """
 
     dht: CorrectedDHT
-    _outer_pipe: Any
     _ended: MPFuture[None] | None = None
 
     SERVED: ClassVar[tuple[str, ...]] = (
@@ -183,7 +182,7 @@ class CorrectedAverager(DecentralizedAverager):
         """Have the DHT's process serve this averager."""
         self._allow_state_sharing = SharedNumber(0)
         self._ended = MPFuture()
-        self._outer_pipe = ControlPipe(self._outer_pipe)
+        self._outer_pipe: Any = ControlPipe(self._outer_pipe)
         self.dht.host(self)
 
     def serve(self, dht: CorrectedDHT, pipe: Any) -> None:

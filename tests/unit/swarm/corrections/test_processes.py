@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import resource
 import shutil
+import sys
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import processes
 from trahiv_cli.swarm.corrections.processes import ControlPipe, private_folder, return_freed_memory
 
@@ -35,8 +37,11 @@ def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
     assert corrections.CORRECTED_VERSION in refused.value.hint
 
 
-def test_a_process_may_have_as_many_open_files_as_the_machine_allows():
+def test_all_of_hivemind_has_the_swarm_s_time_and_this_process_as_many_files_as_the_machine_allows():
     corrections.apply()
+    of_hivemind = [module for name, module in sys.modules.items() if name.partition(".")[0] == "hivemind"]
+    clocks = [module.get_dht_time for module in of_hivemind if hasattr(module, "get_dht_time")]
+    assert len(clocks) > 8 and set(clocks) == {swarm_time}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard
 
