@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 from types import SimpleNamespace
 
@@ -26,6 +27,16 @@ TENSORS = [
     *(torch.arange(6.0)[1:4], torch.arange(12.0).view(3, 4)[:, ::2], torch.tensor(3.0), torch.zeros(0, 3)),
     *(torch.nn.Parameter(torch.ones(2)), torch.tensor([torch.inf, torch.nan])),
 ]
+
+
+def in_a_loop(test):
+    """Have an event loop run a test."""
+
+    @functools.wraps(test)
+    def run(*args, **keywords):
+        asyncio.run(test(*args, **keywords))
+
+    return run
 
 
 def infos_of(tensors, roles=()):
@@ -140,31 +151,30 @@ def giver(monkeypatch, clock):
     return Giver(clock)
 
 
-def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(clock, giver):
-    async def story():
-        first = await giver.find(1)
-        giver.step = 7
-        assert await giver.find(7, first.digest) is await giver.find(1) is first
-        assert (await giver.find(7, later_s=snapshot.SHARE_S)).manifest.rank == (7, b"")
-        clock.now += snapshot.KEEP_S - 1
-        with giver.sending(first):
-            clock.now += snapshot.KEEP_S
-            giver.cache.forget_unused()
-        assert giver.keeps(first)
-        clock.now += snapshot.KEEP_S + 1
+@in_a_loop
+async def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(clock, giver):
+    first = await giver.find(1)
+    giver.step = 7
+    assert await giver.find(7, first.digest) is await giver.find(1) is first
+    assert (await giver.find(7, later_s=snapshot.SHARE_S)).manifest.rank == (7, b"")
+    clock.now += snapshot.KEEP_S - 1
+    with giver.sending(first):
+        clock.now += snapshot.KEEP_S
         giver.cache.forget_unused()
-        assert not giver.keeps(first), "nobody has fetched from it"
-        same = await giver.find(7)
-        assert (await giver.find(1, later_s=snapshot.SHARE_S + 1)) is same, "nothing has changed"
-        assert len(giver.made) == 4
-        giver.step = 8
-        newest = await giver.find(1, later_s=snapshot.SHARE_S + 1)
-        assert newest.manifest.rank == (8, b""), "who does not know how far it is gets it, too"
+    assert giver.keeps(first)
+    clock.now += snapshot.KEEP_S + 1
+    giver.cache.forget_unused()
+    assert not giver.keeps(first), "nobody has fetched from it"
+    same = await giver.find(7)
+    assert (await giver.find(1, later_s=snapshot.SHARE_S + 1)) is same, "nothing has changed"
+    assert len(giver.made) == 4
+    giver.step = 8
+    newest = await giver.find(1, later_s=snapshot.SHARE_S + 1)
+    assert newest.manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
-    asyncio.run(story())
 
-
-def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(clock, giver, monkeypatch):
+@in_a_loop
+async def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(clock, giver, monkeypatch):
     """Who wants what is there waits for nobody meanwhile."""
     sleep, took = asyncio.sleep, 0.5
 
@@ -173,60 +183,52 @@ def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(cloc
             await sleep(0)  # all that ask at this time have asked
         clock.now += max(0.0, seconds)
 
-    async def story():
-        for giver.step in range(1, 4):
-            assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
-            assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
-        clock.now += (since := snapshot.RESTS * took / 2)
-        asking = [asyncio.create_task(giver.find(2**61)) for _ in range(50)]
-        await sleep(0)
-        for step, digest in ((1, b""), (9, (await giver.find(3)).digest)):
-            assert (await giver.find(step, digest)).manifest.rank == (3, b"")
-        assert clock.now == 3 * took + 2 * snapshot.RESTS * took + since
-        assert len({(await one).digest for one in asking}) == 1
-        assert clock.now == 4 * took + 3 * snapshot.RESTS * took and len(giver.made) == 4
-
     monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
     giver.takes_s = took
-    asyncio.run(story())
+    for giver.step in range(1, 4):
+        assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
+        assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
+    clock.now += (since := snapshot.RESTS * took / 2)
+    asking = [asyncio.create_task(giver.find(2**61)) for _ in range(50)]
+    await sleep(0)
+    for step, digest in ((1, b""), (9, (await giver.find(3)).digest)):
+        assert (await giver.find(step, digest)).manifest.rank == (3, b"")
+    assert clock.now == 3 * took + 2 * snapshot.RESTS * took + since
+    assert len({(await one).digest for one in asking}) == 1
+    assert clock.now == 4 * took + 3 * snapshot.RESTS * took and len(giver.made) == 4
 
 
 @pytest.mark.parametrize("step", [1, -1], ids=["made", "failed"])
-def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monkeypatch, giver, step):
+@in_a_loop
+async def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monkeypatch, giver, step):
     errors = []
-
-    async def story():
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        asking = asyncio.create_task(giver.find(1))
-        await asyncio.sleep(0)  # it asks
-        asking.cancel()
-        for _ in range(9):
-            await asyncio.sleep(0)
-        assert len(giver.made) == (step > 0) and not any(map(giver.keeps, giver.made))
-        giver.cache = None
-        gc.collect()
-
     monkeypatch.setattr(snapshot, "KEEP_S", -1.0)
     giver.step = step
-    asyncio.run(story())
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    asking = asyncio.create_task(giver.find(1))
+    await asyncio.sleep(0)  # it asks
+    asking.cancel()
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert len(giver.made) == (step > 0) and not any(map(giver.keeps, giver.made))
+    giver.cache = None
+    gc.collect()
     assert not errors
 
 
-def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(giver):
-    async def story():
-        taken, giver.step = [], -1
-        for _ in range(2):
-            with pytest.raises(RoundFailed):
-                await giver.find(1)
-        for giver.step in (1, 2, 3):
-            taken.append(await giver.find(giver.step, later_s=snapshot.SHARE_S))
-        assert [giver.keeps(one) for one in taken] == [False, True, True]
-        with giver.sending(taken[1]), giver.sending(taken[2]):
-            giver.step = 4
-            assert await giver.find(4, later_s=snapshot.SHARE_S) is taken[2], "the furthest that there is"
-        assert (await giver.find(4)).manifest.rank == (4, b"")
-
-    asyncio.run(story())
+@in_a_loop
+async def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(giver):
+    taken, giver.step = [], -1
+    for _ in range(2):
+        with pytest.raises(RoundFailed):
+            await giver.find(1)
+    for giver.step in (1, 2, 3):
+        taken.append(await giver.find(giver.step, later_s=snapshot.SHARE_S))
+    assert [giver.keeps(one) for one in taken] == [False, True, True]
+    with giver.sending(taken[1]), giver.sending(taken[2]):
+        giver.step = 4
+        assert await giver.find(4, later_s=snapshot.SHARE_S) is taken[2], "the furthest that there is"
+    assert (await giver.find(4)).manifest.rank == (4, b"")
 
 
 # -- fetched from several peers ---------------------------------------------------------------------
@@ -280,7 +282,8 @@ class Donors:
         if not donor.answers:
             raise ConnectionError(name)
         taken = donor.find(digest) or (donor.snapshots and donor.snapshots[-1])
-        return StateOffer(taken.manifest.rank, taken.digest) if taken else None
+        offer = taken and StateOffer(taken.manifest.rank, taken.digest)
+        return StateOffer.from_wire(offer.to_wire()) if offer else None
 
     async def fetch(self, name, digest, start, stop):
         donor = self.donors[name]
@@ -346,23 +349,20 @@ def test_who_is_done_takes_over_half_of_what_a_slow_one_owes():
     assert is_whole(fetch(donors, silence_s=5.0), GIVEN) and donors["A"].sent <= CHUNKS // 3
 
 
-def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor_keeps_it():
+@in_a_loop
+async def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor_keeps_it():
     newer, donor = noise(seed=2, rank=STEP_2), Donor(GIVEN, fails_at=5)
-
-    async def run():
-        swarm = Donors({"A": donor})
-        with pytest.raises(RoundFailed, match="nothing came"):
-            await swarm.download()
-        assert donor.sent == 5
-        donor.fails_at, donor.snapshots = None, [GIVEN, newer]  # it has moved on
-        assert is_whole(await swarm.download(rank=STEP_2), GIVEN) and donor.sent == CHUNKS
-        donor.fails_at, donor.snapshots = 5, [GIVEN]
-        with pytest.raises(RoundFailed):
-            await swarm.download()
-        donor.fails_at, donor.snapshots = None, [newer]  # and keeps the older one no more
-        assert is_whole(await swarm.download(rank=STEP_2), newer)
-
-    asyncio.run(run())
+    swarm = Donors({"A": donor})
+    with pytest.raises(RoundFailed, match="nothing came"):
+        await swarm.download()
+    assert donor.sent == 5
+    donor.fails_at, donor.snapshots = None, [GIVEN, newer]  # it has moved on
+    assert is_whole(await swarm.download(rank=STEP_2), GIVEN) and donor.sent == CHUNKS
+    donor.fails_at, donor.snapshots = 5, [GIVEN]
+    with pytest.raises(RoundFailed):
+        await swarm.download()
+    donor.fails_at, donor.snapshots = None, [newer]  # and keeps the older one no more
+    assert is_whole(await swarm.download(rank=STEP_2), newer)
 
 
 def test_at_the_beginning_of_a_run_only_what_differs_is_fetched_and_a_slow_donor_is_given_time():

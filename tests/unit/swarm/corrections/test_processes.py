@@ -74,8 +74,9 @@ def test_messages_of_several_senders_stay_whole():
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
 def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
     create = processes.keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
+    ended = []
 
-    async def wait_for_what_only_this_task_knows(ended):
+    async def wait_for_what_only_this_task_knows():
         try:
             await asyncio.get_running_loop().create_future()
         except GeneratorExit:
@@ -83,13 +84,12 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
             raise
 
     async def run():
-        ended = []
-        create(wait_for_what_only_this_task_knows(ended))
+        create(wait_for_what_only_this_task_knows())
         await asyncio.sleep(0)
         gc.collect()
-        return ended
+        assert ended == ([] if is_kept else ["collected"])
 
-    assert asyncio.run(run()) == ([] if is_kept else ["collected"])
+    asyncio.run(run())
 
 
 # -- futures and memory ----------------------------------------------------------------------------
