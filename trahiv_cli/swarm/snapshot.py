@@ -180,7 +180,7 @@ def read_rank(data: object) -> Rank:
 
 
 def unpacked(content: bytes) -> object:
-    """Read MessagePack that anybody may have made; ValueError if it is none."""
+    """Read MessagePack, with hivemind's types in it, that anybody may have made; ValueError if it is none."""
     try:
         return MSGPackSerializer.loads(content)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

@@ -125,7 +125,7 @@ def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakre
     with contextlib.suppress(EOFError, OSError):
         while (message := pipe.recv())[0] != "_SHUTDOWN" and (copy := get_current_state()) is not None:
             _give_state(serializer, message[1], copy)
-            del message, copy
+            del message, copy  # its future has the state
 
 
 def _give_state(serializer: SerializerBase, future: Any, copy: Callable[[], Any]) -> None:

@@ -46,7 +46,8 @@ def die_with_parent() -> None:
 def become_child(parent_pid: int) -> None:
     """Make the process that was just forked die with its parent, and leave signals to the parent.
 
-    Ctrl-C reaches the whole process group: the DHT's process would leave in the middle of the goodbye.
+    Ctrl-C reaches the whole process group: the DHT's process would leave in the middle of the goodbye. It
+    keeps its tasks, gives memory back, and has threads of its own from now on.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
