@@ -12,14 +12,8 @@ from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
-from trahiv_cli.swarm.exchange import (
-    RECORD_TTL_S,
-    REPUBLISH_EVERY_S,
-    PublishedRun,
-    accept_offer,
-    fetch_offer,
-    publish_recipe,
-)
+from trahiv_cli.swarm import exchange
+from trahiv_cli.swarm.exchange import PublishedRun, accept_offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, recipe_key
 
 
@@ -45,17 +39,14 @@ def node(clock):
     return made
 
 
-# -- a swarm's records ----------------------------------------------------------------------------
-
-
 def test_a_recipe_outlives_a_missed_publication_and_not_its_peers(node, clock):
-    clock.now = 2 * REPUBLISH_EVERY_S
+    clock.now = 2 * exchange.REPUBLISH_EVERY_S
     assert fetch_offer(node, []).run_id == "run-1"
-    clock.now = RECORD_TTL_S
+    clock.now = exchange.RECORD_TTL_S
     for _ in ("no run", "a run without a recipe"):
         with pytest.raises(NothingPublished) as caught:
             fetch_offer(node, ["QmStarter"])
-        node.publish(RUNS_KEY, ["run-1", 0], RECORD_TTL_S)
+        node.publish(RUNS_KEY, ["run-1", 0], exchange.RECORD_TTL_S)
     assert caught.value.exit_code == 4
 
 
@@ -94,8 +85,8 @@ def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_noth
             with pytest.raises(NothingPublished):
                 fetch_offer(node, [])
             node.records[key] = whole
-    node.neighbour("QmStranger").publish(RUNS_KEY, ["run-1", -1], RECORD_TTL_S)
-    node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), RECORD_TTL_S)
+    node.neighbour("QmStranger").publish(RUNS_KEY, ["run-1", -1], exchange.RECORD_TTL_S)
+    node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), exchange.RECORD_TTL_S)
     publish_recipe(node, RECIPE, "run-1", 7)  # a shorter one leaves records behind
     assert fetch_offer(node, []).fingerprint == FINGERPRINT
 
@@ -105,8 +96,8 @@ def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
     fetch = node.fetch
     monkeypatch.setattr(node, "fetch", lambda key: read.append(key) or fetch(key))
     for number in range(50):
-        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
-    node.publish(RUNS_KEY, ["run-1", 0], RECORD_TTL_S)
+        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, exchange.RECORD_TTL_S)
+    node.publish(RUNS_KEY, ["run-1", 0], exchange.RECORD_TTL_S)
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
     assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)

@@ -202,14 +202,11 @@ def test_a_port_in_use_is_refused_although_it_could_be_shared_and_a_free_one_sta
             with pytest.raises(SetupError, match=rf"{listen}: port \d+ is already in use") as refused:
                 addresses.require_free_ports(["/ip4/127.0.0.1/tcp/0", listen])
             assert "--host-maddr" in refused.value.hint
+    free = [*listens, *DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"]
     for _ in range(2):
-        addresses.require_free_ports(
-            [*listens, *DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"]
-        )
-    for listen, why in (
-        ("x:80", "not a multiaddr to listen on"),
-        ("/ip4/203.0.113.7/tcp/1", "Cannot assign"),
-    ):
+        addresses.require_free_ports(free)
+    wrong = {"x:80": "not a multiaddr to listen on", "/ip4/203.0.113.7/tcp/1": "Cannot assign"}
+    for listen, why in wrong.items():
         with pytest.raises(SetupError, match=f"{listen}.*{why}"):
             addresses.require_free_ports([listen])
 
@@ -225,9 +222,8 @@ def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
         assert addresses.answering_of([address, untold]) == [address, untold]
         assert "not this peer" in addresses.what_answers(address)
         assert addresses.what_answers(untold) == f"{untold}: no answer"
-        assert "nowhere.invalid can't be reached" in addresses.what_answers(
-            f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}"
-        )
+        nowhere = f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}"
+        assert "nowhere.invalid can't be reached" in addresses.what_answers(nowhere)
 
 
 # -- whether it goes on ---------------------------------------------------------------------------

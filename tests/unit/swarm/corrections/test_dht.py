@@ -21,14 +21,7 @@ from tests.kit.identities import key_of
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.corrections import dht as corrected
-from trahiv_cli.swarm.corrections.dht import (
-    NODES_ASKED,
-    CorrectedAverager,
-    CorrectedControl,
-    CorrectedDHT,
-    drain,
-    give_states,
-)
+from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.node import show_life
 
@@ -48,7 +41,7 @@ def test_a_forked_process_s_collector_leaves_alone_what_it_inherits_and_few_node
     assert left_alone[0] > before == gc.get_freeze_count()
     dht.get("key", return_future=True)
     _, _, keywords = dht._inner_pipe.recv()
-    assert keywords["beam_size"] == NODES_ASKED
+    assert keywords["beam_size"] == corrected.NODES_ASKED
 
 
 @pytest.mark.parametrize("answer", [None, OSError("no p2pd")], ids=["it has started", "it ends by itself"])
@@ -93,7 +86,7 @@ def test_starting_an_averager_leaves_ctrl_c_alone_forks_nothing_and_sends_what_i
     assert signal.getsignal(signal.SIGINT) is before
     assert started.dht.served == [started] and multiprocessing.active_children() == children
     assert started.is_alive()
-    drain(started, quiet_s=0)
+    corrected.drain(started, quiet_s=0)
     assert not started.allow_state_sharing
     started._ended.set_result(None)  # as the DHT's process does when it serves it no more
     started.join(timeout=5.0)
@@ -193,6 +186,6 @@ class Asking:
 
 def test_who_asks_for_a_state_gets_it_or_learns_why_not_and_nobody_holds_it_then(caplog):
     asking = Asking()
-    give_states(MSGPackSerializer, asking, weakref.WeakMethod(asking.state))
+    corrected.give_states(MSGPackSerializer, asking, weakref.WeakMethod(asking.state))
     assert asking.answers == ["KeyError('not finite')", ({"step": 7}, [0.0] * 3, ["info"])]
     assert "not copied" in caplog.text and asking.is_held == [False] * 3

@@ -12,7 +12,6 @@ import shutil
 import sys
 import threading
 from contextlib import nullcontext
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -123,34 +122,12 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
 # -- what processes leave behind -------------------------------------------------------------------
 
 
-@pytest.fixture
-def at_its_end(monkeypatch):
-    """Calls that a process makes at its end, and makes at the test's."""
-    calls = []
+def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
+    at_its_end, left, own_pid = [], {}, DEAD_PID + 1
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr(
-        multiprocessing.util, "Finalize", lambda _, call, args, **more: calls.append(partial(call, *args))
+        multiprocessing.util, "Finalize", lambda *call, **more: at_its_end.append((call, more))
     )
-    yield calls
-    for call in calls:
-        call()
-
-
-def test_a_process_has_one_folder_that_fits_into_a_socket_path_and_goes_with_it_and_its_memory(at_its_end):
-    folder, memory = private_folder(DEAD_PID + 3), Path(f"/dev/shm/torch_{DEAD_PID + 3}_0")
-    assert private_folder(DEAD_PID + 3) == folder and folder.name.startswith(f"trahiv-{DEAD_PID + 3}-")
-    assert folder.stat().st_mode & 0o777 == 0o700
-    assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
-    assert multiprocessing.util.get_temp_dir() == str(folder)
-    memory.touch()
-    [end] = at_its_end
-    end()
-    assert not folder.exists() and not memory.exists()
-
-
-@pytest.mark.usefixtures("at_its_end")
-def test_what_processes_that_are_gone_left_is_swept_and_nothing_else():
-    left = {}
     for pid in (DEAD_PID, os.getppid(), "scout"):
         left[pid] = (
             Path(f"/tmp/trahiv-{pid}-test{os.getpid()}"),
@@ -158,9 +135,17 @@ def test_what_processes_that_are_gone_left_is_swept_and_nothing_else():
         )
         left[pid][0].mkdir()
         left[pid][1].touch()
-    private_folder(DEAD_PID + 4)
+    folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
     there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
-    for folder, memory in left.values():
-        shutil.rmtree(folder, ignore_errors=True)
-        memory.unlink(missing_ok=True)
+    for one, its_memory in left.values():
+        shutil.rmtree(one, ignore_errors=True)
+        its_memory.unlink(missing_ok=True)
     assert there == {DEAD_PID: [False] * 2, os.getppid(): [True] * 2, "scout": [True] * 2}
+    assert private_folder(own_pid) == folder and folder.name.startswith(f"trahiv-{own_pid}-")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
+    assert multiprocessing.util.get_temp_dir() == str(folder)
+    memory.touch()
+    [((_, sweep), options)] = at_its_end
+    sweep(*options["args"])
+    assert not folder.exists() and not memory.exists()
