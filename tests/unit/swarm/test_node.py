@@ -51,11 +51,8 @@ def dht_of(found=None, visible=(), *, client_mode=False):
     dht, is_over = SimpleNamespace(pid=os.getpid(), loops=(), place=b""), threading.Event()
     dht.run_coroutine = lambda coroutine, return_future: done(asyncio.run(coroutine(dht, own)))
     dht.get = dht.store = lambda key, *content, **options: stored
-    dht.shutdown, dht.join, dht.is_alive = (
-        is_over.set,
-        lambda timeout=None: None,
-        lambda: not is_over.is_set(),
-    )
+    dht.shutdown, dht.join = is_over.set, lambda timeout=None: None
+    dht.is_alive = lambda: not is_over.is_set()
     return dht
 
 

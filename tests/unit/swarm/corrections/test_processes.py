@@ -124,15 +124,15 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
 
 def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
     at_its_end, left, own_pid = [], {}, DEAD_PID + 1
+
+    def note_end(_, call, args, **options):
+        at_its_end.append((call, args))
+
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(
-        multiprocessing.util, "Finalize", lambda *call, **more: at_its_end.append((call, more))
-    )
+    monkeypatch.setattr(multiprocessing.util, "Finalize", note_end)
     for pid in (DEAD_PID, os.getppid(), "scout"):
-        left[pid] = (
-            Path(f"/tmp/trahiv-{pid}-test{os.getpid()}"),
-            Path(f"/dev/shm/torch_{pid}_{os.getpid()}_0"),
-        )
+        name = f"{pid}_{os.getpid()}_0"
+        left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
         left[pid][0].mkdir()
         left[pid][1].touch()
     folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
@@ -146,6 +146,6 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
     memory.touch()
-    [((_, sweep), options)] = at_its_end
-    sweep(*options["args"])
+    [(sweep, swept)] = at_its_end
+    sweep(*swept)
     assert not folder.exists() and not memory.exists()
