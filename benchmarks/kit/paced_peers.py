@@ -129,7 +129,7 @@ class OurPeer:
         side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
         dht = DhtSection(host_maddrs=[entry.listens_at], nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
-        self.address = self._node.addresses()[0].maddr
+        self.address = self._node.own_addresses()[0]
         self._news: deque[News] = deque()
         self._paces: deque[str] = deque()
         usual: dict[str, Any] = {

@@ -167,7 +167,7 @@ class Peer:
 
     def live(self, node: Node, is_first: bool) -> None:
         """Train until the process is ended."""
-        settings, address = self._settings, node.addresses()[0].maddr
+        settings, address = self._settings, node.own_addresses()[0]
         optimizer = build_optimizer(
             settings.options(),
             dht=node.dht,

@@ -127,5 +127,5 @@ class InMemory(Node):
 
     def __init__(self, board: Board, name: str) -> None:
         self.dht: Any = Dht(board, key_of(name))
-        self.peer_id, self.place = id_of(name), self.dht.place
+        self.peer_id = id_of(name)
         self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from hivemind.p2p import PeerID
@@ -85,8 +84,8 @@ class Peer(faulty_peer.Peer):
         self.is_ready = self.is_ready or event == "ready"
         self.world.hear(self, {"event": event, "time": time.monotonic()} | fields)
 
-    def addresses(self) -> list[Any]:
-        return [SimpleNamespace(maddr="")]
+    def own_addresses(self) -> list[str]:
+        return [""]
 
     def start(self) -> None:
         context = contextvars.copy_context()

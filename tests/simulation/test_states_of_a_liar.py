@@ -25,9 +25,16 @@ from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.reports import Past
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm import download
-from trahiv_cli.swarm.download import Downloader, NobodyHas, StateOffer, StateRequest
+from trahiv_cli.swarm.download import Downloader, NobodyHas, StateRequest
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import Manifest, build_snapshot, digest_of_bytes, read_state, unpacked
+from trahiv_cli.swarm.snapshot import (
+    Manifest,
+    StateOffer,
+    build_snapshot,
+    digest_of_bytes,
+    read_state,
+    unpacked,
+)
 
 torch.set_num_threads(1)
 

@@ -48,7 +48,7 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
         "its invitation is over": Credentials(OWNER.invite(expires=1)),
     }
     with Node(LOCAL, tmp_path / "a.key", standing=HOME) as a:
-        to_a = (a.addresses()[0].maddr,)
+        to_a = (a.own_addresses()[0],)
         for words, stands in others.items():
             with pytest.raises(NotAdmitted, match=words) as refused:
                 Node(LOCAL, tmp_path / "m.key", to_a, standing=stands)
@@ -57,7 +57,7 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
         with Node(LOCAL, tmp_path / "b.key", to_a, standing=Credentials(OWNER.invite())) as b:
             assert b.publish("key", 1, ttl_s=60)
             assert a.fetch("key") == {b.peer_id: 1}
-            to_b = (b.addresses()[0].maddr,)
+            to_b = (b.own_addresses()[0],)
             with Node(CLIENT, tmp_path / "c.key", to_b, standing=HOME) as c:
                 assert c.fetch("key") == {b.peer_id: 1}, "a member that nobody can call"
             stands = Credentials(OWNER.invite(Role.watcher))

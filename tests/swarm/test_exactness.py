@@ -190,7 +190,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
 
     with Node(DHT, folder / f"{number}.key", initial) as node:
         if number == 0:
-            address.put(node.addresses()[0].maddr)
+            address.put(node.own_addresses()[0])
         opt = {"run_id": "exact", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
         trainer = SwarmTrainer(
             model=build_model(),

@@ -161,7 +161,7 @@ def test_replicas_with_8_bit_statistics_are_equal_and_a_latecomer_that_offloads_
 
 
 def test_a_download_is_finished_from_the_other_donor_when_one_dies(tmp_path: Path) -> None:
-    """How chunks are shared, damaged and fetched again is in `tests/unit/swarm/test_download.py`."""
+    """How chunks are shared, damaged and fetched again is in `tests/unit/swarm/test_states.py`."""
     with Swarm(tmp_path, Settings(hidden=10_000)) as swarm:
         donors = [
             swarm.join(number, give_state_slowly(0.05, after)) for number, after in ((0, 10**6), (1, 8))

@@ -143,7 +143,7 @@ class Adaptation:
         if len(outcome.group) < 2:
             return
         # Beside a joiner's download an exchange takes longer than it will take again, unless it never ends.
-        is_disturbed = self._interest.was_sent_since(time.monotonic() - outcome.exchange_s)
+        is_disturbed = self._interest.was_there_since(time.monotonic() - outcome.exchange_s)
         self._num_disturbed = (self._num_disturbed + 1) % (DISTURBED_AT_MOST + 1) if is_disturbed else 0
         if not self._num_disturbed:
             latest = Measured(speed, outcome.exchange_s, outcome.parts_sent, outcome.parts_received)

@@ -37,15 +37,7 @@ from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.corrections.dht import CorrectedAverager
-from trahiv_cli.swarm.download import (
-    OF_NO_USE,
-    Downloader,
-    Fetched,
-    NobodyHas,
-    Report,
-    StateOffer,
-    StateRequest,
-)
+from trahiv_cli.swarm.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import (
@@ -55,6 +47,7 @@ from trahiv_cli.swarm.snapshot import (
     SharedNumber,
     Snapshot,
     SnapshotCache,
+    StateOffer,
     buffer_bytes,
     build_snapshot,
     copy_into,
@@ -388,7 +381,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         match unpacked(request.metadata):
             case [bytes(digest), rank, int()] if self.allow_state_sharing:
                 wished = read_rank(rank)
-                self._interest.note_asker()  # before the state is copied: no round after it shall be missing
+                self._interest.note()  # before the state is copied: no round after it shall be missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))

@@ -8,14 +8,13 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import SetupError, Unreachable
 
-Reach = Literal["internet", "local network", "this machine"]
+Reach = Literal["internet", "local network", "this machine"]  # the farthest first
 NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # what `Multiaddr` raises of a text that is none
 PROBE_TIMEOUT_S = 3.0
 MAX_ADDRESS_CHARS = 256
@@ -29,20 +28,13 @@ class Socket(NamedTuple):
     kind: socket.SocketKind
 
 
-@dataclass(frozen=True)
-class Address:
-    """One way to reach a peer."""
-
-    maddr: str  # a multiaddr that ends in `/p2p/<peer id>`
-
-    @property
-    def reach(self) -> Reach:
-        """Peers that can dial it. Of a router in front of the local network nothing is known."""
-        maddr = Multiaddr(self.maddr)
-        found = next((maddr[protocol] for protocol in ("ip4", "ip6") if protocol in maddr), None)
-        if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name
-            return "internet"
-        return "this machine" if address.is_loopback else "local network"
+def reach_of(maddr: str) -> Reach:
+    """Say which peers can dial a multiaddr. Of a router in front of the local network nothing is known."""
+    read = Multiaddr(maddr)
+    found = next((read[protocol] for protocol in ("ip4", "ip6") if protocol in read), None)
+    if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name
+        return "internet"
+    return "this machine" if address.is_loopback else "local network"
 
 
 def socket_of(maddr: Multiaddr) -> Socket | None:
@@ -54,31 +46,26 @@ def socket_of(maddr: Multiaddr) -> Socket | None:
     return None
 
 
-def leaves_port_open(host_maddr: str) -> bool:
-    """Say whether an address to listen on leaves the choice of a port to the system."""
-    named = socket_of(Multiaddr(host_maddr))
-    return named is not None and named.port == 0
+def _names_a_peer(text: str) -> bool:
+    with contextlib.suppress(*NOT_A_MULTIADDR):
+        return "p2p" in Multiaddr(text)
+    return False
 
 
 def require_peer_address(address: str) -> None:
     """Refuse, as Unreachable, what is not a multiaddr, or does not say whose address it is."""
-    with contextlib.suppress(*NOT_A_MULTIADDR):
-        if "p2p" in Multiaddr(address):
-            return
-    raise Unreachable(
-        f"{address!r} is not the multiaddr of a peer: that ends with `/p2p/<peer id>`.",
-        hint="paste the whole line that `trahiv init` printed, or an address like "
-        "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
-    )
+    if not _names_a_peer(address):
+        raise Unreachable(
+            f"{address!r} is not the multiaddr of a peer: that ends with `/p2p/<peer id>`.",
+            hint="paste the whole line that `trahiv init` printed, or an address like "
+            "/ip4/203.0.113.7/tcp/31337/p2p/Qm...",
+        )
 
 
 def is_address_of(peer_id: str, text: object) -> bool:
     """Say whether this is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with that peer's id."""
-    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS or not text.endswith(f"/p2p/{peer_id}"):
-        return False
-    with contextlib.suppress(*NOT_A_MULTIADDR):
-        return "p2p" in Multiaddr(text)
-    return False
+    is_short = isinstance(text, str) and len(text) <= MAX_ADDRESS_CHARS
+    return is_short and str(text).endswith(f"/p2p/{peer_id}") and _names_a_peer(str(text))
 
 
 def own_address(text: str, purpose: str) -> Multiaddr:

@@ -26,7 +26,6 @@ LOOK_EVERY_S = 0.5
 PULSE_EVERY_S = 1.5  # a sign of life is asked for so often
 # So many looks in a row find no answer and no use of processor time. Nobody looks while the machine sleeps.
 STILL_AFTER_LOOKS = 8
-STANDING = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
 SLOW_AFTER_S = 60.0  # one that does not answer for so long is of no use, however busy it is
 
 
@@ -41,7 +40,8 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
             process = psutil.Process(pid)
             times, status = process.cpu_times(), process.status()
             used += times.user + times.system
-            is_stopped = is_stopped or status in STANDING
+            standing = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE
+            is_stopped = is_stopped or status in standing
             used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
     return used, is_stopped
 
@@ -50,19 +50,10 @@ class Alive:
     """Watches a peer's processes, its membership, and its user's wish to leave.
 
     `home` is its node, whose processes are watched in a thread of their own; without one nothing fails.
-    `clock` is monotonic seconds, `effort` is as `effort_of`.
     """
 
-    def __init__(
-        self,
-        home: Node | None,
-        events: Events,
-        should_leave: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
-        effort: Callable[[Iterable[int]], tuple[float, bool]] = effort_of,
-    ) -> None:
+    def __init__(self, home: Node | None, events: Events, should_leave: Callable[[], bool]) -> None:
         self._home, self._events, self.should_leave = home, events, should_leave
-        self._clock, self._effort = clock, effort
         self._answer: Any = None  # the future of a sign of life that was asked for
         self._asked_at, self._used_s, self._still_looks = -math.inf, -1.0, 0
         self._is_closed = threading.Event()
@@ -118,7 +109,7 @@ class Alive:
     def _what_is_wrong(self, node: Node) -> str:
         if not node.is_alive():
             return "has ended"
-        now = self._clock()
+        now = time.monotonic()
         if self._answer is None and now >= self._asked_at + PULSE_EVERY_S:
             self._asked_at, self._still_looks = now, 0
             try:
@@ -131,11 +122,10 @@ class Alive:
             answer, self._answer = self._answer, None
             failure = None if answer.cancelled() else answer.exception()
             return f"fails: {failure!r}" if failure is not None else ""
-        used_s, is_stopped = self._effort(node.pids())
+        used_s, is_stopped = effort_of(node.pids())
         self._still_looks = self._still_looks + 1 if is_stopped or used_s == self._used_s else 0
         self._used_s = used_s
         if self._still_looks >= STILL_AFTER_LOOKS:
             return "stands still"
-        if now >= self._asked_at + SLOW_AFTER_S:
-            return f"did not answer for {SLOW_AFTER_S:.0f} s"
-        return ""
+        is_slow = now >= self._asked_at + SLOW_AFTER_S
+        return f"did not answer for {SLOW_AFTER_S:.0f} s" if is_slow else ""

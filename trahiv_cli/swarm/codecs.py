@@ -43,8 +43,7 @@ class Codec(CompressionBase):
     ) -> runtime_pb2.Tensor:
         """Encode a tensor of any shape, on any device; it stays unchanged.
 
-        Raises:
-            ValueError: the dtype is none of `dtypes`, or a value not finite in float32 and the codec lossy.
+        ValueError if the dtype is none of `dtypes`, or a value not finite in float32 and the codec lossy.
         """
         name = f"Part {info.part_index} of tensor {info.key!r}"
         if tensor.dtype not in self.dtypes:
@@ -64,16 +63,12 @@ class Codec(CompressionBase):
         """Decode a message that anybody may have made, into a new tensor on the CPU, of its shape and dtype.
 
         From a lossy codec its values are finite. No memory is taken for more than the buffer can hold.
-
-        Raises:
-            ValueError: no such codec makes such a message.
+        ValueError if no such codec makes such a message.
         """
         size, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
         if dtype is None:
             raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
-        if serialized_tensor.requires_grad and not dtype.is_floating_point:
-            raise ValueError("A peer sent a tensor of integers with a gradient.")
         # torch counts strides in 64 bits, empty tensors' too.
         if len(size) > MAX_DIMENSIONS or math.prod(length or 1 for length in size) >= 2**63:
             raise ValueError("A peer sent a tensor of a shape that torch does not have.")
@@ -83,7 +78,8 @@ class Codec(CompressionBase):
             raise ValueError(f"A peer sent a tensor of {len(buffer)} bytes where its shape takes {expected}.")
         if not num_values:
             return torch.empty(size, dtype=dtype)
-        values = self._decode(buffer, num_values)
+        header_bytes, content = self._header_bytes(num_values), memoryview(buffer)
+        values = self._decode(content[:header_bytes], content[header_bytes:], num_values)
         if not self.bits:
             if dtype is torch.bool and values.amax() > 1:
                 raise ValueError("A peer sent a bool that is neither true nor false.")
@@ -115,8 +111,8 @@ class Codec(CompressionBase):
         """Encode a vector of at least one value, which stays unchanged; float32 for a lossy codec."""
 
     @abstractmethod
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        """Decode a buffer of the right length into new memory: float32, or a lossless one's bytes."""
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        """Decode what is as long as it must be into new memory: float32, or a lossless one's bytes."""
 
 
 class Verbatim(Codec):
@@ -128,8 +124,8 @@ class Verbatim(Codec):
     def _encode(self, values: torch.Tensor) -> bytes:
         return values.view(torch.uint8).numpy().tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        return _vector(buffer, torch.uint8)
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        return _vector(codes, torch.uint8)
 
 
 class Half(Codec):
@@ -154,11 +150,11 @@ class Half(Codec):
             scaled.clamp_(-self.BELOW_2_15, self.BELOW_2_15)
         return np.int16(shift).tobytes() + scaled.half().numpy().tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        shift = int(np.frombuffer(buffer, np.int16, 1)[0])
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        shift = int(np.frombuffer(header, np.int16)[0])
         if not self.MIN_SHIFT <= shift <= self.MAX_SHIFT:
             raise ValueError("A peer sent a tensor with a scale that float32 does not have.")
-        return _vector(buffer, torch.float16, offset=2).float().mul_(2.0**-shift)
+        return _vector(codes, torch.float16).float().mul_(2.0**-shift)
 
 
 class UniformBlocks(Codec):
@@ -177,11 +173,9 @@ class UniformBlocks(Codec):
         codes = self._to_codes(blocks / torch.where(peaks > 0, peaks, 1)).to(torch.int8)
         return peaks.numpy().tobytes() + codes.view(-1)[: values.numel()].numpy().tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        header_bytes = self._header_bytes(num_values)
-        peaks = _vector(buffer[:header_bytes], torch.float32).view(-1, 1)
-        codes = self._blocks(_vector(buffer, torch.int8, offset=header_bytes))
-        return self._to_units(codes.float().div_(127)).mul_(peaks).view(-1)[:num_values]
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        units = self._to_units(self._blocks(_vector(codes, torch.int8)).float().div_(127))
+        return units.mul_(_vector(header, torch.float32).view(-1, 1)).view(-1)[:num_values]
 
     def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
         """Map [-1, 1] to whole numbers from -127 to 127, in place."""
@@ -266,12 +260,9 @@ class NormalBlocks(Codec):
         packed = (codes | codes >> 4).astype(np.uint8)[: (values.numel() + 1) // 2]
         return scales.view(torch.int16).numpy().tobytes() + packed.tobytes()
 
-    def _decode(self, buffer: bytes, num_values: int) -> torch.Tensor:
-        header_bytes = self._header_bytes(num_values)
-        scales = _vector(buffer[:header_bytes], torch.bfloat16).float().view(-1, 1)
-        packed = _vector(buffer, torch.uint8, offset=header_bytes).int()
-        units = self._blocks(LEVEL_PAIRS.index_select(0, packed).view(-1))
-        return units.mul_(scales).view(-1)[:num_values]
+    def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
+        units = self._blocks(LEVEL_PAIRS.index_select(0, _vector(codes, torch.uint8).int()).view(-1))
+        return units.mul_(_vector(header, torch.bfloat16).float().view(-1, 1)).view(-1)[:num_values]
 
 
 CODECS: dict[str, Callable[[], Codec]] = {
@@ -306,8 +297,7 @@ class EightBitStatistics(MomentBlocks):
 
 
 BY_NUMBER: dict[int, Codec] = {
-    **{codec.compression_type: codec for codec in (make() for make in CODECS.values())},
-    MOMENTS_8BIT: MomentBlocks(),
+    codec.compression_type: codec for codec in (*(make() for make in CODECS.values()), MomentBlocks())
 }
 """The codecs that a message may name by its number; the last one only in the state of an optimizer."""
 
@@ -318,9 +308,7 @@ def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
     hivemind's codecs believe what a message says of its dtype and size, and raise under numpy 2.4.
     """
     if (codec := BY_NUMBER.get(message.compression)) is None:
-        raise ValueError(
-            f"A peer sent a tensor in a codec with the number {message.compression}, which is not taken."
-        )
+        raise ValueError(f"A peer sent a tensor in a codec of number {message.compression}: it is not taken.")
     return codec.extract(message)
 
 
@@ -332,6 +320,6 @@ def _peak(values: torch.Tensor) -> float:
     return max(-float(low), float(high))
 
 
-def _vector(buffer: bytes, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-    """Read a vector from `offset` bytes on, into memory of its own."""
-    return torch.frombuffer(bytearray(buffer), dtype=dtype, offset=offset)
+def _vector(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Read a vector into memory of its own."""
+    return torch.frombuffer(bytearray(buffer), dtype=dtype)

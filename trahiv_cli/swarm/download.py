@@ -15,6 +15,7 @@ keeps the snapshot (`KEEP_S`). Whether a state is adopted is decided in `optim/s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import Counter
@@ -29,15 +30,7 @@ import torch
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import (
-    DIGEST_BYTES,
-    Manifest,
-    Rank,
-    Snapshot,
-    digest_of_bytes,
-    read_rank,
-    shared_bytes,
-)
+from trahiv_cli.swarm.snapshot import Manifest, Rank, Snapshot, StateOffer, digest_of_bytes, shared_bytes
 
 GONE = (*UNREACHABLE, EOFError)  # or it hangs
 MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
@@ -53,29 +46,6 @@ Report = Callable[[int, int, int], None]  # told: bytes that are there, of how m
 
 class NobodyHas(Exception):
     """No donor keeps the snapshot any more, or none has one that is far enough."""
-
-
-@dataclass(frozen=True)
-class StateOffer:
-    """What a donor has."""
-
-    rank: Rank
-    digest: bytes  # of the snapshot
-
-    def to_wire(self) -> list[Any]:
-        """Return a list that MessagePack carries."""
-        return [list(self.rank), self.digest]
-
-    @classmethod
-    def from_wire(cls, data: object) -> StateOffer:
-        """Read what `to_wire` gave; ValueError if it is not that."""
-        match data:
-            case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
-                return cls(read_rank(rank), digest)
-        raise ValueError("not an offer")
-
-
-Asked = asyncio.Task[StateOffer | None]
 
 
 @dataclass(frozen=True)
@@ -182,7 +152,7 @@ class Downloader:
     def __init__(self, donors: Any, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
         self._donors, self._own, self._report = donors, own, report
         self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
-        self._active: set[str] = set()
+        self._active: set[str] = set()  # donors that have it, and are asked
 
     async def fetch(self, wanted: StateRequest) -> Fetched:
         """Fetch the state that most donors offer.
@@ -191,26 +161,33 @@ class Downloader:
             NobodyHas: no donor has a state that is far enough, or none keeps it any more.
             RoundFailed: nothing came for too long, or what came is not a state of this model.
         """
-        digest = self._board.digest if self._board else b""
-        asked = {
-            donor: asyncio.create_task(self._ask(donor, wanted, digest))
-            for donor in wanted.donors[:MAX_DONORS]
-        }
-        try:
-            offers = await _first_answers(asked, wanted.silence_s)
-            if not offers:
-                raise NobodyHas
-            if self._board is None or digest not in {offer.digest for offer in offers.values()}:
-                self._board = None
-                self._board = await self._begin(offers, wanted)
-            board = self._board
-            alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
-            await self._complete(board, wanted, asked, len(alike))
-        finally:
-            for task in asked.values():
-                task.cancel()
+        offers = await self._offers(wanted)
+        if not offers:
+            raise NobodyHas
+        if self._board is None or self._board.digest not in {offer.digest for offer in offers.values()}:
+            self._board = None
+            self._board = await self._begin(offers, wanted)
+        board = self._board
+        alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
+        self._active, board.heard_at = set(alike), time.monotonic()
+        await self._complete(board, wanted)
         self._board = None
         return Fetched(board.manifest, board.content, alike[0])
+
+    async def _offers(self, wanted: StateRequest) -> dict[str, StateOffer]:
+        """Ask donors, wait for the first offer, then a moment for the others; none if nobody offers any."""
+        digest, offers = self._board.digest if self._board else b"", dict[str, StateOffer]()
+        donors, loop = wanted.donors[:MAX_DONORS], asyncio.get_running_loop()
+
+        async def ask(donor: str, limit: asyncio.Timeout) -> None:
+            if (offer := await self._ask(donor, wanted, digest)) is not None:
+                offers[donor] = offer
+                limit.reschedule(min(limit.when() or math.inf, loop.time() + OTHERS_S))
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wanted.silence_s) as limit:
+                await asyncio.gather(*(ask(donor, limit) for donor in donors))
+        return {donor: offers[donor] for donor in donors if donor in offers}
 
     async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> StateOffer | None:
         try:
@@ -254,17 +231,12 @@ class Downloader:
             return ChunkBoard(best.digest, manifest, own)
         raise NobodyHas
 
-    async def _complete(
-        self, board: ChunkBoard, wanted: StateRequest, asked: dict[str, Asked], num_alike: int
-    ) -> None:
+    async def _complete(self, board: ChunkBoard, wanted: StateRequest) -> None:
         """Fetch from all donors at once until every chunk is there."""
-        self._active, board.heard_at = set(), time.monotonic()
-        helping = [
-            asyncio.create_task(self._help(board, wanted, donor, answer, num_alike))
-            for donor, answer in asked.items()
-        ]
+        helping = running = {
+            asyncio.create_task(self._help(board, wanted, donor)) for donor in wanted.donors[:MAX_DONORS]
+        }
         try:
-            running = set(helping)
             while not board.is_complete:
                 if not running:
                     raise NobodyHas
@@ -280,18 +252,15 @@ class Downloader:
             for task in helping:
                 task.cancel()
 
-    async def _help(
-        self, board: ChunkBoard, wanted: StateRequest, donor: str, answer: Asked, num_alike: int
-    ) -> None:
+    async def _help(self, board: ChunkBoard, wanted: StateRequest, donor: str) -> None:
         """Fetch chunks from one donor as long as some are missing, and it has the snapshot."""
-        offer = await answer
         while not board.is_complete:
-            if offer is None or offer.digest != board.digest:
+            if donor not in self._active:
                 offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
-            if offer is None or offer.digest != board.digest:
-                return
-            self._active.add(donor)
-            request = board.request(max(num_alike, len(self._active)))
+                if offer is None or offer.digest != board.digest:
+                    return
+                self._active.add(donor)
+            request = board.request(len(self._active))
             if request is None:
                 await asyncio.sleep(IDLE_S)
                 continue
@@ -302,6 +271,7 @@ class Downloader:
                         silence.reschedule(asyncio.get_running_loop().time() + wanted.silence_s)
                         if not board.put(request, chunk):
                             disbelieve(donor, NOT_AS_OFFERED)
+                            self._active.remove(donor)
                             return
                         self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
                         if request.next >= request.stop or board.is_complete:
@@ -309,23 +279,8 @@ class Downloader:
                     else:
                         raise ConnectionError("the stream broke off")
             except GONE:
-                offer = None
+                self._active.remove(donor)
             finally:
                 request.heard_at = -math.inf  # others may have what is left
-                self._active.discard(donor)
-            if offer is None:
+            if donor not in self._active:
                 await asyncio.sleep(PAUSE_S)
-
-
-async def _first_answers(asked: dict[str, Asked], limit_s: float) -> dict[str, StateOffer]:
-    """Wait for the first offer, then a moment for the others; none if nobody offers anything."""
-    deadline = time.monotonic() + limit_s
-    pending = set(asked.values())
-    offers: dict[str, StateOffer] = {}
-    while pending and (left_s := deadline - time.monotonic()) > 0:
-        _, pending = await asyncio.wait(pending, timeout=left_s, return_when="FIRST_COMPLETED")
-        found = {donor: offer for donor, task in asked.items() if task.done() and (offer := task.result())}
-        if found and not offers:
-            deadline = min(deadline, time.monotonic() + OTHERS_S)
-        offers = found
-    return offers

@@ -59,10 +59,6 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         NothingPublished: the swarm's peers publish no run (yet).
         RecipeMismatch: several runs, or several recipes under one run_id.
     """
-    nothing = NothingPublished(
-        "A peer answered, but nobody publishes a recipe there (yet).",
-        hint="wait until the starter's `trahiv init` is ready, or bring the recipe: trahiv join RECIPE ...",
-    )
     steps: dict[str, list[int]] = {}
     for peer, entry in node.fetch(RUNS_KEY).items():
         match entry:
@@ -71,17 +67,18 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
             case _:
                 disbelieve(peer, "the run that it publishes can't be read")
     runs = sorted(steps)
-    if not runs:
-        raise nothing
     if preferred_run not in runs and len(runs) > 1:
         raise RecipeMismatch(
             f"This swarm trains several runs: {', '.join(runs)}.",
             hint=f"say which: --set hivemind_config.opt.run_id={runs[0]}",
         )
-    run_id = preferred_run if preferred_run in runs else runs[0]
-    wires = _fetch_wires(node, run_id)
-    if not wires:
-        raise nothing
+    run_id = preferred_run if preferred_run in runs else next(iter(runs), "")
+    if not (wires := _fetch_wires(node, run_id) if runs else {}):
+        raise NothingPublished(
+            "A peer answered, but nobody publishes a recipe there (yet).",
+            hint="wait until the starter's `trahiv init` is ready, or bring the recipe: "
+            "trahiv join RECIPE ...",
+        )
     candidates = [wires[peer] for peer in named_peers if peer in wires] or list(wires.values())
     prints = {fingerprint(wire["shared"]) for wire in candidates}
     if len(prints) > 1:

@@ -84,7 +84,7 @@ class HostCopies:
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if not tensor.is_cuda:
                 source = tensor.detach().contiguous()
-                # Not `copy_`: in a thread of its own it would start OpenMP threads, see `SwarmOptimizer`.
+                # Not `copy_`: in a thread of its own it would start OpenMP threads, see `optim/method.py`.
                 ctypes.memmove(copy.data_ptr(), source.data_ptr(), source.nbytes)
 
     def wait(self) -> Sequence[torch.Tensor]:

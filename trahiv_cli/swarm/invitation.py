@@ -21,7 +21,7 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, peers_in
-from trahiv_cli.swarm.addresses import is_address_of
+from trahiv_cli.swarm.addresses import is_address_of, reach_of
 from trahiv_cli.swarm.identity import require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
@@ -235,8 +235,8 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
     membership, path = node.standing.membership, (folder / INVITATION_FILE).resolve()
     if membership.grant.is_once:
         return None
-    away = [one.maddr for one in node.addresses() if one.reach != "this machine"]
-    reachable = tuple(away or node.own_addresses())
+    own = node.own_addresses()
+    reachable = tuple([one for one in own if reach_of(one) != "this machine"] or own)
     keep_invitation(path, Invitation(reachable, membership, run_id, fingerprint))
     return path
 

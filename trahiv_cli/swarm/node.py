@@ -20,7 +20,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, get_args
 
 import hivemind
 import psutil
@@ -32,19 +32,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm import addresses, corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
-from trahiv_cli.swarm.addresses import (
-    Address,
-    Reach,
-    answering_of,
-    leaves_port_open,
-    own_address,
-    require_free_ports,
-    require_peer_address,
-    socket_of,
-    what_answers,
-)
 from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
@@ -55,7 +44,6 @@ from trahiv_cli.swarm.roll import Credentials, MemberList
 
 logger = logging.getLogger(__name__)
 
-_FARTHEST_FIRST: tuple[Reach, ...] = ("internet", "local network", "this machine")
 MET_TRIED = 8  # peers of before that are tried when a node starts; the others are called on later
 RECORD_TIMEOUT_S = 10.0
 LIFE_EVERY_S = 0.1  # an event loop that does not answer is looked at so often: it may have ended
@@ -77,7 +65,7 @@ def likeness_key(run_id: str) -> str:
     return f"{run_id}_likeness"
 
 
-class Node:
+class Node(contextlib.AbstractContextManager["Node"]):
     """A running DHT peer. Close it last: the averagers talk through its processes.
 
     Args:
@@ -110,17 +98,16 @@ class Node:
         is_visitor: bool = False,
     ) -> None:
         for address in initial_peers:
-            require_peer_address(address)
-        require_free_ports(settings.host_maddrs)
+            addresses.require_peer_address(address)
+        addresses.require_free_ports(settings.host_maddrs)
         for address in settings.announce_maddrs:
-            own_address(address, "to announce")
+            addresses.own_address(address, "to announce")
         self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
         self.book = standing.book() if standing else None  # the policy of the swarm's owner
         self._id = PeerID.from_base58(self.peer_id).to_bytes()
         signing_key = read_signing_key(identity)
-        # Where this peer's records stand.
-        self.place = own_place(signing_key, standing.membership.certify(self._id) if standing else b"")
+        certificate = standing.membership.certify(self._id) if standing else b""
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately  # ids of the peers that were there when this one last was
         corrections.apply()
@@ -132,7 +119,7 @@ class Node:
             start=True,
             door=Door(standing.membership, standing.book(), self._id) if standing else Door(),
             signing_key=signing_key,
-            place=self.place,
+            place=own_place(signing_key, certificate),
             cache_nearest=0 if is_visitor else 1,  # what it has found it stores nowhere
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
@@ -162,7 +149,7 @@ class Node:
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
         is_certain = must_reach and not met and len(initial_peers) < 2
-        answering = list(initial_peers) if is_certain else answering_of([*initial_peers, *met])
+        answering = list(initial_peers) if is_certain else addresses.answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         try:
             if needs_one and not answering:
@@ -175,7 +162,7 @@ class Node:
                     hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
                 ) from error
             if needs_one:
-                knocks = "\n".join("  " + what_answers(address) for address in initial_peers)
+                knocks = "\n".join("  " + addresses.what_answers(address) for address in initial_peers)
                 raise Unreachable(
                     f"No peer could be reached; nothing was changed.\n{knocks}",
                     hint="ask for a fresh `trahiv join` line of any peer that is training",
@@ -192,24 +179,23 @@ class Node:
 
     def _as_before(self, host_maddr: str) -> str:
         """Fill in the port of the last time, where the choice is open and the port free."""
-        port = self._met.ports.get(host_maddr)
-        if port is not None and leaves_port_open(host_maddr):
+        if (port := self._met.ports.get(host_maddr)) is not None:
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
             with contextlib.suppress(SetupError):
-                require_free_ports([fixed])
+                addresses.require_free_ports([fixed])
                 return fixed
         return host_maddr
 
     def _note_ports(self, host_maddrs: Sequence[str]) -> None:
-        """Write down the ports that were chosen for this node."""
+        """Write down the ports at which this node listens."""
 
-        def transport(maddr: str) -> tuple[str, ...]:  # without whose address it is
-            return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
+        def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without whose address it is
+            return tuple(one.name for one in maddr.protocols() if one.name != "p2p")
 
-        near = [Multiaddr(own.maddr) for own in self.addresses() if own.reach != "internet"]
-        here = {transport(str(maddr)): named.port for maddr in near if (named := socket_of(maddr))}
-        chosen = {maddr: here.get(transport(maddr)) for maddr in filter(leaves_port_open, host_maddrs)}
-        self._met.ports = {maddr: port for maddr, port in chosen.items() if port is not None}
+        near = [Multiaddr(own) for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
+        here = {transport(maddr): named.port for maddr in near if (named := addresses.socket_of(maddr))}
+        ports = {maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs}
+        self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
 
     def require_membership(self) -> None:
         """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
@@ -222,25 +208,19 @@ class Node:
         """Say whether the swarm's owner has taken a peer (its id, base58) out."""
         return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
 
-    def addresses(self) -> tuple[Address, ...]:
-        """Return where this peer can be reached, those that reach furthest first, TCP before QUIC."""
-        addresses = {Address(str(maddr)) for maddr in self.run(visible_maddrs)}
-        return tuple(
-            sorted(addresses, key=lambda a: (_FARTHEST_FIRST.index(a.reach), "/tcp/" not in a.maddr, a.maddr))
-        )
-
     def own_addresses(self) -> list[str]:
-        """Return the multiaddrs of `addresses`."""
-        return [address.maddr for address in self.addresses()]
+        """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
+        maddrs, reaches = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(addresses.Reach)
+        order = {maddr: reaches.index(addresses.reach_of(maddr)) for maddr in maddrs}
+        return sorted(maddrs, key=lambda maddr: (order[maddr], "/tcp/" not in maddr, maddr))
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store what MessagePack carries under a key, signed by this peer, for at most an hour.
 
         Say whether a peer of the DHT (this one counts) stored it.
         """
-        expires = swarm_time() + ttl_s
-        stored = self.dht.store(key, value, expiration_time=expires, subkey=self.place, return_future=True)
-        return bool(self._wait(stored))
+        options = {"expiration_time": swarm_time() + ttl_s, "subkey": self.dht.place, "return_future": True}
+        return bool(self._wait(self.dht.store(key, value, **options)))
 
     def fetch(self, key: str) -> dict[str, Any]:
         """Read the records under a key: values by the ids of their owners."""
@@ -263,8 +243,6 @@ class Node:
                 f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",
                 hint="start again with the same command",
             ) from error
-
-    # -- what `Alive` asks ---------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
         """Say whether the DHT's process runs."""
@@ -293,9 +271,6 @@ class Node:
             if self.dht.is_alive():
                 self.dht.kill()
                 self.dht.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -339,7 +314,7 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
 
 @contextlib.contextmanager
 def visiting(
-    addresses: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
+    peers: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
 ) -> Iterator[Node]:
     """Visit a swarm, to look at it or to hand something over; nothing is left of the visitor.
 
@@ -351,5 +326,5 @@ def visiting(
     )
     with tempfile.TemporaryDirectory(prefix="trahiv-visitor-", ignore_cleanup_errors=True) as passing:
         identity = identity or Path(passing, "identity.key")
-        with Node(section, identity, tuple(addresses), met=met, standing=standing, is_visitor=True) as node:
+        with Node(section, identity, tuple(peers), met=met, standing=standing, is_visitor=True) as node:
             yield node

@@ -45,9 +45,6 @@ NO_CODEC: int = runtime_pb2.NONE
 
 Rank = tuple[int, bytes]  # orders states: a greater one is further
 
-# What MessagePack, with hivemind's types in it, raises of bytes that are none.
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-
 
 # -- between the processes of a peer --------------------------------------------------------------
 
@@ -69,7 +66,7 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
     """Copy tensors of any device, which do not change meanwhile, into a buffer of `buffer_bytes`.
 
     In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
-    never ends; see `SwarmOptimizer._take_step` for what they cost. For `after` see `HostCopies.begin`.
+    never ends. For `after` see `HostCopies.begin`.
     """
     address = flat.data_ptr()
     for source in host_values(tensors, after):
@@ -106,30 +103,23 @@ class SharedNumber:
 
 
 class JoinerActivity:
-    """When another peer last asked or fetched something, as all processes of this peer know it.
-
-    All processes of a machine have one clock: `time.monotonic`.
-    """
+    """When another peer last asked for something, or was sent it, as all processes of this peer know it."""
 
     def __init__(self) -> None:
-        self._noted_at, self._sent_at = SharedNumber(-math.inf), SharedNumber(-math.inf)
+        self._noted_at = SharedNumber(-math.inf)  # by `time.monotonic`, the clock of all processes here
 
     def note(self) -> None:
-        """Note that a peer is sent something now."""
-        self._noted_at.value = self._sent_at.value = time.monotonic()
-
-    def note_asker(self) -> None:
-        """Note that a peer asks for a state now."""
+        """Note that a peer asks for something now, or is sent it."""
         self._noted_at.value = time.monotonic()
+
+    def was_there_since(self, when: float) -> bool:
+        """Whether a peer has asked for something, or was sent it, since then."""
+        return bool(self._noted_at.value >= when)
 
     @property
     def is_there(self) -> bool:
-        """Whether a peer has asked or fetched something within `KEEP_S`, and may come back for more."""
-        return bool(self._noted_at.value >= time.monotonic() - KEEP_S)
-
-    def was_sent_since(self, when: float) -> bool:
-        """Whether a peer was sent something since then."""
-        return bool(self._sent_at.value >= when)
+        """Whether that was within `KEEP_S`, so that the peer may come back for more."""
+        return self.was_there_since(time.monotonic() - KEEP_S)
 
 
 # -- a snapshot -----------------------------------------------------------------------------------
@@ -190,19 +180,18 @@ def read_rank(data: object) -> Rank:
 
 
 def unpacked(content: bytes) -> object:
-    """Read MessagePack that anybody may have made; ValueError if it is none."""
+    """Read MessagePack, with hivemind's types in it, that anybody may have made; ValueError if it is none."""
     try:
         return MSGPackSerializer.loads(content)
-    except UNREADABLE as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(f"not MessagePack: {error}") from error
 
 
 def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     match entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
-            0 <= codec < 2**31  # an enumeration of protobuf's
-            and 0 <= length < 2**63
-            and all(isinstance(size, int) and size >= 0 for size in shape)
+            all(type(one) is int and 0 <= one < 2**63 for one in (codec, length, *shape))
+            and codec < 2**31  # an enumeration of protobuf's
             and len(shape) <= MAX_DIMENSIONS
             and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, empty tensors' too
         ):
@@ -210,19 +199,42 @@ def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     raise ValueError("not the description of a tensor")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Snapshot:
-    """An encoded state."""
+    """An encoded state, and how it is used by others."""
 
     manifest: Manifest
     described: bytes  # the manifest, as it travels
     digest: bytes  # of the manifest: the same for all peers whose states are equal
     content: tuple[memoryview, ...]  # of each tensor, the encoded bytes
     starts: tuple[int, ...]  # where each begins, if one follows the other
+    made_at: float = 0.0  # when the peer last had this state, for all that is known
+    used_at: float = 0.0
+    num_streams: int = 0
 
     def chunk(self, index: int) -> bytes:
         """Return one chunk of the encoded bytes."""
         return _joined(self.content, self.starts, self.manifest.span(index))
+
+
+@dataclass(frozen=True)
+class StateOffer:
+    """A snapshot that a peer offers."""
+
+    rank: Rank
+    digest: bytes  # of the snapshot
+
+    def to_wire(self) -> list[Any]:
+        """Return a list that MessagePack carries."""
+        return [list(self.rank), self.digest]
+
+    @classmethod
+    def from_wire(cls, data: object) -> StateOffer:
+        """Read what `to_wire` gave; ValueError if it is not that."""
+        match data:
+            case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
+                return cls(read_rank(rank), digest)
+        raise ValueError("not an offer")
 
 
 def build_snapshot(
@@ -246,7 +258,8 @@ def build_snapshot(
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
         used = NO_CODEC
         if is_plain(codec, info):
-            content.append(_bytes_of(tensor if is_kept else tensor.clone()))
+            own = (tensor if is_kept else tensor.clone()).contiguous()
+            content.append(memoryview(own.view(-1).view(torch.uint8).numpy().data))
         else:
             message = codec.compress(tensor, info)
             content.append(memoryview(message.buffer))
@@ -259,11 +272,6 @@ def build_snapshot(
     manifest = Manifest(rank, metadata, tuple(entries), checksums)
     described = manifest.to_bytes()
     return Snapshot(manifest, described, digest_of_bytes(described), tuple(content), tuple(starts))
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes that a tensor on the CPU has in memory, not copied if it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -> bytes:
@@ -295,13 +303,10 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
         start += length
         if codec == NO_CODEC:
             tensors.append(_read_plain(part, dtype, shape))
-            continue
-        encoded = part.numpy().tobytes()
-        try:
+        else:
+            encoded = part.numpy().tobytes()
             message = runtime_pb2.Tensor(compression=codec, buffer=encoded, size=shape, dtype=dtype)
-        except TypeError as error:  # such as a bool, which counts as an int in a manifest
-            raise ValueError(f"not the description of a tensor: {error}") from error
-        tensors.append(read_tensor(message))
+            tensors.append(read_tensor(message))
     return metadata, tensors
 
 
@@ -318,29 +323,18 @@ def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 # -- the snapshots that a peer gives away -----------------------------------------------------------
 
 
-@dataclass
-class _Kept:
-    snapshot: Snapshot
-    rank: Rank
-    made_at: float = 0.0  # when the peer last had this state, for all that is known
-    used_at: float = 0.0
-    num_streams: int = 0
-
-
 class SnapshotCache:
     """The snapshots that a peer gives away: at most two, each as long as another peer fetches from it.
 
     Each copy of the state holds up the step that is trained meanwhile. So those who ask at about the same
     time get the same snapshot, and after each copy the peer rests. `make` copies and encodes the peer's state
-    and is never called twice at a time; `now` is the clock, in seconds.
+    and is never called twice at a time.
     """
 
-    def __init__(
-        self, make: Callable[[], Awaitable[Snapshot]], now: Callable[[], float] = lambda: time.monotonic()
-    ) -> None:
-        self._make, self._now = make, now
-        self._kept: dict[bytes, _Kept] = {}  # by digest
-        self._next: asyncio.Task[_Kept] | None = None  # for all who ask until it is made
+    def __init__(self, make: Callable[[], Awaitable[Snapshot]]) -> None:
+        self._make = make
+        self._kept: dict[bytes, Snapshot] = {}  # by digest
+        self._next: asyncio.Task[Snapshot] | None = None  # for all who ask until it is made
         self._rests_until = -math.inf
 
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
@@ -350,9 +344,9 @@ class SnapshotCache:
         each of two is being fetched, it is the further of these. Raises: see `build_snapshot`.
         """
         self.forget_unused()
-        young = [kept for kept in self._kept.values() if self._now() - kept.made_at <= SHARE_S]
-        enough = [kept for kept in young if kept.rank >= rank]
-        kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.rank, default=None)
+        young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= SHARE_S]
+        enough = [kept for kept in young if kept.manifest.rank >= rank]
+        kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.manifest.rank, default=None)
         if kept is None:
             if self._next is None or self._next.done():
                 self._next = asyncio.create_task(self._newest())
@@ -360,24 +354,24 @@ class SnapshotCache:
                 self._next.add_done_callback(lambda made: made.cancelled() or made.exception())
             kept = await asyncio.shield(self._next)
         self._touch(kept)
-        return kept.snapshot
+        return kept
 
-    async def _newest(self) -> _Kept:
+    async def _newest(self) -> Snapshot:
         """Make a snapshot if there is room for it, and return the furthest."""
-        await asyncio.sleep(self._rests_until - self._now())
+        await asyncio.sleep(self._rests_until - time.monotonic())
         idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
         if len(self._kept) >= MAX_SNAPSHOTS and idle:
             del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
         if len(self._kept) < MAX_SNAPSHOTS:
-            began = self._now()
+            began = time.monotonic()
             try:
                 made = await self._make()
             finally:
-                self._rests_until = self._now() + RESTS * (self._now() - began)
-            kept = self._kept.setdefault(made.digest, _Kept(made, made.manifest.rank))
-            kept.made_at = self._now()
+                self._rests_until = time.monotonic() + RESTS * (time.monotonic() - began)
+            kept = self._kept.setdefault(made.digest, made)
+            kept.made_at = time.monotonic()
             self._touch(kept)
-        return max(self._kept.values(), key=lambda kept: kept.rank)
+        return max(self._kept.values(), key=lambda kept: kept.manifest.rank)
 
     def pieces(self, digest: bytes, start: int, stop: int) -> Generator[bytes, None, None]:
         """Give the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces of their size.
@@ -388,21 +382,21 @@ class SnapshotCache:
             return
         kept.num_streams += 1
         try:
-            described = kept.snapshot.described if stop == 0 else b""
+            described = kept.described if stop == 0 else b""
             for at in range(0, len(described), CHUNK_BYTES):
                 yield described[at : at + CHUNK_BYTES]
-            for index in range(max(start, 0), min(stop, len(kept.snapshot.manifest.checksums))):
-                yield kept.snapshot.chunk(index)
+            for index in range(max(start, 0), min(stop, len(kept.manifest.checksums))):
+                yield kept.chunk(index)
         finally:
             kept.num_streams -= 1
             self._touch(kept)
 
     def forget_unused(self) -> None:
         """Drop what no peer has fetched from for `KEEP_S`."""
-        limit = self._now() - KEEP_S
+        limit = time.monotonic() - KEEP_S
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
-    def _touch(self, kept: _Kept) -> None:
-        kept.used_at = self._now()
+    def _touch(self, kept: Snapshot) -> None:
+        kept.used_at = time.monotonic()
         asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, publish_recipe
 from trahiv_cli.swarm.invitation import join_by, write_invitation
 from trahiv_cli.swarm.node import Node
@@ -41,9 +42,9 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
     if recipe is not None:
         run, mark, opt = run_id(recipe), fingerprint(agreement(recipe)), recipe.hivemind_config.opt
         more = {"max_steps": recipe.training.max_steps, "target_batch_size": opt.target_batch_size}
-    addresses, join, file, invite = node.addresses(), "", None, None
+    addresses, join, file, invite = node.own_addresses(), "", None, None
     if addresses and node.standing is None:
-        join = f"trahiv join --peer {addresses[0].maddr}"
+        join = f"trahiv join --peer {addresses[0]}"
     elif addresses and (file := write_invitation(folder, node, run, mark)):
         join = join_by(file)
     if node.standing and node.standing.owner:
@@ -52,8 +53,8 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
         "ready",
         run_id=run or None,
         peer_id=node.peer_id,
-        maddrs=[address.maddr for address in addresses],
-        reach=[address.reach for address in addresses],
+        maddrs=addresses,
+        reach=[reach_of(address) for address in addresses],
         join=join,
         invitation=file and str(file),
         invite=invite,
@@ -64,7 +65,7 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
 
 def log_how_to_join(node: Node, folder: Path, run: str) -> None:
     """Log what others need: an invitation only where a person alone reads it, and else where it is."""
-    peers, note = [address.maddr for address in node.addresses()], ""
+    peers, note = node.own_addresses(), ""
     if node.standing is not None and peers:
         file = write_invitation(folder, node, run, "")
         if file is None:

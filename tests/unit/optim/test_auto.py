@@ -169,7 +169,6 @@ def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
 def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_downloads_never_end():
     peer, _ = of_one_weight(with_b())
     adaptation, noted = peer.parts.adaptation, []
-    peer.parts.interest.note_asker()  # who asks and fetches nothing disturbs none
     adaptation.begin_batch()
     for number in range(2 * DISTURBED_AT_MOST + 3):
         if number:

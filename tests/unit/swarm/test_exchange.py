@@ -12,14 +12,8 @@ from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
-from trahiv_cli.swarm.exchange import (
-    RECORD_TTL_S,
-    REPUBLISH_EVERY_S,
-    PublishedRun,
-    accept_offer,
-    fetch_offer,
-    publish_recipe,
-)
+from trahiv_cli.swarm import exchange
+from trahiv_cli.swarm.exchange import PublishedRun, accept_offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, recipe_key
 
 
@@ -45,17 +39,14 @@ def node(clock):
     return made
 
 
-# -- a swarm's records ----------------------------------------------------------------------------
-
-
 def test_a_recipe_outlives_a_missed_publication_and_not_its_peers(node, clock):
-    clock.now = 2 * REPUBLISH_EVERY_S
+    clock.now = 2 * exchange.REPUBLISH_EVERY_S
     assert fetch_offer(node, []).run_id == "run-1"
-    clock.now = RECORD_TTL_S
+    clock.now = exchange.RECORD_TTL_S
     for _ in ("no run", "a run without a recipe"):
         with pytest.raises(NothingPublished) as caught:
             fetch_offer(node, ["QmStarter"])
-        node.publish(RUNS_KEY, ["run-1", 0], RECORD_TTL_S)
+        node.publish(RUNS_KEY, ["run-1", 0], exchange.RECORD_TTL_S)
     assert caught.value.exit_code == 4
 
 
@@ -80,28 +71,22 @@ def test_the_peer_on_the_join_line_wins_over_any_number_and_others_that_disagree
             fetch_offer(node, named)
 
 
-# -- a recipe that takes several records ----------------------------------------------------------
-
-
 def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_nothing(node):
     publish_recipe(node, LONG, "run-1", 7)
     keys = [recipe_key("run-1", number) for number in range(3)]
     assert list(node.records)[-2:] == keys[:0:-1], "the last first: who finds the first finds the rest"
     assert [len(node.fetch(key)["QmStarter"]) for key in keys[:2]] == [MAX_RECORD_BYTES] * 2
-    for named in ([], ["QmStarter"]):
-        assert accept_offer(fetch_offer(node, named)).data.chat_template == LONG.data.chat_template
-    before = dict(node.records[keys[1]])
-    for key in keys:
-        lost = node.records.pop(key)
-        with pytest.raises(NothingPublished):
-            fetch_offer(node, [])
-        node.records[key] = lost
+    assert accept_offer(fetch_offer(node, [])).data.chat_template == LONG.data.chat_template
+    held = [dict(node.records[key]) for key in keys]
     publish_recipe(node, long_recipe(seed=1), "run-1", 7)
-    node.records[keys[1]] = before  # of another recipe
-    with pytest.raises(NothingPublished):
-        fetch_offer(node, [])
-    node.neighbour("QmStranger").publish(RUNS_KEY, ["run-1", -1], RECORD_TTL_S)
-    node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), RECORD_TTL_S)
+    for another, key in zip(held, keys, strict=True):  # one is missing, or of another recipe
+        for instead in ({}, another):
+            whole, node.records[key] = node.records[key], instead
+            with pytest.raises(NothingPublished):
+                fetch_offer(node, [])
+            node.records[key] = whole
+    node.neighbour("QmStranger").publish(RUNS_KEY, ["run-1", -1], exchange.RECORD_TTL_S)
+    node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), exchange.RECORD_TTL_S)
     publish_recipe(node, RECIPE, "run-1", 7)  # a shorter one leaves records behind
     assert fetch_offer(node, []).fingerprint == FINGERPRINT
 
@@ -111,8 +96,8 @@ def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
     fetch = node.fetch
     monkeypatch.setattr(node, "fetch", lambda key: read.append(key) or fetch(key))
     for number in range(50):
-        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, RECORD_TTL_S)
-    node.publish(RUNS_KEY, ["run-1", 0], RECORD_TTL_S)
+        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, exchange.RECORD_TTL_S)
+    node.publish(RUNS_KEY, ["run-1", 0], exchange.RECORD_TTL_S)
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
     assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
@@ -128,10 +113,10 @@ def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_i
     assert accepted.training.per_device_train_batch_size == 2
     with pytest.raises(RecipeMismatch, match=f"fingerprint {FINGERPRINT[:12]}"):
         accept_offer(offer, ["training.max_steps=41"])
-    shared = fetch_offer(node, []).wire["shared"]
+    shared = offer.wire["shared"]
     del shared["training"]["weight_decay"]  # has another value here than at the starter's: the default
+    wire = {"v": 1, "shared": shared, "suggested": {}}
     with pytest.raises(RecipeMismatch, match="fingerprint"):
-        wire = {"v": 1, "shared": shared, "suggested": {}}
         accept_offer(PublishedRun("run-1", fingerprint(shared), wire, step=0))
     shared["model"] = {"model_name_or_path": "/etc"}  # it reaches for this machine
     with pytest.raises(RecipeError) as refused:
@@ -139,24 +124,16 @@ def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_i
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "differs"),
-    [
-        ("copy.jsonl", "1234", set()),
-        ("copy.jsonl.txt", "1234", {"readers"}),  # it would be read in another way
-        ("chat.jsonl", "123", {"num_bytes", "sha256"}),
-    ],
-)
-def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp_path, name, text, differs):
+def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp_path):
     """What is said where none is brought is in `tests/unit/recipe/test_record.py`."""
     (tmp_path / "chat.jsonl").write_text("1234")
-    node = FakeNode()
-    publish_recipe(node, recipe(f"data.datasets.0.path={tmp_path}/chat.jsonl"), "run-1", 7)
-    (tmp_path / name).write_text(text)
-    offer, found = fetch_offer(node, []), ()
-    try:
-        accepted = accept_offer(offer, [f"data.datasets.0.path={tmp_path / name}"])
-        assert accepted.data.datasets[0].path == f"{tmp_path}/{name}"
-    except RecipeMismatch as refused:
-        found = refused.differences
-    assert {path for path, _, _ in found} == {f"data.datasets.0.content.{one}" for one in differs}
+    (tmp_path / "copy.jsonl").write_text("1234")
+    node, own = FakeNode(), f"data.datasets.0.path={tmp_path}"
+    publish_recipe(node, recipe(f"{own}/chat.jsonl"), "run-1", 7)
+    accepted = accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
+    assert accepted.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
+    (tmp_path / "copy.jsonl").write_text("123")
+    with pytest.raises(RecipeMismatch) as refused:
+        accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
+    differ = {path.removeprefix("data.datasets.0.content.") for path, _, _ in refused.value.differences}
+    assert differ == {"num_bytes", "sha256"}

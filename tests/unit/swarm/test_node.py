@@ -1,8 +1,14 @@
-"""What a node says of itself and reads of others, and why it did not start; no process is started here."""
+"""What a node says of itself and reads of others, and why it did not start; no process is started here.
+
+Also which addresses are taken, who can dial one, and where a peer may listen; which of its processes fail,
+and which are only slow.
+"""
 
 import asyncio
 import concurrent.futures
 import os
+import queue
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -12,12 +18,14 @@ from hivemind.utils import ValueWithExpiration
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, Unreachable
+from trahiv_cli.errors import NotAdmitted, PeerBroken, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import node
+from trahiv_cli.swarm import addresses, alive, node
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.node import Node, do_chores, show_life, visiting
+from trahiv_cli.swarm.alive import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
+from trahiv_cli.swarm.node import Node, do_chores, visiting
 from trahiv_cli.swarm.records import own_place, owner_of
+from trahiv_cli.telemetry.events import Events
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 ADDRESSES = tuple(f"/ip4/127.0.0.1/udp/{port}/quic-v1/p2p/{PEER}" for port in (1, 2))
@@ -30,36 +38,22 @@ def done(value):
     return future
 
 
-class Dht:
-    """A DHT whose process runs here, or has ended when it `is_over`; p2pd says that it is `visible` there."""
+def dht_of(found=None, visible=(), *, client_mode=False):
+    """A DHT whose process runs here until it is shut down; p2pd says that it is `visible` there."""
 
-    is_over, pid, loops = False, os.getpid(), ()
+    async def answer(latest=True):
+        return visible
 
-    def __init__(self, found=None, visible=(), *, client_mode=False):
-        async def answer(latest=True):
-            return visible
-
-        self.answer = found if isinstance(found, concurrent.futures.Future) else done(found)
-        table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=answer)
-        protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
-        self.node = SimpleNamespace(protocol=protocol, get_visible_maddrs=answer, peer_id=None)
-
-    def run_coroutine(self, coroutine, return_future):
-        return done(asyncio.run(coroutine(self, self.node)))
-
-    def get(self, key, latest, return_future):
-        return self.answer
-
-    def store(self, key, value, **options):
-        return self.answer
-
-    def shutdown(self):
-        self.is_over = True
-
-    def join(self, timeout=None): ...
-
-    def is_alive(self):
-        return not self.is_over
+    table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=answer)
+    protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
+    own = SimpleNamespace(protocol=protocol, get_visible_maddrs=answer, peer_id=None)
+    stored = found if isinstance(found, concurrent.futures.Future) else done(found)
+    dht, is_over = SimpleNamespace(pid=os.getpid(), loops=(), place=b""), threading.Event()
+    dht.run_coroutine = lambda coroutine, return_future: done(asyncio.run(coroutine(dht, own)))
+    dht.get = dht.store = lambda key, *content, **options: stored
+    dht.shutdown, dht.join = is_over.set, lambda timeout=None: None
+    dht.is_alive = lambda: not is_over.is_set()
+    return dht
 
 
 @pytest.fixture(scope="module")
@@ -78,52 +72,36 @@ def start(monkeypatch, identity):
                 raise found
             return found
 
-        tries = iter([dht, Dht()])
+        tries = iter([dht, dht_of()])
         monkeypatch.setattr(node, "CorrectedDHT", make)
         return Node(DhtSection(host_maddrs=[LISTEN]), identity, tuple(initial_peers), **options)
 
     return start
 
 
+HOSTS = {
+    "internet": ["dns4/example.org", "ip4/8.8.8.8", "ip6/2606:4700::1111"],
+    "local network": ["ip4/100.64.0.9", "ip4/169.254.1.1", "ip4/192.168.1.7", "ip6/fe80::1"],
+    "this machine": ["ip4/127.0.0.1", "ip6/::1"],
+}
+
+
 def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
-    near, home, far = "/ip4/127.0.0.1", "/ip4/192.168.1.7", "/ip4/8.8.8.8"
-    ends = [f"/udp/1/quic-v1/p2p/{PEER}", f"/tcp/1/p2p/{PEER}"]
-    visible = [Multiaddr(place + end) for end in ends for place in (near, home, far)]
-    expected = [place + end for place in (far, home, near) for end in reversed(ends)]
-    assert start(Dht(visible=[*visible, visible[0]])).own_addresses() == expected
-    assert start(Dht(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
+    ends = [f"tcp/1/p2p/{PEER}", f"udp/1/quic-v1/p2p/{PEER}"]
+    expected = [(reach, f"/{host}/{end}") for reach in HOSTS for end in ends for host in HOSTS[reach]]
+    visible = [Multiaddr(maddr) for _, maddr in reversed([*expected, expected[0]])]
+    listed = start(dht_of(visible=visible)).own_addresses()
+    assert [(addresses.reach_of(maddr), maddr) for maddr in listed] == expected
+    assert start(dht_of(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
 def test_a_visit_ends_with_the_visitor(monkeypatch, start):
-    dht = Dht()
+    dht = dht_of()
     monkeypatch.setattr(node, "CorrectedDHT", lambda **_: dht)
     with visiting((), None, Acquaintances(None)) as visitor:
         assert visitor.is_alive() and visitor.pulse().result() is None and visitor.pids()[0] == dht.pid
         visitor.require_membership()
-    assert dht.is_over and not visitor.is_alive()
-
-
-def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do_and_fails_if_one_has_ended():
-    dht, loop, is_busy, may_go_on = Dht(), asyncio.new_event_loop(), threading.Event(), threading.Event()
-    dht.loops = [loop]
-    loop.call_soon(lambda: [is_busy.set(), may_go_on.wait()])
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def ask():
-        is_busy.wait()
-        answer = asyncio.create_task(show_life(dht, dht.node))
-        await asyncio.wait([answer], timeout=0.05)
-        assert not answer.done(), "the loop is busy"
-        may_go_on.set()
-        await answer
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        with pytest.raises(RuntimeError, match="has ended"):
-            await asyncio.wait_for(show_life(dht, dht.node), timeout=10)
-
-    asyncio.run(ask())
-    loop.run_until_complete(asyncio.sleep(0))  # what it was asked is not left over
+    assert not dht.is_alive() and not visitor.is_alive()
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -132,18 +110,18 @@ def test_a_node_shows_no_life_before_the_event_loops_of_its_averagers_do_and_fai
 def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody_took_it(start):
     own, malformed = own_place(RSAPrivateKey()), own_place(RSAPrivateKey())
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
-    reader = start(Dht(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
+    reader = start(dht_of(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
     assert reader.fetch("key") == {owner_of(own): b"1"}
     for found in (None, ValueWithExpiration(b"a plain value", 9.0)):
-        assert start(Dht(found)).fetch("key") == {}
+        assert start(dht_of(found)).fetch("key") == {}
     for stored in (True, False):
-        assert start(Dht(stored)).publish("key", b"1", ttl_s=5) is stored
+        assert start(dht_of(stored)).publish("key", b"1", ttl_s=5) is stored
 
 
 @pytest.mark.parametrize("answer", [concurrent.futures.Future(), done(ConnectionRefusedError("refused"))])
 def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypatch, start, answer):
     monkeypatch.setattr(node, "RECORD_TIMEOUT_S", 0.0)
-    one = start(Dht(answer))
+    one = start(dht_of(answer))
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
         with pytest.raises(SwarmError, match="does not answer"):
             ask()
@@ -169,10 +147,10 @@ def test_why_a_node_did_not_start_is_said(start, error, initial_peers, kind, sai
 
 
 def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_longer(monkeypatch, start):
-    monkeypatch.setattr(node, "answering_of", lambda addresses: [])
-    assert start(Dht(), ADDRESSES[:1]).is_alive()
+    monkeypatch.setattr(addresses, "answering_of", lambda _: [])
+    assert start(dht_of(), ADDRESSES[:1]).is_alive()
     with pytest.raises(Unreachable):
-        start(Dht(), ADDRESSES)
+        start(dht_of(), ADDRESSES)
 
 
 @pytest.mark.parametrize("error", [NotAdmitted("no member"), P2PDaemonError("failed")])
@@ -191,3 +169,164 @@ def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(capl
 
     do_chores([fail, lambda: done_times.append(1)], SimpleNamespace(wait=lambda _: len(done_times) == 3))
     assert caplog.text.count(str(error)) == 1
+
+
+# -- addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0:31337", "/ip4/203.0.113.7/tcp/99999", "/ip4/1.2.3.4/tcp/1"])
+def test_an_address_that_names_a_peer_is_taken_and_no_other(address):
+    for host in ("ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"):
+        for end in ("tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"):
+            addresses.require_peer_address(f"/{host}/{end}/p2p/{PEER}")
+    with pytest.raises(Unreachable, match="is not the multiaddr of a peer: that ends with `/p2p/<peer id>`"):
+        addresses.require_peer_address(address)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kind", "end"), [("tcp", socket.SOCK_STREAM, ""), ("udp", socket.SOCK_DGRAM, "/quic-v1")]
+)
+def test_a_port_in_use_is_refused_although_it_could_be_shared_and_a_free_one_stays_free(protocol, kind, end):
+    with socket.socket(socket.AF_INET, kind) as other:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # in the way libp2p uses it
+            other.setsockopt(socket.SOL_SOCKET, option, 1)
+        other.bind(("127.0.0.1", 0))
+        if kind is socket.SOCK_STREAM:
+            other.listen(1)
+        port = other.getsockname()[1]
+        listens = [f"/ip4/{host}/{protocol}/{port}{end}" for host in ("127.0.0.1", "0.0.0.0")]
+        for listen in listens:
+            with pytest.raises(SetupError, match=rf"{listen}: port \d+ is already in use") as refused:
+                addresses.require_free_ports(["/ip4/127.0.0.1/tcp/0", listen])
+            assert "--host-maddr" in refused.value.hint
+    free = [*listens, *DhtSection().host_maddrs, "/ip6/::/tcp/0", "/unix/tmp/a.sock"]
+    for _ in range(2):
+        addresses.require_free_ports(free)
+    wrong = {"x:80": "not a multiaddr to listen on", "/ip4/203.0.113.7/tcp/1": "Cannot assign"}
+    for listen, why in wrong.items():
+        with pytest.raises(SetupError, match=f"{listen}.*{why}"):
+            addresses.require_free_ports([listen])
+
+
+def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        address = f"/ip4/127.0.0.1/tcp/{stranger.getsockname()[1]}/p2p/{PEER}"
+        untold = f"/ip4/127.0.0.1/udp/1/quic-v1/p2p/{PEER}"
+        assert addresses.answering_of([address, untold]) == [untold]
+        assert "nothing listens on port" in addresses.what_answers(address)
+        stranger.listen(2)
+        assert addresses.answering_of([address, untold]) == [address, untold]
+        assert "not this peer" in addresses.what_answers(address)
+        assert addresses.what_answers(untold) == f"{untold}: no answer"
+        nowhere = f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}"
+        assert "nowhere.invalid can't be reached" in addresses.what_answers(nowhere)
+
+
+# -- whether it goes on ---------------------------------------------------------------------------
+
+
+class Home:
+    """A node whose process does as the test says; each look at it counts. Its owner has taken some `out`."""
+
+    def __init__(self, answers=None, is_busy=False, is_stopped=False, runs=True, out=()):
+        self.runs, self.answers, self.asked, self.is_out = runs, answers, 0, set(out).__contains__
+        self.used_s, self.is_busy, self.is_stopped, self.pending = 0.0, is_busy, is_stopped, None
+        self.is_alive, self.pids = lambda: self.runs, lambda: [self]
+
+    def pulse(self):
+        self.asked += 1
+        if isinstance(self.answers, OSError):
+            raise self.answers
+        self.pending = concurrent.futures.Future() if self.answers == "nothing" else done(self.answers)
+        return self.pending
+
+    def effort(self):
+        self.used_s += 0.3 * self.is_busy
+        return self.used_s, self.is_stopped
+
+    def require_membership(self):
+        if self.is_out("QmMe"):
+            raise NotAdmitted("The owner of this swarm has taken this peer out.")
+
+
+@pytest.fixture
+def watched(monkeypatch, clock):
+    """Set the time, and a process's use of it, as watchers see them."""
+    monkeypatch.setattr(alive, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(alive, "effort_of", lambda pids: pids[0].effort())
+
+
+def watch(home, clock):
+    """Watch a node; return `look(s)`, which looks for so long, and says how long and what is wrong."""
+    watcher = Alive(home, Events(), bool)
+
+    def look(seconds):
+        began = clock.now
+        while clock.now < began + seconds and not watcher.ailment:
+            clock.now += LOOK_EVERY_S
+            watcher.look()
+        return clock.now - began, watcher.ailment
+
+    return look
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_process_that_answers_is_well_though_the_machine_sleeps_and_its_end_is_found_at_once(clock):
+    look = watch(home := Home(), clock)
+    look(600)
+    assert 600 / PULSE_EVERY_S / 2 <= home.asked <= 600 / PULSE_EVERY_S
+    home.answers = "nothing"
+    look(PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
+    home.pending.set_result(None)
+    clock.now += 7200  # a suspended machine: hours go by between two looks
+    home.answers = None
+    assert look(60)[1] == ""
+    home.runs = False
+    assert look(10) == (LOOK_EVERY_S, "This peer's DHT process, or its daemon p2pd, has ended")
+
+
+@pytest.mark.usefixtures("watched")
+@pytest.mark.parametrize(
+    ("answers", "is_busy", "is_stopped", "least_s", "most_s", "said"),
+    [
+        ("nothing", False, False, 0.0, 10.0, "stands still"),
+        ("nothing", True, False, SLOW_AFTER_S, SLOW_AFTER_S + 5, "did not answer"),
+        # as p2pd beside the DHT's process: they answer together
+        ("nothing", True, True, 0.0, 10.0, "stands still"),
+        (ConnectionRefusedError("p2pd is gone"), False, False, 0.0, 2 * PULSE_EVERY_S, "p2pd is gone"),
+        (ValueError("nonsense"), False, False, 0.0, 2 * PULSE_EVERY_S, "nonsense"),
+    ],
+)
+def test_one_that_fails_is_found_and_a_busy_one_is_given_time(
+    clock, answers, is_busy, is_stopped, least_s, most_s, said
+):
+    took_s, ailment = watch(Home(answers, is_busy, is_stopped), clock)(600)
+    assert least_s <= took_s <= most_s and said in ailment
+
+
+def test_a_process_that_is_gone_has_used_no_time_and_this_one_is_not_stopped():
+    used_s, is_stopped = alive.effort_of([os.getpid(), 2**22 + 1])
+    assert used_s > 0 and not is_stopped and alive.effort_of([2**22 + 1]) == (0.0, False)
+
+
+def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
+    told, wants_to_leave = queue.SimpleQueue(), []
+    broken = Alive(Home(runs=False), Events(told.put), lambda: bool(wants_to_leave))
+    broken.watch()
+    assert told.get(timeout=10)["code"] == "broken"
+    with pytest.raises(PeerBroken, match="has ended"):
+        broken.require()
+    assert broken.must_stop and told.empty()
+    wants_to_leave.append(True)
+    broken.require()  # it leaves in good order, whatever failed
+    member, homeless = Alive(Home(out={"QmMe", "QmB"}), Events(), bool), Alive(None, Events(), bool)
+    with pytest.raises(NotAdmitted):
+        member.require()
+    assert member.is_out("QmB") and not member.is_out("QmA") and not homeless.is_out("QmB")
+    for one in (member, homeless):
+        one.watch()
+        assert not one.must_stop
+    for one in (broken, member, homeless):
+        assert one.close() and one.must_stop and not one.close()
+    assert "alive" not in {thread.name for thread in threading.enumerate()}

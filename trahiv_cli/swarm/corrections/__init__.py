@@ -1,18 +1,14 @@
-"""What hivemind 1.1.12 gets wrong, one small correction each, with its reason and its reference.
+"""What hivemind 1.1.12 gets wrong: its processes, its DHT, what its nodes believe, and read from streams.
 
-1. `processes`: hivemind's processes end with their parent, and outlive each other's failures.
-2. `dht`: one process serves the DHT and the averagers, and says within a minute whether it has started.
-3. `nodes`: what the nodes of the DHT ask each other, and what they believe.
-4. `streams`: a message between peers has a largest size, and one that can't be read ends its stream.
-
-Every correction names the upstream place (file:line of 1.1.12); `tests/unit/swarm/corrections/` fails once
-upstream no longer needs it. Another version is refused at import. How a state is copied and adopted is
-corrected in `optim/state.py`.
+Every correction has its reason, and names the upstream place (file:line of 1.1.12);
+`tests/unit/swarm/corrections/` fails once upstream no longer needs it. Another version is refused at import.
+How a state is copied and adopted is corrected in `optim/state.py`.
 """
 
 from __future__ import annotations
 
 import atexit
+import os
 import resource
 import sys
 import time
@@ -40,10 +36,9 @@ if hivemind.__version__ != CORRECTED_VERSION:
 def apply() -> None:
     """Apply the corrections that nobody asks for by name; call it before a fork, as often as you like.
 
-    utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`), and p2p/p2p_daemon.py:74
-    puts its sockets into /tmp, where nothing says whose they are.
+    utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`). On sockets see `processes`.
     """
-    P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder()}/"
+    P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder(os.getpid())}/"
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     P2P.receive_protobuf = staticmethod(receive_protobuf)
     DictionaryDHTValue.packb = pack_dictionary

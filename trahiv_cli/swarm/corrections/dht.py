@@ -14,7 +14,7 @@ import multiprocessing
 import threading
 import time
 import weakref
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -27,14 +27,7 @@ from hivemind.utils import MPFuture, SerializerBase
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
-from trahiv_cli.swarm.corrections.processes import (
-    ControlPipe,
-    become_child,
-    die_with_parent,
-    renew_thread_pool,
-    require_start,
-    return_freed_memory,
-)
+from trahiv_cli.swarm.corrections.processes import ControlPipe, become_child, die_with_parent, require_start
 from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.records import OwnersOnly, Readable
 from trahiv_cli.swarm.snapshot import SharedNumber
@@ -55,19 +48,13 @@ class CorrectedDHT(hivemind.DHT):
     its records, which stand in its `place`.
     """
 
-    _inner_pipe: Any
-    _outer_pipe: Any
-    _record_validator: Any
-
-    def __init__(
-        self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **more: Any) -> None:
         self.door, self.signing_key, self.place = door, signing_key, place
         self.tensors_lock = multiprocessing.Lock()  # over what is averaged; made here, as a fork shares it
         self._hosting: list[threading.Thread] = []
         self.loops: list[asyncio.AbstractEventLoop] = []  # of the averagers that this process serves
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
-        super().__init__(*args, record_validators=validators, **kwargs)
+        super().__init__(*args, record_validators=validators, **more)
 
     def start(self) -> None:
         """Fork. The child's garbage collector leaves alone what it inherits.
@@ -79,20 +66,18 @@ class CorrectedDHT(hivemind.DHT):
             super().start()
         finally:
             gc.unfreeze()  # of the parent, where all can be freed as before
-        self._outer_pipe = ControlPipe(self._outer_pipe)
+        self._outer_pipe: Any = ControlPipe(self._outer_pipe)
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
         become_child(self._parent_pid)
-        return_freed_memory()
-        renew_thread_pool()
         # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
         # group, where Ctrl-C ends it before the goodbye is said.
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent, start_new_session=True
         )
-        self._inner_pipe = ControlPipe(self._inner_pipe)
-        self._record_validator = RememberingValidator(self._record_validator._validators)
+        self._inner_pipe: Any = ControlPipe(self._inner_pipe)
+        self._record_validator: Any = RememberingValidator(self._record_validator._validators)
         hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
         super().run()
         # One that tells of its end holds the lock of all futures: ended with this process, it would keep it.
@@ -137,24 +122,19 @@ def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakre
 
     The loop of averaging/averager.py:769 holds the last state that it gave until the next is asked for.
     """
-    while _gives_state(serializer, pipe, get_current_state):
-        pass
+    with contextlib.suppress(EOFError, OSError):
+        while (message := pipe.recv())[0] != "_SHUTDOWN" and (copy := get_current_state()) is not None:
+            _give_state(serializer, message[1], copy)
+            del message, copy  # its future has the state
 
 
-def _gives_state(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> bool:
-    try:
-        trigger, future = pipe.recv()
-    except (EOFError, OSError):
-        return False
-    if trigger == "_SHUTDOWN" or (copy := get_current_state()) is None:
-        return False
+def _give_state(serializer: SerializerBase, future: Any, copy: Callable[[], Any]) -> None:
     try:
         metadata, tensors, infos = copy()
         future.set_result((serializer.dumps(metadata), tuple(tensors), infos))
     except Exception as error:
         logger.warning("The state was not copied for a joiner.", exc_info=True)
         future.set_exception(error)
-    return True
 
 
 class CorrectedControl(StepControl):
@@ -172,13 +152,14 @@ class CorrectedControl(StepControl):
 
 
 class CorrectedAverager(DecentralizedAverager):
-    """Corrections that every averager needs; mix in before a concrete averager class."""
+    """Corrections that every averager needs; mix in before a concrete averager class.
+
+    `SERVED` are the attributes that the one which serves needs of the other. Each class names its own.
+    """
 
     dht: CorrectedDHT
-    _outer_pipe: Any
     _ended: MPFuture[None] | None = None
 
-    # The attributes that the one which serves needs of the other. Each class names its own.
     SERVED: ClassVar[tuple[str, ...]] = (
         *("prefix", "client_mode", "mode", "bandwidth", "schema_hash", "total_size", "tensor_infos"),
         *("matchmaking_kwargs", "allreduce_kwargs", "next_chunk_timeout", "shutdown_timeout"),
@@ -201,7 +182,7 @@ class CorrectedAverager(DecentralizedAverager):
         """Have the DHT's process serve this averager."""
         self._allow_state_sharing = SharedNumber(0)
         self._ended = MPFuture()
-        self._outer_pipe = ControlPipe(self._outer_pipe)
+        self._outer_pipe: Any = ControlPipe(self._outer_pipe)
         self.dht.host(self)
 
     def serve(self, dht: CorrectedDHT, pipe: Any) -> None:

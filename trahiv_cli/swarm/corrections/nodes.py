@@ -65,9 +65,7 @@ class CorrectedNode(DHTNode):
                 raise
             raise door.why_refused() from error
 
-    async def find_nearest_nodes(
-        self, queries: Collection[DHTID], *args: Any, **keywords: Any
-    ) -> dict[DHTID, dict[DHTID, PeerID]]:
+    async def find_nearest_nodes(self, queries: Collection[DHTID], *args: Any, **keywords: Any) -> Any:
         """Search; see `DHTNode`. For a store where everybody is known, call back at once, find nothing."""
         known, found = keywords.get("node_to_peer_id") or {}, keywords.get("found_callback")
         if found is None or len(known) >= self.protocol.bucket_size:
@@ -172,10 +170,7 @@ class CorrectedProtocol(DHTProtocol):
             keys, values, expiration_time = keys[:fits], values[:fits], expiration_time[:fits]
         return await super().call_store(peer, keys, values, expiration_time, subkeys, **options)
 
-    def _validate_record(
-        self, key_bytes: bytes, subkey_bytes: bytes, value_bytes: bytes, expiration_time: float
-    ) -> bool:
-        content = key_bytes, subkey_bytes, value_bytes, expiration_time
+    def _validate_record(self, *content: Any) -> bool:  # key, subkey, value and when it expires
         record = DHTRecord(*content)
         if is_kept := self.quota.has_room(record) and super()._validate_record(*content):
             self.quota.count(record)

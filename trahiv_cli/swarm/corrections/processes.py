@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import multiprocessing
 import multiprocessing.util
 import os
 import shutil
@@ -18,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +33,6 @@ LOOK_EVERY_S = 0.5
 M_MMAP_THRESHOLD = -3  # malloc.h
 LARGE_BYTES = 128 * 1024  # as glibc begins
 PREFIX = "trahiv-"
-_folders: dict[int, Path] = {}  # by process id: of this process, and of those that it was forked from
 
 
 def die_with_parent() -> None:
@@ -47,15 +46,18 @@ def die_with_parent() -> None:
 def become_child(parent_pid: int) -> None:
     """Make the process that was just forked die with its parent, and leave signals to the parent.
 
-    Ctrl-C reaches the whole process group: the DHT's process would leave in the middle of the goodbye.
+    Ctrl-C reaches the whole process group: the DHT's process would leave in the middle of the goodbye. It
+    keeps its tasks, gives memory back, and has threads of its own from now on.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
     if os.getppid() != parent_pid:  # it died between fork and prctl
         os._exit(1)
-    note_child(parent_pid)
+    private_folder(os.getpid())
     asyncio.create_task = keep_tasks(asyncio.create_task)
+    return_freed_memory()
+    renew_thread_pool()
 
 
 def renew_thread_pool() -> None:
@@ -158,36 +160,26 @@ def close_event_loop() -> None:
         asyncio.get_event_loop().close()
 
 
-def private_folder() -> Path:
-    """Return the folder for the sockets of this process and its children, which goes when the process ends.
+@cache
+def private_folder(pid: int) -> Path:
+    """Return the folder for the sockets of this process, by its id, which goes when the process ends.
 
     The first call makes it, and removes what belonged to processes that are gone.
     """
-    if os.getpid() in _folders:
-        return _folders[os.getpid()]
     for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
-        pid = stale.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            _sweep(stale, pid)
+        other = stale.name.removeprefix(PREFIX).partition("-")[0]
+        if other.isdigit() and not Path(f"/proc/{other}").exists():
+            _sweep(stale, int(other))
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir="/tmp"))
-    _folders[os.getpid()] = folder
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-", dir="/tmp"))
     cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))
     # After all else: multiprocessing removes its sockets, then its own folder, at -100.
-    multiprocessing.util.Finalize(None, _sweep, args=(folder, str(os.getpid())), exitpriority=-100)
+    multiprocessing.util.Finalize(None, _sweep, args=(folder, pid), exitpriority=-100)
     return folder
 
 
-def note_child(parent_pid: int) -> None:
-    """Note in the parent's folder that this process is its child: their shared memory goes together."""
-    if (folder := _folders.get(parent_pid)) is not None:
-        (folder / "children").mkdir(exist_ok=True)
-        (folder / "children" / str(os.getpid())).touch()
-
-
-def _sweep(folder: Path, pid: str) -> None:
-    """Remove a private folder, and the shared memory of its process and that one's children."""
-    for owner in (pid, *(child.name for child in folder.glob("children/*"))):
-        for memory in Path("/dev/shm").glob(f"torch_{owner}_*"):  # lib/libshm/alloc_info.h
-            memory.unlink(missing_ok=True)
+def _sweep(folder: Path, pid: int) -> None:
+    """Remove a private folder, and the shared memory of its process."""
+    for memory in Path("/dev/shm").glob(f"torch_{pid}_*"):  # lib/libshm/alloc_info.h
+        memory.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

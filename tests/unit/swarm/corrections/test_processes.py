@@ -9,12 +9,11 @@ import multiprocessing.util
 import os
 import resource
 import shutil
+import sys
 import threading
 from contextlib import nullcontext
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace
 
 import hivemind
 import pytest
@@ -22,16 +21,11 @@ from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import processes
-from trahiv_cli.swarm.corrections.processes import (
-    ControlPipe,
-    note_child,
-    private_folder,
-    return_freed_memory,
-)
+from trahiv_cli.swarm.corrections.processes import ControlPipe, private_folder, return_freed_memory
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
-OWN_PID = DEAD_PID + 9  # the memory of this process is in use
 
 
 def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
@@ -42,8 +36,11 @@ def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
     assert corrections.CORRECTED_VERSION in refused.value.hint
 
 
-def test_a_process_may_have_as_many_open_files_as_the_machine_allows():
+def test_all_of_hivemind_has_the_swarm_s_time_and_this_process_as_many_files_as_the_machine_allows():
     corrections.apply()
+    of_hivemind = [module for name, module in sys.modules.items() if name.partition(".")[0] == "hivemind"]
+    clocks = [module.get_dht_time for module in of_hivemind if hasattr(module, "get_dht_time")]
+    assert len(clocks) > 8 and set(clocks) == {swarm_time}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard
 
@@ -68,21 +65,17 @@ def test_a_message_is_read_when_all_of_it_is_there(is_ours):
 def test_messages_of_several_senders_stay_whole():
     reader, writer = map(ControlPipe, multiprocessing.Pipe(duplex=False))
     messages = [bytes([number]) * 9000 for number in range(4)]
-    senders = [
-        threading.Thread(target=lambda one=one: [writer.send(one) for _ in range(50)]) for one in messages
-    ]
-    for sender in senders:
-        sender.start()
+    for one in messages:
+        threading.Thread(target=lambda one=one: [writer.send(one) for _ in range(50)]).start()
     assert {reader.recv() for _ in range(4 * 50)} == set(messages)
-    for sender in senders:
-        sender.join()
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
 def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
     create = processes.keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
+    ended = []
 
-    async def wait_for_what_only_this_task_knows(ended):
+    async def wait_for_what_only_this_task_knows():
         try:
             await asyncio.get_running_loop().create_future()
         except GeneratorExit:
@@ -90,13 +83,12 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
             raise
 
     async def run():
-        ended = []
-        create(wait_for_what_only_this_task_knows(ended))
+        create(wait_for_what_only_this_task_knows())
         await asyncio.sleep(0)
         gc.collect()
-        return ended
+        assert ended == ([] if is_kept else ["collected"])
 
-    assert asyncio.run(run()) == ([] if is_kept else ["collected"])
+    asyncio.run(run())
 
 
 # -- futures and memory ----------------------------------------------------------------------------
@@ -119,12 +111,9 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
     libc.free(libc.malloc(num_bytes))  # from now on glibc takes up to as much for small
     return_freed_memory()
-    pieces = [
-        libc.malloc(num_bytes) for _ in range(40)
-    ]  # the first may lie where others of this process were
-    is_mapped = (
-        ctypes.c_size_t.from_address(pieces[-1] - ctypes.sizeof(ctypes.c_size_t)).value & 2
-    )  # malloc.c
+    pieces = [libc.malloc(num_bytes) for _ in range(40)]  # the first may lie where others were
+    header = ctypes.c_size_t.from_address(pieces[-1] - ctypes.sizeof(ctypes.c_size_t))  # malloc.c
+    is_mapped = header.value & 2
     for piece in pieces:
         libc.free(piece)
     assert is_mapped
@@ -133,46 +122,30 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
 # -- what processes leave behind -------------------------------------------------------------------
 
 
-@pytest.fixture
-def at_its_end(monkeypatch):
-    """A process without a private folder as yet: calls that it makes at its end, and makes at the test's."""
-    calls = []
-    monkeypatch.setattr(processes, "_folders", {})
-    monkeypatch.setattr(processes, "os", SimpleNamespace(getpid=lambda: OWN_PID))
+def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
+    at_its_end, left, own_pid = [], {}, DEAD_PID + 1
+
+    def note_end(_, call, args, **options):
+        at_its_end.append((call, args))
+
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(
-        multiprocessing.util, "Finalize", lambda _, call, args, **more: calls.append(partial(call, *args))
-    )
-    yield calls
-    for call in calls:
-        call()
-
-
-def test_a_process_has_one_folder_that_fits_into_a_socket_path_and_goes_with_it(at_its_end):
-    folder = private_folder()
-    assert private_folder() == folder and folder.name.startswith(f"trahiv-{OWN_PID}-")
+    monkeypatch.setattr(multiprocessing.util, "Finalize", note_end)
+    for pid in (DEAD_PID, os.getppid(), "scout"):
+        name = f"{pid}_{os.getpid()}_0"
+        left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
+        left[pid][0].mkdir()
+        left[pid][1].touch()
+    folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
+    there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
+    for one, its_memory in left.values():
+        shutil.rmtree(one, ignore_errors=True)
+        its_memory.unlink(missing_ok=True)
+    assert there == {DEAD_PID: [False] * 2, os.getppid(): [True] * 2, "scout": [True] * 2}
+    assert private_folder(own_pid) == folder and folder.name.startswith(f"trahiv-{own_pid}-")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
-    note_child(OWN_PID)
-    assert [child.name for child in (folder / "children").iterdir()] == [str(OWN_PID)]
-    [end] = at_its_end
-    end()
-    assert not folder.exists()
-
-
-def test_what_processes_that_are_gone_left_is_swept_and_nothing_else(at_its_end):
-    left = {}
-    for number, pid in enumerate((DEAD_PID, os.getppid(), "scout")):
-        folder, child = Path(f"/tmp/trahiv-{pid}-test{os.getpid()}"), DEAD_PID + 1 + number
-        (folder / "children").mkdir(parents=True)
-        left[pid] = [folder, *(Path(f"/dev/shm/torch_{one}_{os.getpid()}_0") for one in (pid, child))]
-        for file in (folder / "children" / str(child), *left[pid][1:]):
-            file.touch()
-    private_folder()
-    there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
-    for folder, *memory in left.values():
-        shutil.rmtree(folder, ignore_errors=True)
-        for one in memory:
-            one.unlink(missing_ok=True)
-    assert there == {DEAD_PID: [False] * 3, os.getppid(): [True] * 3, "scout": [True] * 3}
+    memory.touch()
+    [(sweep, swept)] = at_its_end
+    sweep(*swept)
+    assert not folder.exists() and not memory.exists()
