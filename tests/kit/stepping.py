@@ -20,8 +20,8 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.majority import Doubts, Standing
-from trahiv_cli.optim.pace import DEFAULT_PACE, DEFAULT_RULES, Pace, RoundRules
-from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.parts import Parts, RunSettings
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.rounds import Outcome
@@ -31,7 +31,9 @@ from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
-LIMITS = Limits(0.001, 0.01, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
+SETTINGS = RunSettings(
+    matchmaking_s=0.001, averaging_s=0.01, target_batch_size=8, max_grad_norm=1.0, schema=b"schema"
+)
 
 
 def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
@@ -137,8 +139,8 @@ class Rounds(ExactGradientAverager):
 class Peer:
     """The parts of one peer's optimizer, around an inner one that is made of its weights, or of copies.
 
-    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `limits` are
-    changes of `LIMITS`.
+    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `settings`
+    are changes of `SETTINGS`.
     """
 
     def __init__(
@@ -150,9 +152,7 @@ class Peer:
         pace: Pace = DEFAULT_PACE,
         *,
         offload: bool = False,
-        rules: RoundRules = DEFAULT_RULES,
-        auto_share: float | None = None,
-        **limits: Any,
+        **settings: Any,
     ) -> None:
         averages = [torch.zeros_like(weight) for weight in weights]
         copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
@@ -168,18 +168,9 @@ class Peer:
         )
         self.state: Any = state_averager(inner, weights, offload_optimizer=offload, pace=pace)
         events = Events(self.told.append)
-        self.parts = Parts(
-            tracker=self.tracker,
-            gradients=self.gradients,
-            state=self.state,
-            alive=Alive(None, events, lambda: self.leaves),
-            events=events,
-            interest=JoinerActivity(),
-            limits=replace(LIMITS, **limits),
-            rules=rules,
-            schema=b"schema",
-            auto_share=auto_share,
-        )
+        alive, both = Alive(None, events, lambda: self.leaves), (self.gradients, self.state)
+        told = replace(SETTINGS, **settings)
+        self.parts = Parts(self.tracker, *both, alive, events, JoinerActivity(), told)
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)

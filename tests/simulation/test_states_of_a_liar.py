@@ -46,7 +46,7 @@ def averager_of(history, *, has_local_steps):
     if has_local_steps:
         averager.outer = OuterState([parameter], learning_rate=0.7, momentum=0.5)
         averager.agreed = averager.outer.anchor
-    averager._update_scheduler()
+    averager.move_schedule(history.step)
     return averager
 
 

@@ -17,7 +17,7 @@ from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Work
-from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.optim.pace import DEFAULT_PACE, DEFAULT_RULES, Pace, RoundRules
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.soundness import are_finite, state_to_adopt
 from trahiv_cli.optim.state import ExactStateAverager, common_digest
@@ -153,16 +153,20 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long a peer waits, in seconds, and how much it trains."""
+class RunSettings:
+    """What all peers of a run have alike, and how long this one waits: hivemind's options, in seconds."""
 
-    matchmaking_s: float  # that a group usually takes to form
-    averaging_s: float  # the longest that one try of a round looks for its group
-    load_state_s: float  # the longest that a peer which gives its state, or a round, may be silent
-    target_batch_size: int  # samples of a step, of all peers
-    max_steps: int  # the step of the swarm at which the run ends
-    max_grad_norm: float = 0.0  # of an inner optimizer's step; 0: any
+    pace: Pace = DEFAULT_PACE  # in mode auto, to begin with
+    auto_share: float | None = None  # of its time, that training may wait in mode auto; None: another mode
+    max_steps: int = 2**31 - 1  # the step of the swarm at which the run ends
+    max_grad_norm: float = 0.0  # of an inner optimizer's step, which is scaled down to it; 0: any
+    schema: bytes = b""  # peers average only with those that have the same
+    rules: RoundRules = DEFAULT_RULES
+    target_batch_size: int = 256  # samples of a step, of all peers
     average_state_every: int = 1  # steps after which peers whose weights differ hold the same again
+    matchmaking_s: float = 5.0  # that a group usually takes to form
+    averaging_s: float = 60.0  # the longest that one try of a round looks for its group
+    load_state_s: float = 60.0  # the longest that a peer which gives its state, or a round, may be silent
 
 
 @dataclass
@@ -175,16 +179,13 @@ class Parts:
     alive: Alive
     events: Events
     interest: JoinerActivity
-    limits: Limits
-    rules: RoundRules
-    schema: bytes = b""  # peers average only with those that have the same
-    auto_share: float | None = None  # see `RunSettings`
+    settings: RunSettings
 
     def __post_init__(self) -> None:
-        self.work = Work()
-        self.company = Company(self.tracker, self.rules)
+        self.work, settings = Work(), self.settings
+        self.company = Company(self.tracker, settings.rules)
         self.equality = Equality(self.state, self.tracker)
         num_values = sum(param.numel() for param in self.state.main_parameters)
         self.adaptation = Adaptation(
-            self.auto_share, self.interest, num_values, self.limits.target_batch_size
+            settings.auto_share, self.interest, num_values, settings.target_batch_size
         )

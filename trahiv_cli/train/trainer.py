@@ -319,7 +319,7 @@ class SwarmTrainerMixin(_Host):
         entry = enter(optimizer, checkpoints, newest, comparison, *waits)
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
-            optimizer.own_steps = newest.load_own(plain)
+            optimizer.position.method.resume(newest.load_own(plain))
         self.swarm_callback = SwarmCallback(
             self, optimizer, checkpoints, self._should_leave, comparison.publish, self._budget
         )

@@ -12,7 +12,7 @@ import torch
 from hivemind.averaging.control import AveragingStage
 
 from tests.kit.stepping import (
-    LIMITS,
+    SETTINGS,
     Peer,
     Positions,
     Tracker,
@@ -34,7 +34,7 @@ from trahiv_cli.optim.state import common_digest
 
 torch.set_num_threads(1)
 
-ENOUGH = seeking.ACCUMULATE_AT_MOST * LIMITS.target_batch_size
+ENOUGH = seeking.ACCUMULATE_AT_MOST * SETTINGS.target_batch_size
 """Samples with which a peer trains no further without a group."""
 
 EIGHT = range(8)
@@ -87,7 +87,7 @@ def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
 
 
 def test_a_committed_round_is_stepped_with_and_becomes_history():
-    most_ahead = MOST_ROUNDS_AHEAD * LIMITS.target_batch_size
+    most_ahead = MOST_ROUNDS_AHEAD * SETTINGS.target_batch_size
     trained = Spans.of([(0, 8)]), Spans.of([(8, 13), (2 * most_ahead - 4, MAX_POSITION)])
     peer, weight, leases = divided(with_b(), commits(10.0, trained=trained))
     small, weights = peer.state.own_metadata(), [digest_of([torch.zeros(2)])]
@@ -215,9 +215,7 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer.train(positions=EIGHT)
     peer.position.method.reset()
     peer.expect(2, 10.0, positions=[8, 9])
-    peer.parts.work.forget_announced(but=[9])
-    assert leases.returned == [8]
-    peer.stepper.start_batch_over()
+    peer.stepper.start_batch_over([9])
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
 
 
