@@ -13,7 +13,6 @@ from typing import Any
 import hivemind
 import torch
 from hivemind import compression
-from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import START_CODEC
@@ -24,7 +23,6 @@ from trahiv_cli.optim.parts import RunSettings
 from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 UPSTREAM: dict[type, str] = {
     compression.NoCompression: "none",
@@ -68,16 +66,15 @@ def build_optimizer(
     dht: hivemind.DHT,
     params: list[dict[str, Any]],
     optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory,
     samples_per_step: int,
     **keywords: Any,
 ) -> SwarmOptimizer:
     """Build the swarm's optimizer from `hivemind_config.opt`.
 
     `params` are groups of trainable float32 tensors on the model's device, of which `optimizer` makes the
-    inner torch optimizer (on the CPU when offloaded), and `scheduler` its learning-rate schedule in swarm
-    steps. `samples_per_step` are behind one call of `step()`. `keywords` are fields of `RunSettings`, and
-    keywords of `SwarmOptimizer`.
+    inner torch optimizer (on the CPU when offloaded). `samples_per_step` are behind one call of `step()`.
+    `keywords` are fields of `RunSettings`, and keywords of `SwarmOptimizer`; `scheduler`, among these, makes
+    a learning-rate schedule in swarm steps.
 
     Raises:
         RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
@@ -104,7 +101,6 @@ def build_optimizer(
         dht=dht,
         params=params,
         optimizer=factory,
-        scheduler=scheduler,
         batch_size_per_step=samples_per_step,
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         client_mode=options.pop("client_mode", dht.client_mode),

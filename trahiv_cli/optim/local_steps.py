@@ -32,10 +32,10 @@ class OuterState:
         self.rounds = 0  # rounds committed; it tells which fragment is next
         self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
 
-    def load(self, weights: Sequence[torch.Tensor], momentum: Sequence[torch.Tensor], rounds: int) -> None:
-        """Adopt another state: tensors of the same shapes, of any device, copied."""
-        for own, given in zip((*self.anchor, *self.momentum), (*weights, *momentum), strict=True):
-            own.copy_(given.detach())
+    def resume(self, momentum: Sequence[torch.Tensor], rounds: int) -> None:
+        """Go on with a checkpoint's momentum, copied, of the same shapes; the weights are its own already."""
+        for own, given in zip(self.momentum, momentum, strict=True):
+            own.copy_(given)
         self.rounds = rounds
 
     def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:

@@ -77,9 +77,7 @@ class SharedGradients(Method):
     300 steps, two peers). With an offloaded optimizer there is none: the CPU would take two steps for each.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._agreed: list[torch.Tensor] = []
+    _agreed: Sequence[torch.Tensor] = ()
 
     def begin(self, step: int, num_peers: int) -> None:
         """Do nothing: each round is one step, of all weights."""

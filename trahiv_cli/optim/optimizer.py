@@ -181,17 +181,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.stepper.start_batch_over(positions)
 
     def step(
-        self,
-        closure: Callable[[], torch.Tensor] | None = None,
-        batch_size: int | None = None,
-        grad_scaler: Any = None,
+        self, closure: Callable[[], torch.Tensor] | None = None, batch_size: int | None = None
     ) -> torch.Tensor | None:
         """Account for one local batch whose gradients are in `.grad`; take a swarm step if it is time.
 
         Args:
             closure: recomputes the loss, as in torch; called once.
             batch_size: samples in this batch; default `batch_size_per_step`.
-            grad_scaler: must be None: accelerate's scaler unscales before this is called.
 
         Raises:
             RoundFailed: this peer fell behind and nobody gave it the newer state in time.
@@ -199,7 +195,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             NotAdmitted: the swarm's owner has taken this peer out.
             NotFinite: this peer's weights are not finite.
         """
-        del grad_scaler
         self._alive.require()
         loss = closure() if closure is not None else None
         self.stepper.step(batch_size or self.batch_size_per_step)
@@ -218,8 +213,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     pace = property(attrgetter("state_averager.pace"))
 
     last_round = property(attrgetter("stepper.last_round"))
-    """The last `Round` that was tried, None while this peer is alone; and the samples that went into the last
-    one that was committed, of all peers and of this one."""
+    """See `Stepper`."""
     step_samples = property(attrgetter("stepper.step_samples"))
     my_step_samples = property(attrgetter("stepper.my_step_samples"))
 

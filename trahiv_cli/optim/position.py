@@ -112,7 +112,7 @@ class Position:
                 round_size = self.method.steps * parts.settings.target_batch_size * parts.work.unit
                 state.ledger = state.ledger.extend(outcome.trained, MOST_ROUNDS_AHEAD * round_size)
                 move()
-                parts.equality.forget(self.method.places)
+                parts.equality.forget(self.method.held_in_common())
                 state.local_epoch, state.history = history.step, history
                 state.move_schedule(history.step)
                 parts.tracker.update_history(history, self.method.samples_held)
@@ -128,7 +128,6 @@ class Position:
         """Forget what was known of the step before."""
         parts, method = self._parts, self.method
         parts.company.begin_step()
-        parts.equality.begin_step()
         method.begin(self.history.step, 1 + len(parts.tracker.others))
         parts.tracker.steps_a_round = method.steps
         parts.tracker.target_batch_size = method.steps * parts.settings.target_batch_size

@@ -273,7 +273,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 target.copy_(tensor)
             self.history, self.local_epoch, self.ledger, self.donor = history, history.step, ledger, donor
             if self.outer is not None:
-                self.outer.rounds = rounds
+                self.outer.rounds = metadata["outer_rounds"]
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                     weight.copy_(agreed)
             self.move_schedule(history.step)

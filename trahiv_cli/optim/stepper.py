@@ -155,7 +155,7 @@ class Stepper:
             self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
         self._blocked_s, self._blocked_since = 0.0, now
         parts.work.settle(self.my_step_samples, brought)
-        if parts.equality.is_lost and len(outcome.group) > 1:
+        if parts.equality.claimed and len(outcome.group) > 1:
             self._make_equal()
         return True
 

@@ -210,7 +210,7 @@ class Checkpoint:
         momentum = list(self._read(OUTER).values())
         if [tensor.shape for tensor in momentum] != [tensor.shape for tensor in outer.momentum]:
             raise self._damaged(OUTER, "it is of another model")
-        outer.load(outer.anchor, momentum, self.state.outer_rounds)
+        outer.resume(momentum, self.state.outer_rounds)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         """Read tensors by name; those with numbers are in that order."""

@@ -301,6 +301,7 @@ class SwarmTrainerMixin(_Host):
         newest = checkpoints.newest()
         if newest is not None:
             newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
+        optimizer: SwarmOptimizer
         self.swarm_optimizer = optimizer = build_optimizer(
             settings.options,
             dht=self.node.dht,
