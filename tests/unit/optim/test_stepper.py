@@ -121,13 +121,13 @@ def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_th
     peer.train(positions=EIGHT)
     last = peer.stepper.last_round
     assert not last.committed and "one of two" in last.reason and last.group == ()
-    assert (peer.history, weight.tolist()) == (History(), [0.0, 0.0])
+    assert (peer.history, peer.state.ledger, weight.tolist()) == (History(), Ledger(), [0.0, 0.0])
     assert peer.tracker.vouched == History().extend(samples=13, proof=b"proof"), "it voted for it"
-    assert peer.state.ledger == Ledger() and leases.settled == leases.returned == []
+    assert leases.settled == leases.returned == []
     peer.gradients.end = commits(trained=(Spans.of([(0, 10)]),))
     peer.train(positions=[8, 9])
-    assert [claim.samples for claim in peer.gradients.claims] == [8, 10]
-    assert peer.gradients.claims[-1].trained == Spans.of([(0, 10)]) and peer.tracker.vouched is None
+    brought = [(claim.samples, claim.trained) for claim in peer.gradients.claims]
+    assert brought == [(8, Spans.of([(0, 8)])), (10, Spans.of([(0, 10)]))] and peer.tracker.vouched is None
     assert peer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
     assert peer.state.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(range(10))
 
@@ -177,17 +177,15 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
         return fails(averager)
 
     monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.2)
-    others, rules = [report("Qm...23456B", History())], RoundRules(solo_after_s=solo_after_s)
-    peer, _ = of_one_weight(Tracker(others), fail_until_it_was_said_twice, rules=rules)
-    peer.tracker.companions = frozenset({"QmMe", "Qm...23456C"})
-    began = time.monotonic()
+    tracker, began = Tracker([report("Qm...23456B", History())]), time.monotonic()
+    peer, _ = of_one_weight(tracker, fail_until_it_was_said_twice, rules=RoundRules(solo_after_s))
+    tracker.companions = frozenset({"QmMe", "Qm...23456C"})
     peer.train(samples=ENOUGH)
-    said = [event for event in peer.told if event["event"] == "warning"]
-    assert len(said) == len(peer.asked_for_help) >= 2 and time.monotonic() - began >= 0.4
+    assert peer.codes == ["no-group"] * len(peer.asked_for_help) and time.monotonic() - began >= 0.4
     assert peer.history.step == 0 and len(peer.gradients.claims) > 2, "it trains no further without a group"
-    assert said[0]["code"] == "no-group" and "step 1" in said[0]["message"]
-    assert said[0]["hint"].endswith(f"{words} (swarm.solo)")
-    assert "...23456B, ...23456C can't be reached" in said[0]["message"]
+    said = next(event for event in peer.told if event["event"] == "warning")
+    assert "step 1" in said["message"] and "...23456B, ...23456C can't be reached" in said["message"]
+    assert said["hint"].endswith(f"{words} (swarm.solo)")
 
 
 @pytest.mark.parametrize(  # what this one, B and C hold
@@ -199,15 +197,15 @@ def test_the_weights_that_most_hold_are_adopted(states, every, asked_at, monkeyp
     asked = []
 
     def load(holders):
-        asked.append(peer.history.step)
-        assert holders == {"QmB", "QmC"}
+        asked.append((peer.history.step, holders))
         raise RoundFailed("nothing came")  # the next round will find them unequal again
 
     monkeypatch.setattr(peer.catch_up, "load", load)
     peer.train()
     peer.gradients.end = commits()
     peer.train()
-    assert asked == asked_at and peer.codes == ["drift"] * len(asked) and peer.history.step == 2
+    assert asked == [(step, {"QmB", "QmC"}) for step in asked_at]
+    assert peer.codes == ["drift"] * len(asked) and peer.history.step == 2
 
 
 def test_positions_whose_gradients_were_dropped_are_trained_again():
@@ -224,65 +222,44 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
 LIMIT_S = 10.0
 
 
-def beside(*ends, **changes):
-    """A peer in mode overlap with QmB whose rounds end as is told, each when it is let through."""
-    left, gate = iter(ends), threading.Semaphore(0)
+def test_training_goes_on_during_a_round_until_it_holds_enough_and_a_later_step_applies_it():
+    left, gate = iter([fails, commits(0.25)]), threading.Semaphore(0)
 
     def end(averager):
         gate.acquire(timeout=LIMIT_S)
         return next(left)(averager)
 
-    return *of_one_weight(with_b(), end, Pace(mode="overlap"), **changes), gate
-
-
-def until(peer, condition):
-    """Train until a round's thread has ended and what it left was applied; say how many batches it took."""
-    deadline, count = time.monotonic() + LIMIT_S, 0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        peer.train(samples=1)
-        count += 1
-    return count
-
-
-def test_training_goes_on_during_a_round_and_a_later_step_applies_it():
-    peer, weight, gate = beside(commits(0.25), max_steps=1)
-    peer.train(samples=16)
+    peer, weight = of_one_weight(with_b(), end, Pace("overlap"), max_steps=1, averaging_s=0.0)
+    peer.train(samples=9)
     peer.train(samples=1)
     assert peer.history.step == 0 and peer.state.agreed[0].tolist() == [0.0, 0.0]
     gate.release()
-    count = until(peer, lambda: peer.history.step == 1)
-    assert weight.tolist() == [-0.25, -0.25]
-    assert peer.stepper.my_step_samples == 16, "those that were there when it began"
-    assert peer.tracker.samples == 1 + count, "the others go into the next"
-    for _ in range(3):
-        peer.train()
-    assert len(peer.gradients.claims) == 1, "no round begins at the last step"
-
-
-def test_a_failed_round_leaves_the_agreed_weights_and_training_waits_for_the_next_once_it_holds_enough():
-    peer, weight, gate = beside(fails, commits(), averaging_s=0.0)
-    peer.train(samples=9)
-    gate.release()
-    until(peer, lambda: peer.stepper.last_round is not None)
+    deadline = time.monotonic() + LIMIT_S
+    while peer.stepper.last_round is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        peer.train(samples=1)
     assert not peer.stepper.last_round.committed and weight.tolist() == [0.0, 0.0]
     held = peer.tracker.samples
     peer.train(samples=1)
     assert peer.history.step == 0
     threading.Timer(0.2, gate.release).start()
     peer.train(samples=ENOUGH - held - 1)
-    assert peer.history.step == 1
-    assert [claim.samples for claim in peer.gradients.claims][:2] == [9, held + 1], "the next has begun"
+    assert peer.history.step == 1, "it has waited"
+    assert weight.tolist() == [-0.25, -0.25] and peer.stepper.my_step_samples == held + 1
+    assert [claim.samples for claim in peer.gradients.claims] == [9, held + 1], "the next had begun"
+    assert peer.tracker.samples == ENOUGH - held - 1, "what came meanwhile goes into the one after"
+    for _ in range(3):
+        peer.train()
+    assert len(peer.gradients.claims) == 2, "no round begins at the last step"
 
 
 def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
-    (peer, _), control = of_one_weight(with_b()), Future()
+    (peer, _), control = of_one_weight(with_b(), averaging_s=0.0), Future()
     control.stage = AveragingStage.FINISHED
     monkeypatch.setattr(seeking, "ANSWER_S", 0.0)
-    monkeypatch.setattr(peer.seeker, "_start_round", lambda *_: control)
-    with pytest.raises(RoundFailed, match="broke off"):
-        peer.seeker.try_once(time.monotonic())
+    monkeypatch.setattr(peer.gradients, "start_round", lambda *_: control)
+    peer.train()
+    assert "broke off" in peer.stepper.last_round.reason
 
 
 # -- joiners, and local steps -------------------------------------------------------------------------
