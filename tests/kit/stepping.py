@@ -74,13 +74,11 @@ class Tracker:
         self.attested: dict[History, tuple[bytes, bool]] = {}
 
     pause_updates = staticmethod(contextlib.nullcontext)
+    refresh = announce = staticmethod(lambda: None)
 
     mates = property(attrgetter("others"))
     target = property(attrgetter("standing.target"))
     samples_accumulated = property(lambda self: self.samples or 0)
-
-    def refresh(self) -> None:
-        pass
 
     def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
         self.history, self.samples, self.vouched, self.companions = history, samples, None, frozenset()
@@ -102,14 +100,12 @@ class Tracker:
     def report_local_progress(self, step: int, samples_accumulated: int) -> None:
         self.samples = samples_accumulated
 
-    def announce(self) -> None:
-        pass
-
 
 class Rounds(ExactGradientAverager):
     """An averager without a process: a round ends as `end` says; `claims` are those of this peer."""
 
     traffic = (0, 0)
+    is_alive = staticmethod(lambda: True)
 
     def expect_group(self, peers: Sequence[str], clients: Any, quorum: int, schema_suffix: bytes) -> None:
         self.expected = (tuple(peers), quorum, schema_suffix)
@@ -120,9 +116,6 @@ class Rounds(ExactGradientAverager):
         end = self.kept.get(donor, {}).get(exchange.after)
         replay.set_result(end and end(self))
         return replay
-
-    def is_alive(self) -> bool:
-        return True
 
     def start_round(self, claim: Any, patience_s: float, exchange: Any) -> Any:
         self.claims.append(claim)

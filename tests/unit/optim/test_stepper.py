@@ -223,31 +223,38 @@ LIMIT_S = 10.0
 
 
 def test_training_goes_on_during_a_round_until_it_holds_enough_and_a_later_step_applies_it():
-    left, gate = iter([fails, commits(0.25)]), threading.Semaphore(0)
+    left, gate, brought = iter([fails, commits(20.0)]), threading.Semaphore(0), []
 
     def end(averager):
+        brought.append(averager._averaged_tensors[0].tolist())
         gate.acquire(timeout=LIMIT_S)
         return next(left)(averager)
 
     peer, weight = of_one_weight(with_b(), end, Pace("overlap"), max_steps=1, averaging_s=0.0)
-    peer.train(samples=9)
-    peer.train(samples=1)
+    peer.train(10.0, samples=4)
+    peer.train(30.0, samples=4)
+    clipped = pytest.approx([-math.sqrt(0.5)] * 2, rel=1e-5)
+    peer.train(8.0, samples=4)
+    assert weight.tolist() == clipped, "where its own gradient would move it"
     assert peer.history.step == 0 and peer.state.agreed[0].tolist() == [0.0, 0.0]
     gate.release()
     deadline = time.monotonic() + LIMIT_S
     while peer.stepper.last_round is None and time.monotonic() < deadline:
         time.sleep(0.01)
-        peer.train(samples=1)
+        peer.train(16.0, samples=1)
     assert not peer.stepper.last_round.committed and weight.tolist() == [0.0, 0.0]
-    held = peer.tracker.samples
-    peer.train(samples=1)
+    first = peer.tracker.samples + 1  # that the next round is about
+    peer.train(16.0, samples=1)
     assert peer.history.step == 0
     threading.Timer(0.2, gate.release).start()
-    peer.train(samples=ENOUGH - held - 1)
-    assert peer.history.step == 1, "it has waited"
-    assert weight.tolist() == [-0.25, -0.25] and peer.stepper.my_step_samples == held + 1
-    assert [claim.samples for claim in peer.gradients.claims] == [9, held + 1], "the next had begun"
-    assert peer.tracker.samples == ENOUGH - held - 1, "what came meanwhile goes into the one after"
+    peer.train(16.0, samples=ENOUGH - first)
+    assert peer.history.step == 1 and weight.tolist() == clipped, (
+        "it has waited, and went where it had guessed"
+    )
+    mean = (4 * (10 + 30 + 8) + 16 * (first - 12)) / first
+    assert brought == [[20.0] * 2, pytest.approx([mean] * 2)]
+    assert [claim.samples for claim in peer.gradients.claims] == [8, first]
+    assert peer.tracker.samples == ENOUGH - first, "what came meanwhile goes into the one after"
     for _ in range(3):
         peer.train()
     assert len(peer.gradients.claims) == 2, "no round begins at the last step"
@@ -289,9 +296,13 @@ def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
     peer.position.enter(begun)
     assert peer.tracker.target_batch_size == target
     assert peer.tracker.doubts.believed_samples("QmB", 10**9, target) == CREDIT_MARGIN * 5 * 4, "its share"
-    for count in range(1, 8):
+    peer.train(1.0, samples=2)
+    peer.train(3.0, samples=2)
+    assert peer.position.method.last_grad_norm == pytest.approx(2 * math.sqrt(2)), "the mean of both"
+    for count in range(1, 7):
         peer.train(samples=4)
-        assert weight.tolist() == [-0.25 - 0.5 * count] * 2, "its half of the batch is a step of its own"
+        steps = [-0.25 - math.sqrt(0.5) - 0.5 * count] * 2  # the first one is clipped
+        assert weight.tolist() == pytest.approx(steps), "its half of the batch is a step of its own"
     assert len(peer.gradients.claims) == 1 and peer.history == begun
     peer.gradients.end = commits(0.25, states={"QmMe": b"x", "QmB": b"y"})
     peer.train(samples=4)
