@@ -178,16 +178,12 @@ class Peer:
         """The codes of the warnings so far."""
         return [event["code"] for event in self.told if event["event"] == "warning"]
 
-    def expect(self, samples: int, weight: float, positions: Sequence[int] = ()) -> None:
-        """Announce a batch."""
-        self.parts.work.announce(positions)
-        self.gradients.expect_batch(samples, weight, lend=False)
-
     def train(self, gradient: float = 0.5, samples: int = 8, positions: Sequence[int] = ()) -> None:
         """Account for one batch; every weight has the same gradient everywhere."""
         if positions:
-            self.expect(len(positions), 10.0, positions)
             samples = len(positions)
+            self.parts.work.announce(positions)
+            self.gradients.expect_batch(samples, 10.0, lend=False)
         for weight in self.gradients.parameters:
             weight.grad = torch.full_like(weight, gradient)
         self.stepper.step(samples)
