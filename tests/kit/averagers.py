@@ -40,45 +40,22 @@ def gradient_averager(
 
 
 def state_averager(
-    inner: torch.optim.Optimizer,
-    weights: Sequence[torch.Tensor],
-    *,
-    peer: Any = "A",
-    interest: JoinerActivity | None = None,
-    scheduler: Any = None,
-    parameter_names: Sequence[str] | None = None,
-    **more: Any,
+    inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor], *, peer: Any = "A", **keywords: Any
 ) -> Any:
-    """Make one that holds an inner optimizer, at the beginning of a run; `more` are its attributes."""
-    averager = ExactStateAverager(
-        optimizer=inner,
-        params=weights,
-        dht=SimpleNamespace(peer_id=peer, client_mode=True),
-        prefix="run",
-        start=False,
-        interest=interest or JoinerActivity(),
-        scheduler=scheduler,
-        parameter_names=parameter_names,
-        initialize_optimizer=False,
-    )
-    vars(averager).update(more)
-    return averager
+    """Make one that holds an inner optimizer, at the beginning of a run; `keywords` are its constructor's."""
+    dht = SimpleNamespace(peer_id=peer, client_mode=True)
+    own = {"prefix": "run", "start": False, "interest": JoinerActivity(), "initialize_optimizer": False}
+    return ExactStateAverager(optimizer=inner, params=weights, dht=dht, **own, **keywords)
 
 
-def giving_averager(inner: torch.optim.Optimizer, history: History, peer: Any, **more: Any) -> Any:
+def giving_averager(inner: torch.optim.Optimizer, history: History, peer: Any, **keywords: Any) -> Any:
     """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
 
     The inner optimizer has one weight.
     """
     [group] = inner.param_groups
-    averager = state_averager(
-        inner,
-        tuple(group["params"]),
-        peer=peer,
-        scheduler=LambdaLR(inner, lambda step: 1 / (1 + step)),
-        parameter_names=("weight",),
-        **more,
-    )
+    keywords |= {"scheduler": LambdaLR(inner, lambda step: 1 / (1 + step)), "parameter_names": ("weight",)}
+    averager = state_averager(inner, tuple(group["params"]), peer=peer, **keywords)
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
     return averager

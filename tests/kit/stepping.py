@@ -159,7 +159,8 @@ class Peer:
         self.gradients: Any = gradient_averager(
             weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
         )
-        self.state: Any = state_averager(inner, weights, offload_optimizer=offload, pace=pace)
+        self.state: Any = state_averager(inner, weights)
+        self.state.offload_optimizer, self.state.pace = offload, pace
         events = Events(self.told.append)
         alive, both = Alive(None, events, lambda: self.leaves), (self.gradients, self.state)
         told = replace(SETTINGS, **settings)

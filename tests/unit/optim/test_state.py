@@ -1,11 +1,13 @@
 """What is given to joiners, and what they adopt of it: all, or nothing."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
+from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 
 from tests.kit.averagers import giving_averager, state_of
 from trahiv_cli.errors import RoundFailed
@@ -87,6 +89,19 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
     donor.get_current_state()
     stepping.join()
     assert done == ["copy", "step"]
+
+
+def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
+    donor, heir = adam_at(0).optimizer, adam_at(0, fill=0.0).optimizer
+    dht = SimpleNamespace(client_mode=False)
+    theirs = TrainingStateAverager(dht=dht, optimizer=donor, prefix="run", start=False)
+    theirs.get_group_bits = lambda: "0"
+    _, given, _ = theirs.get_current_state()
+    before, own = [tensor.tolist() for tensor in given], heir.state_dict()["state"][0]["exp_avg"]
+    donor.step()
+    assert [tensor.tolist() for tensor in given] != before
+    load_optimizer_state(heir, *dump_optimizer_state(donor))
+    assert heir.state_dict()["state"][0]["exp_avg"] is not own
 
 
 # -- adopted --------------------------------------------------------------------------------------
