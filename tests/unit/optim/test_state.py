@@ -25,10 +25,13 @@ OTHER = History(5, 25, b"c" * 16)
 """Of the other half of a swarm that was cut in two: more steps, fewer samples."""
 
 
-def averager_of(history, *, fill=1.0, has_local_steps=False, width=3, kind=torch.optim.SGD):
+def averager_of(history, *, fill=1.0, has_local_steps=False, width=3, kind=torch.optim.AdamW):
+    """Make one whose optimizer has taken a step, and whose tensors are all full of a value."""
     parameter = torch.nn.Parameter(torch.full((width,), fill))
-    extra = (torch.full((4,), fill),)
-    averager = giving_averager(kind([parameter], lr=0.1), history, "QmA", extra_tensors=extra)
+    inner, parameter.grad = kind([parameter], lr=0.1), torch.full((width,), fill + 0.5)
+    inner.step()
+    parameter.data.fill_(fill)
+    averager = giving_averager(inner, history, "QmA", extra_tensors=(torch.full((4,), fill),))
     averager.move_schedule(history.step)
     if has_local_steps:
         averager.outer = OuterState(averager.main_parameters, learning_rate=0.7, momentum=0.9)
@@ -36,32 +39,21 @@ def averager_of(history, *, fill=1.0, has_local_steps=False, width=3, kind=torch
     return averager
 
 
-def adam_at(step, **more):
-    """Make one whose optimizer has statistics."""
-    averager = averager_of(History(step, 10 * step), **{"kind": torch.optim.AdamW} | more)
-    [parameter] = averager.main_parameters
-    parameter.grad = parameter.detach() + 0.5
-    averager.optimizer.step()
-    return averager
-
-
-def statistics(averager):
-    [held] = averager.optimizer.state.values()
-    return {name: value.tolist() for name, value in held.items()}
-
-
 def everything(averager):
-    [parameter] = averager.main_parameters
-    rates = [group["lr"] for group in averager.optimizer.param_groups]
+    """What was committed, all tensors, and the learning rate."""
+    [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
     assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
-    return averager.history, averager.local_epoch, parameter.tolist(), rates, averager.donor
+    tensors = [
+        tensor.tolist() for tensor in (*averager.main_parameters, *averager.extra_tensors, *held.values())
+    ]
+    return averager.history, averager.local_epoch, tensors, group["lr"]
 
 
 # -- given ----------------------------------------------------------------------------------------
 
 
 def test_the_state_that_is_given_away_does_not_change_any_more():
-    donor = adam_at(0)
+    donor = averager_of(History())
     _, [flat], infos = donor.get_current_state()
     tensors = views_of(flat, infos)
     before = [tensor.tolist() for tensor in tensors]
@@ -92,7 +84,7 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
 
 
 def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
-    donor, heir = adam_at(0).optimizer, adam_at(0, fill=0.0).optimizer
+    donor, heir = averager_of(History()).optimizer, averager_of(History(), fill=0.0).optimizer
     dht = SimpleNamespace(client_mode=False)
     theirs = TrainingStateAverager(dht=dht, optimizer=donor, prefix="run", start=False)
     theirs.get_group_bits = lambda: "0"
@@ -108,50 +100,43 @@ def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
 
 
 def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
-    metadata, tensors = state_of(averager_of(AHEAD, fill=2.0))
-    joiner = averager_of(History())
-    before = everything(joiner)
+    """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
+    donor, joiner = averager_of(AHEAD, fill=2.0), averager_of(History())
+    (metadata, tensors), before = state_of(donor), everything(joiner)
     for poison in (float("nan"), -float("inf")):
         with pytest.raises(RoundFailed, match="not finite"):
             download(joiner, (metadata, [torch.tensor([2.0, poison, 2.0]), *tensors[1:]]))
-    assert everything(joiner) == before
-    assert "donor" not in metadata, "equal states are given in the same bytes"
-    assert download(joiner, (metadata | {"donor": "QmB", "epoch": 4}, tensors)) is True
-    assert everything(joiner) == (AHEAD, 3, [2.0] * 3, [0.025], "QmB")
-
-
-def test_a_joiner_has_the_statistics_and_all_tensors_of_its_donor_in_the_memory_that_it_had(download):
-    """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
-    donor, joiner = adam_at(5), adam_at(0, fill=0.0)
-    [held] = joiner.optimizer.state.values()
-    before = dict(held)
-    assert download(joiner, state_of(donor)) is True
-    assert everything(joiner)[:3] == everything(donor)[:3] and statistics(joiner) == statistics(donor)
-    assert joiner.extra_tensors[0].tolist() == donor.extra_tensors[0].tolist()
-    [held] = joiner.optimizer.state.values()
-    assert all(held[name] is before[name] for name in ("exp_avg", "exp_avg_sq"))
     assert download(joiner, None) is False, "nobody offers one"
+    assert everything(joiner) == before and joiner.donor == ""
+    assert "donor" not in metadata, "equal states are given in the same bytes"
+    [held] = joiner.optimizer.state.values()
+    had = dict(held)
+    assert download(joiner, (metadata | {"donor": "QmB", "epoch": 4}, tensors)) is True
+    assert everything(joiner) == everything(donor) and joiner.donor == "QmB"
+    assert everything(joiner)[:2] == (AHEAD, 3) and everything(joiner)[3] == 0.025
+    [held] = joiner.optimizer.state.values()
+    assert all(held[name] is had[name] for name in ("exp_avg", "exp_avg_sq")), "in the memory that it had"
 
 
 BROKEN = {
-    "another model": lambda meta, tensors: state_of(adam_at(5, width=4)),
+    "another model": lambda meta, tensors: state_of(averager_of(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
     "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
     "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
     "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
-    "another optimizer": lambda *_: state_of(adam_at(5, kind=torch.optim.Adagrad)),
+    "another optimizer": lambda *_: state_of(averager_of(AHEAD, kind=torch.optim.Adagrad)),
     "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
-    joiner = adam_at(0)
-    before = everything(joiner), statistics(joiner)
+    joiner = averager_of(History())
+    before = everything(joiner)
     with pytest.raises(RoundFailed):
-        download(joiner, BROKEN[broken](*state_of(adam_at(5))))
-    assert (everything(joiner), statistics(joiner)) == before
+        download(joiner, BROKEN[broken](*state_of(averager_of(AHEAD))))
+    assert everything(joiner) == before
 
 
 @pytest.mark.parametrize(
@@ -162,7 +147,7 @@ def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own,
     donor, joiner = averager_of(given, fill=2.0), averager_of(own)
     before = everything(joiner)
     assert download(joiner, state_of(donor)) is is_welcome
-    assert everything(joiner)[:4] == (everything(donor) if is_welcome else before)[:4]
+    assert everything(joiner) == (everything(donor) if is_welcome else before)
     for averager in (donor, joiner):  # it goes on with the learning rates of what it holds
         averager.local_epoch += 1
         averager.move_schedule(averager.local_epoch)
@@ -208,7 +193,7 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 def test_a_schedule_is_moved_in_one_step():
-    walking, jumping = adam_at(0), adam_at(0)
+    walking, jumping = averager_of(History()), averager_of(History())
     walking, schedule, walked = walking.scheduler, jumping.scheduler, []
     for _ in range(14):
         walked.append((walking.get_last_lr(), walking.last_epoch, walking._step_count))
