@@ -56,10 +56,7 @@ class Peer(stepping.Peer):
     values = property(lambda self: [one for weight in self.weights for one in weight.unique().tolist()])
     """The value of each weight, which is the same in all places; and so of each agreed weight."""
     anchors = property(lambda self: [one.flatten()[0].item() for one in self.method.outer.anchor])
-
-    @property
-    def samples(self):
-        return self.method.samples_held, self.method.samples_aside
+    samples = property(lambda self: (self.method.samples_held, self.method.samples_aside))
 
     def contribution(self):
         """What this peer brings, of the tensors that are exchanged."""
@@ -99,7 +96,9 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
     peer.method.begin(8, 1)
     for peer.tracker.samples, step in ((0, 8), (7, 8), (8, 9), (20, 10), (24, 11), (32, 11), (1000, 11)):
         peer.train()
-        assert before - peer.values[0] == rates[step], f"{peer.swarm} samples are in the step after {step}"
+        assert before - peer.values[0] == rates[step], (
+            f"{peer.tracker.samples} samples are in the step after {step}"
+        )
         before = peer.values[0]
 
 

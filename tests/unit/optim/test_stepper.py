@@ -86,7 +86,8 @@ def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
 def test_a_committed_round_is_stepped_with_and_becomes_history():
     most_ahead = MOST_ROUNDS_AHEAD * SETTINGS.target_batch_size
     trained = Spans.of([(0, 8)]), Spans.of([(8, 13), (2 * most_ahead - 4, MAX_POSITION)])
-    peer, weight, leases = divided(with_b(), commits(10.0, trained=trained))
+    left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
+    peer, weight, leases = divided(with_b(), commits(10.0, trained=trained, left_out=left_out))
     small, weights = peer.state.own_metadata(), [digest_of([torch.zeros(2)])]
     peer.train(positions=EIGHT)
     [claim], (expected, quorum, suffix) = peer.gradients.claims, peer.gradients.expected
@@ -104,7 +105,11 @@ def test_a_committed_round_is_stepped_with_and_becomes_history():
     assert (peer.stepper.step_samples, peer.stepper.my_step_samples) == (13, 8)
     last = peer.stepper.last_round
     assert last.committed and last.group == ("QmMe", "QmB") and last.blocked_seconds >= last.seconds > 0
-    assert peer.tracker.companions == {"QmMe", "QmB"} and peer.codes == []
+    assert peer.tracker.companions == {"QmMe", "QmB"}
+    assert last.left_out == left_out and peer.codes == ["left-out"] * 2
+    theirs, ours = (event["message"] for event in peer.told if event["event"] == "warning")
+    assert theirs == "Peer QmB's gradient was left out of step 1: its gradient is not finite."
+    assert ours.startswith("This peer's gradient")
     near = Spans.of([(0, 13), (2 * most_ahead - 4, 2 * most_ahead)])
     assert peer.state.ledger == Ledger(near), "what nobody can have come to is to be trained"
     assert (leases.settled, leases.returned) == (list(EIGHT), [])
@@ -127,17 +132,6 @@ def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_th
     assert brought == [(8, Spans.of([(0, 8)])), (10, Spans.of([(0, 10)]))] and peer.tracker.vouched is None
     assert peer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
     assert peer.state.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(range(10))
-
-
-def test_who_was_left_out_is_named_to_a_person():
-    left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
-    peer, _ = of_one_weight(with_b(), commits(left_out=left_out, samples={"QmC": 3}))
-    peer.train()
-    assert peer.codes == ["left-out"] * 2
-    theirs, ours = (event["message"] for event in peer.told if event["event"] == "warning")
-    assert theirs.startswith("Peer QmB's gradient was left out of step 1: its gradient is not finite")
-    assert ours.startswith("This peer's gradient")
-    assert peer.stepper.step_samples == 3 and peer.stepper.last_round.left_out == left_out
 
 
 @NO_NUMBERS
