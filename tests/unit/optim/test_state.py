@@ -14,7 +14,6 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as module
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.swarm.codecs import EightBitStatistics, read_tensor
 from trahiv_cli.swarm.snapshot import views_of
 
@@ -23,20 +22,6 @@ torch.set_num_threads(1)
 AHEAD, LONGER = History(3, 30, b"b" * 16), History(4, 40, b"a" * 16)
 OTHER = History(5, 25, b"c" * 16)
 """Of the other half of a swarm that was cut in two: more steps, fewer samples."""
-
-
-def averager_of(history, *, fill=1.0, has_local_steps=False, width=3, kind=torch.optim.AdamW):
-    """Make one whose optimizer has taken a step, and whose tensors are all full of a value."""
-    parameter = torch.nn.Parameter(torch.full((width,), fill))
-    inner, parameter.grad = kind([parameter], lr=0.1), torch.full((width,), fill + 0.5)
-    inner.step()
-    parameter.data.fill_(fill)
-    averager = giving_averager(inner, history, "QmA", extra_tensors=(torch.full((4,), fill),))
-    averager.move_schedule(history.step)
-    if has_local_steps:
-        averager.outer = OuterState(averager.main_parameters, learning_rate=0.7, momentum=0.9)
-        averager.agreed = averager.outer.anchor
-    return averager
 
 
 def everything(averager):
@@ -53,7 +38,7 @@ def everything(averager):
 
 
 def test_the_state_that_is_given_away_does_not_change_any_more():
-    donor = averager_of(History())
+    donor = giving_averager(History())
     _, [flat], infos = donor.get_current_state()
     tensors = views_of(flat, infos)
     before = [tensor.tolist() for tensor in tensors]
@@ -64,7 +49,7 @@ def test_the_state_that_is_given_away_does_not_change_any_more():
 
 
 def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
-    donor, done, copied = averager_of(AHEAD), [], module.copy_into
+    donor, done, copied = giving_averager(AHEAD), [], module.copy_into
 
     def step():
         with donor.lock_state:
@@ -84,7 +69,7 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
 
 
 def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
-    donor, heir = averager_of(History()).optimizer, averager_of(History(), fill=0.0).optimizer
+    donor, heir = giving_averager(History()).optimizer, giving_averager(History(), fill=0.0).optimizer
     dht = SimpleNamespace(client_mode=False)
     theirs = TrainingStateAverager(dht=dht, optimizer=donor, prefix="run", start=False)
     theirs.get_group_bits = lambda: "0"
@@ -101,7 +86,7 @@ def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
 
 def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
-    donor, joiner = averager_of(AHEAD, fill=2.0), averager_of(History())
+    donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History())
     (metadata, tensors), before = state_of(donor), everything(joiner)
     for poison in (float("nan"), -float("inf")):
         with pytest.raises(RoundFailed, match="not finite"):
@@ -119,23 +104,23 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
 
 
 BROKEN = {
-    "another model": lambda meta, tensors: state_of(averager_of(AHEAD, width=4)),
+    "another model": lambda meta, tensors: state_of(giving_averager(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
     "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
     "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
     "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
-    "another optimizer": lambda *_: state_of(averager_of(AHEAD, kind=torch.optim.Adagrad)),
+    "another optimizer": lambda *_: state_of(giving_averager(AHEAD, kind=torch.optim.Adagrad)),
     "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
-    joiner = averager_of(History())
+    joiner = giving_averager(History())
     before = everything(joiner)
     with pytest.raises(RoundFailed):
-        download(joiner, BROKEN[broken](*state_of(averager_of(AHEAD))))
+        download(joiner, BROKEN[broken](*state_of(giving_averager(AHEAD))))
     assert everything(joiner) == before
 
 
@@ -144,7 +129,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(download, brok
     [(AHEAD, AHEAD, True), (LONGER, AHEAD, True), (AHEAD, OTHER, True), (OTHER, AHEAD, False)],
 )
 def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own, is_welcome):
-    donor, joiner = averager_of(given, fill=2.0), averager_of(own)
+    donor, joiner = giving_averager(given, fill=2.0), giving_averager(own)
     before = everything(joiner)
     assert download(joiner, state_of(donor)) is is_welcome
     assert everything(joiner) == (everything(donor) if is_welcome else before)
@@ -155,8 +140,8 @@ def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own,
 
 
 def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(download):
-    donor = averager_of(AHEAD, fill=2.0, has_local_steps=True)
-    joiner = averager_of(History(), has_local_steps=True)
+    donor = giving_averager(AHEAD, fill=2.0, has_local_steps=True)
+    joiner = giving_averager(History(), has_local_steps=True)
     donor.outer.step(range(1), [torch.ones(3)])
     metadata, tensors = state_of(donor)
     with pytest.raises(RoundFailed, match="which fragment"):
@@ -171,8 +156,8 @@ def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(down
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])
 def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(download, has_local_steps):
-    donor = averager_of(AHEAD, fill=2.0, has_local_steps=has_local_steps)
-    joiner = averager_of(History(), has_local_steps=has_local_steps)
+    donor = giving_averager(AHEAD, fill=2.0, has_local_steps=has_local_steps)
+    joiner = giving_averager(History(), has_local_steps=has_local_steps)
     said, asked = [], []
     donor.note_given = lambda *what: said.append(what)
     joiner.is_believed = lambda *what: asked.append(what) or False
@@ -193,7 +178,7 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 def test_a_schedule_is_moved_in_one_step():
-    walking, jumping = averager_of(History()), averager_of(History())
+    walking, jumping = giving_averager(History()), giving_averager(History())
     walking, schedule, walked = walking.scheduler, jumping.scheduler, []
     for _ in range(14):
         walked.append((walking.get_last_lr(), walking.last_epoch, walking._step_count))
