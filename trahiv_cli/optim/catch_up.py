@@ -154,7 +154,7 @@ class CatchUp:
         Gradients that were accumulated for older weights are dropped.
 
         Args:
-            timeout_s: give up when nothing has come for so long; None: `Limits.load_state_s`.
+            timeout_s: give up when nothing has come for so long; None: `RunSettings.load_state_s`.
             holders: ids of the peers that may give it; None: all that have one of use.
 
         Returns:

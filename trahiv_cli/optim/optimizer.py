@@ -225,10 +225,8 @@ class SwarmOptimizer(hivemind.Optimizer):
     own_steps = property(attrgetter("position.method.own_steps"))
     max_steps = property(attrgetter("parts.settings.max_steps"))
 
-    @property
-    def data_figures(self) -> dict[str, int] | None:
-        """How much of the data was trained, where it is divided; see `Work.figures`."""
-        return self.parts.work.figures(self.ledger)
+    data_figures = property(lambda self: self.parts.work.figures(self.ledger))
+    """How much of the data was trained, where it is divided; see `Work.figures`."""
 
     @property
     def agreed_values(self) -> dict[torch.nn.Parameter, torch.Tensor]:

@@ -27,7 +27,6 @@ from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 STATE_DIGEST_BYTES = 8
-NEVER = float("inf")
 
 
 class Company:
@@ -39,7 +38,7 @@ class Company:
 
     def begin_step(self) -> None:
         """Forget the search that is over: a step was taken, or a state adopted."""
-        self.missed_since = NEVER  # when this peer began to look for its group, by the monotonic clock
+        self.missed_since = float("inf")  # when this peer began to look for its group, by the monotonic clock
         self.tries = 0  # rounds for the next step that were not committed
         self.said_after_s = 0.0  # how long this peer had been looking when a person was last told
 

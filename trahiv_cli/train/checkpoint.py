@@ -66,7 +66,7 @@ class State:
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)  # see `adopt_optimizer_state`
     outer_rounds: int = 0
-    own_steps: list[float] = field(default_factory=list)  # see `SwarmOptimizer.own_steps`
+    own_steps: list[float] = field(default_factory=list)  # see `Method.own_steps`
     random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
 
     def to_data(self) -> dict[str, Any]:

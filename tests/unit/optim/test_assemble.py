@@ -90,9 +90,6 @@ def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monk
     for group in untouched.param_groups:
         group |= {"triton": False} if "triton" in group else {}
     layout, tensors = dump_optimizer_state(initialized)
-    if "8bit" in name:
-        stored = [initialized.state[param]["state1"].dtype for param in ours]
-        assert stored == [torch.uint8, torch.uint8, torch.float32]
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         for mine, other in zip(ours, theirs, strict=True):
