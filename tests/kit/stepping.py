@@ -209,12 +209,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
-def of_one_weight(
-    tracker: Any = None, end: Callable[[Any], Outcome] | None = None, pace: Pace = DEFAULT_PACE, **more: Any
-) -> tuple[Peer, torch.nn.Parameter]:
-    """A peer of one weight of two values, at 0, in plain SGD with a rate of 1."""
+def of_one_weight(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter]:
+    """A peer of one weight of two values, at 0, in plain SGD with a rate of 1; the rest as in `Peer`."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    return Peer([weight], sgd, tracker, end, pace, **more), weight
+    return Peer([weight], sgd, *told, **more), weight
 
 
 def with_b() -> Tracker:

@@ -199,18 +199,6 @@ def test_every_tensor_is_in_one_fragment_and_none_is_much_larger_than_its_share(
     assert divide([10] * 8, 4) == (range(2), range(2, 4), range(4, 6), range(6, 8))
 
 
-STREAMED = [("streaming", steps, of_round) for steps, of_round in ((8, 2), (10, 3), (2, 1))]
-
-
-@pytest.mark.parametrize(
-    ("mode", "local_steps", "steps"), [("sync", 50, 1), ("overlap", 8, 1), ("diloco", 8, 8), *STREAMED]
-)
-def test_steps_of_a_round(mode, local_steps, steps):
-    pace = Pace(mode, local_steps=local_steps, fragments=4)
-    assert pace.steps_per_round == steps
-    assert pace.num_fragments == (min(local_steps, 4) if mode == "streaming" else 1)
-
-
 MEASURED, PACE = link(5), Pace("streaming", "none", 100, 3, 0.5, 0.25, True)
 NO_PACE = [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"keeps_codec": 1}]
 

@@ -4,6 +4,7 @@ Numbers are powers of two, and the inner learning rate is 1: what is expected is
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -88,6 +89,11 @@ def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
         assert (peer.method.dropped_samples, peer.method.samples_held) == (8 * number, 8)
     peer.train()
     assert peer.values == [-2.0, -2.0] and peer.set_aside() == (16, 16.0)
+    peer.method.take_back()
+    with torch.no_grad():
+        peer.weights[0][0] = torch.inf
+    assert peer.set_aside() is None and peer.method.dropped_samples == 24 + 16
+    assert peer.values == peer.anchors == [0.0, 0.0] and peer.samples == (0, 0), "nor does such a weight stay"
 
 
 def test_the_learning_rate_follows_the_samples_of_the_swarm():
@@ -159,7 +165,10 @@ def test_samples_that_made_no_step_yet_are_held_until_the_weights_are_replaced()
 
 @pytest.mark.parametrize(
     ("pace", "max_steps", "rounds"),
-    [(DILOCO, 8, [4, 4]), (DILOCO, 10, [4, 4, 2]), (STREAMING, 7, [2, 2, 2, 1]), (STREAMING, 1, [1])],
+    [
+        *[(DILOCO, 8, [4, 4]), (DILOCO, 10, [4, 4, 2]), (STREAMING, 7, [2, 2, 2, 1]), (STREAMING, 1, [1])],
+        *[(replace(STREAMING, local_steps=5), 7, [3, 3, 1]), (replace(STREAMING, local_steps=1), 2, [1, 1])],
+    ],
 )
 def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, max_steps, rounds):
     peer, step, committed = Peer(pace, max_steps=max_steps), 0, []
@@ -175,15 +184,6 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
         peer.end_with(1.0)
     assert committed == rounds and step == max_steps
     assert peer.values == peer.anchors, "what was trained during the last round is nobody's any more"
-
-
-def test_own_weights_that_are_not_finite_do_not_stay():
-    peer = Peer(STREAMING)
-    peer.train()
-    with torch.no_grad():
-        peer.weights[0][0] = torch.inf
-    assert peer.set_aside() is None and peer.method.dropped_samples == 8
-    assert peer.values == peer.anchors == [0.0, 0.0] and peer.samples == (0, 0)
 
 
 @of(DILOCO, STREAMING)
