@@ -215,6 +215,12 @@ def of_one_weight(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter]:
     return Peer([weight], sgd, *told, **more), weight
 
 
+def divided(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter, Positions]:
+    """A peer of one weight that leases its positions."""
+    peer, weight = of_one_weight(*told, **more)
+    return peer, weight, Positions(peer)
+
+
 def with_b() -> Tracker:
     """The reports of one other peer, that holds this peer's state."""
     return Tracker([report("QmB", History())])

@@ -142,12 +142,13 @@ def _read(options: dict[str, Any], run: RunSettings) -> dict[str, Any]:
     options.pop("state_averaging_compression", None)  # weights are never averaged
     for key in {"grad_compression", "load_state_compression"} & options.keys():
         options[key] = _codec(options[key])
-    of_state = options.get("load_state_compression", CODECS["none"]())
+    of_state = options.get("load_state_compression", compression.NoCompression())
     if not isinstance(of_state, compression.RoleAdaptiveCompression):
         # Of the weights alone: most codecs raise on the step counts and the bytes of 8-bit optimizers beside
-        # them, and blockwise8 would quantize these once more. With local steps each peer has its own.
-        of_others = EightBitStatistics() if run.pace.has_local_steps else CODECS["none"]()
-        both = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_others)
+        # them, and blockwise8 would quantize these once more. With local steps each peer has an optimizer's
+        # state of its own, which may be rounded.
+        of_optimizer = EightBitStatistics() if run.pace.has_local_steps else compression.NoCompression()
+        both = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_optimizer)
         options["load_state_compression"] = both
     matchmaking_time = options.setdefault("matchmaking_time", 5.0)
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.get("averager_opts", {})

@@ -141,7 +141,7 @@ class Equality:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What all peers of a run have alike, and how long this one waits: hivemind's options, in seconds."""
+    """What all peers of a run have alike; below `rules`, hivemind's options as `SwarmOptimizer` was told."""
 
     pace: Pace = DEFAULT_PACE  # in mode auto, to begin with
     auto_share: float | None = None  # of its time, that training may wait in mode auto; None: another mode

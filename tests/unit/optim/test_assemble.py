@@ -15,18 +15,12 @@ from transformers.optimization import Adafactor
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim import assemble
-from trahiv_cli.optim.assemble import (
-    CODECS,
-    REFUSED,
-    TRACKER_OPTIONS,
-    UPSTREAM,
-    build_optimizer,
-    initialize_state,
-)
+from trahiv_cli.optim.assemble import REFUSED, TRACKER_OPTIONS, UPSTREAM, build_optimizer
 from trahiv_cli.optim.auto import START_CODEC
+from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.recipe.schema import OptimName, OptSection
-from trahiv_cli.swarm.codecs import EightBitStatistics
+from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
 from trahiv_cli.telemetry.events import Events
 
 torch.set_num_threads(1)

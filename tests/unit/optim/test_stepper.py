@@ -11,17 +11,7 @@ import pytest
 import torch
 from hivemind.averaging.control import AveragingStage
 
-from tests.kit.stepping import (
-    SETTINGS,
-    Peer,
-    Positions,
-    Tracker,
-    commits,
-    fails,
-    of_one_weight,
-    report,
-    with_b,
-)
+from tests.kit.stepping import SETTINGS, Peer, Tracker, commits, divided, fails, of_one_weight, report, with_b
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import seeker as seeking
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
@@ -39,12 +29,6 @@ ENOUGH = seeking.ACCUMULATE_AT_MOST * SETTINGS.target_batch_size
 
 EIGHT = range(8)
 NO_NUMBERS = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-
-
-def divided(*args, **kwargs):
-    """A peer of one weight that leases its positions."""
-    peer, weight = of_one_weight(*args, **kwargs)
-    return peer, weight, Positions(peer)
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion])
