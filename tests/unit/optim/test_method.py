@@ -258,6 +258,22 @@ ADAPTIVE = {
 }
 
 
+@of(SYNC, OVERLAP)
+def test_a_peer_brings_what_came_during_its_own_round_and_nothing_from_before_one_of_others(pace):
+    peer = Peer(pace)
+    peer.train(gradient=4.0)
+    assert peer.set_aside() == (8, 8.0)
+    peer.train(gradient=6.0)
+    peer.end_with(0.5)
+    assert peer.values == [-0.5, -0.5] and peer.samples == (8, 0)
+    assert peer.set_aside() and peer.contribution() == [6.0, 6.0]
+    peer.method.take_back()
+    peer.end_with(0.5, is_followed=True)
+    assert peer.values == [-1.0, -1.0] and peer.samples == (0, 0), "that was of older weights"
+    peer.train(gradient=2.0)
+    assert peer.set_aside() == (8, 8.0) and peer.contribution() == [2.0, 2.0]
+
+
 @of(DILOCO, STREAMING)
 def test_a_peer_that_follows_keeps_its_own_steps_until_the_run_is_over(pace):
     follower = Peer(pace, max_steps=2 * pace.steps_per_round)
