@@ -87,6 +87,7 @@ def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
 def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
     donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History())
+    donor.optimizer.param_groups[0]["weight_decay"] = 0.5
     (metadata, tensors), before = state_of(donor), everything(joiner)
     for poison in (float("nan"), -float("inf")):
         with pytest.raises(RoundFailed, match="not finite"):
@@ -99,6 +100,7 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     assert download(joiner, (metadata | {"donor": "QmB", "epoch": 4}, tensors)) is True
     assert everything(joiner) == everything(donor) and joiner.donor == "QmB"
     assert everything(joiner)[:2] == (AHEAD, 3) and everything(joiner)[3] == 0.025
+    assert joiner.optimizer.param_groups[0]["weight_decay"] == 0.5
     [held] = joiner.optimizer.state.values()
     assert all(held[name] is had[name] for name in ("exp_avg", "exp_avg_sq")), "in the memory that it had"
 

@@ -181,6 +181,7 @@ def test_the_weights_that_most_hold_are_adopted(states, every, asked_at, monkeyp
     peer.train()
     assert asked == [(step, {"QmB", "QmC"}) for step in asked_at]
     assert peer.codes == ["drift"] * len(asked) and peer.history.step == 2
+    assert len({claim.state for claim in peer.gradients.claims}) == len(peer.tracker.attested) == 2
 
 
 def test_positions_whose_gradients_were_dropped_are_trained_again():
@@ -284,3 +285,6 @@ def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
     assert peer.gradients.claims[-1].samples == 32 and weight.tolist() == [-0.5, -0.5]
     assert peer.history == begun.extend(samples=13, proof=b"proof", steps=4)
     assert peer.codes == ["drift"], "somebody's memory failed, and nothing is loaded"
+    for _ in range(8):
+        peer.train(samples=4)
+    assert len({claim.state for claim in peer.gradients.claims}) == 3, "what is held is digested anew"
