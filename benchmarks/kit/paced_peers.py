@@ -150,7 +150,7 @@ class OurPeer:
         self._digest, self._round = self.optimizer.history.digest, self.optimizer.last_round
         self._pace = self.optimizer.pace
         if not entry.is_late:
-            self.optimizer.enter_step(self.optimizer.history)  # all begin with the same weights
+            self.optimizer.position.enter(self.optimizer.history)  # all begin with the same weights
 
     def take_state(self) -> None:
         """Download the swarm's state, as a peer does that joins."""

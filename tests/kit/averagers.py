@@ -13,6 +13,7 @@ from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.snapshot import JoinerActivity, views_of
@@ -40,47 +41,41 @@ def gradient_averager(
 
 
 def state_averager(
-    inner: torch.optim.Optimizer,
-    weights: Sequence[torch.Tensor],
-    *,
-    peer: Any = "A",
-    interest: JoinerActivity | None = None,
-    scheduler: Any = None,
-    parameter_names: Sequence[str] | None = None,
-    **more: Any,
+    inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor], *, peer: Any = "A", **keywords: Any
 ) -> Any:
-    """Make one that holds an inner optimizer, at the beginning of a run; `more` are its attributes."""
-    averager = ExactStateAverager(
-        optimizer=inner,
-        params=weights,
-        dht=SimpleNamespace(peer_id=peer, client_mode=True),
-        prefix="run",
-        start=False,
-        interest=interest or JoinerActivity(),
-        scheduler=scheduler,
-        parameter_names=parameter_names,
-        initialize_optimizer=False,
-    )
-    vars(averager).update(more)
-    return averager
+    """Make one that holds an inner optimizer, at the beginning of a run; `keywords` are its constructor's."""
+    dht = SimpleNamespace(peer_id=peer, client_mode=True)
+    own = {"prefix": "run", "start": False, "interest": JoinerActivity(), "initialize_optimizer": False}
+    return ExactStateAverager(optimizer=inner, params=weights, dht=dht, **own, **keywords)
 
 
-def giving_averager(inner: torch.optim.Optimizer, history: History, peer: Any, **more: Any) -> Any:
+def giving_averager(
+    history: History,
+    peer: Any = "QmA",
+    *,
+    fill: float = 1.0,
+    width: int = 3,
+    kind: Any = torch.optim.AdamW,
+    has_local_steps: bool = False,
+) -> Any:
     """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
 
-    The inner optimizer has one weight.
+    Its inner optimizer has taken a step; its one weight and the tensor beside it are full of a value.
     """
-    [group] = inner.param_groups
+    weight = torch.nn.Parameter(torch.full((width,), fill))
+    inner, weight.grad = kind([weight], lr=0.1), torch.full((width,), fill + 0.5)
+    inner.step()
+    weight.data.fill_(fill)
+    keywords = {"scheduler": LambdaLR(inner, lambda step: 1 / (1 + step)), "parameter_names": ("weight",)}
     averager = state_averager(
-        inner,
-        tuple(group["params"]),
-        peer=peer,
-        scheduler=LambdaLR(inner, lambda step: 1 / (1 + step)),
-        parameter_names=("weight",),
-        **more,
+        inner, (weight,), peer=peer, extra_tensors=(torch.full((4,), fill),), **keywords
     )
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
+    averager.move_schedule(history.step)
+    if has_local_steps:
+        averager.outer = OuterState([weight], learning_rate=0.7, momentum=0.9)
+        averager.agreed = averager.outer.anchor
     return averager
 
 

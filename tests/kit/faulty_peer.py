@@ -200,7 +200,7 @@ class Peer:
                 with contextlib.suppress(RoundFailed):
                     if optimizer.load_state_from_peers(JOIN_S):
                         return
-        optimizer.enter_step(History())
+        optimizer.position.enter(History())
 
     def _listen(self, optimizer: SwarmOptimizer) -> None:
         position, seeker = optimizer.position, optimizer.seeker

@@ -20,8 +20,8 @@ from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.majority import Doubts, Standing
-from trahiv_cli.optim.pace import DEFAULT_PACE, DEFAULT_RULES, Pace, RoundRules
-from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.parts import Parts, RunSettings
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.rounds import Outcome
@@ -31,7 +31,9 @@ from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
-LIMITS = Limits(0.001, 0.01, load_state_s=60.0, target_batch_size=8, max_steps=10**6, max_grad_norm=1.0)
+SETTINGS = RunSettings(
+    matchmaking_s=0.001, averaging_s=0.01, target_batch_size=8, max_grad_norm=1.0, schema=b"schema"
+)
 
 
 def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
@@ -72,13 +74,11 @@ class Tracker:
         self.attested: dict[History, tuple[bytes, bool]] = {}
 
     pause_updates = staticmethod(contextlib.nullcontext)
+    refresh = announce = staticmethod(lambda: None)
 
     mates = property(attrgetter("others"))
     target = property(attrgetter("standing.target"))
     samples_accumulated = property(lambda self: self.samples or 0)
-
-    def refresh(self) -> None:
-        pass
 
     def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
         self.history, self.samples, self.vouched, self.companions = history, samples, None, frozenset()
@@ -100,12 +100,11 @@ class Tracker:
     def report_local_progress(self, step: int, samples_accumulated: int) -> None:
         self.samples = samples_accumulated
 
-    def announce(self) -> None:
-        pass
-
 
 class Rounds(ExactGradientAverager):
     """An averager without a process: a round ends as `end` says; `claims` are those of this peer."""
+
+    is_alive = staticmethod(lambda: True)
 
     def expect_group(self, peers: Sequence[str], clients: Any, quorum: int, schema_suffix: bytes) -> None:
         self.expected = (tuple(peers), quorum, schema_suffix)
@@ -116,9 +115,6 @@ class Rounds(ExactGradientAverager):
         end = self.kept.get(donor, {}).get(exchange.after)
         replay.set_result(end and end(self))
         return replay
-
-    def is_alive(self) -> bool:
-        return True
 
     def start_round(self, claim: Any, patience_s: float, exchange: Any) -> Any:
         self.claims.append(claim)
@@ -135,8 +131,8 @@ class Rounds(ExactGradientAverager):
 class Peer:
     """The parts of one peer's optimizer, around an inner one that is made of its weights, or of copies.
 
-    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `limits` are
-    changes of `LIMITS`.
+    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `settings`
+    are changes of `SETTINGS`.
     """
 
     def __init__(
@@ -148,9 +144,7 @@ class Peer:
         pace: Pace = DEFAULT_PACE,
         *,
         offload: bool = False,
-        rules: RoundRules = DEFAULT_RULES,
-        auto_share: float | None = None,
-        **limits: Any,
+        **settings: Any,
     ) -> None:
         averages = [torch.zeros_like(weight) for weight in weights]
         copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
@@ -164,20 +158,12 @@ class Peer:
         self.gradients: Any = gradient_averager(
             weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
         )
-        self.state: Any = state_averager(inner, weights, offload_optimizer=offload, pace=pace)
+        self.state: Any = state_averager(inner, weights)
+        self.state.offload_optimizer, self.state.pace = offload, pace
         events = Events(self.told.append)
-        self.parts = Parts(
-            tracker=self.tracker,
-            gradients=self.gradients,
-            state=self.state,
-            alive=Alive(None, events, lambda: self.leaves),
-            events=events,
-            interest=JoinerActivity(),
-            limits=replace(LIMITS, **limits),
-            rules=rules,
-            schema=b"schema",
-            auto_share=auto_share,
-        )
+        alive, both = Alive(None, events, lambda: self.leaves), (self.gradients, self.state)
+        told = replace(SETTINGS, **settings)
+        self.parts = Parts(self.tracker, *both, alive, events, JoinerActivity(), told)
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
@@ -192,16 +178,12 @@ class Peer:
         """The codes of the warnings so far."""
         return [event["code"] for event in self.told if event["event"] == "warning"]
 
-    def expect(self, samples: int, weight: float, positions: Sequence[int] = ()) -> None:
-        """Announce a batch."""
-        self.parts.work.announce(positions)
-        self.gradients.expect_batch(samples, weight, lend=False)
-
     def train(self, gradient: float = 0.5, samples: int = 8, positions: Sequence[int] = ()) -> None:
         """Account for one batch; every weight has the same gradient everywhere."""
         if positions:
-            self.expect(len(positions), 10.0, positions)
             samples = len(positions)
+            self.parts.work.announce(positions)
+            self.gradients.expect_batch(samples, 10.0, lend=False)
         for weight in self.gradients.parameters:
             weight.grad = torch.full_like(weight, gradient)
         self.stepper.step(samples)
@@ -226,12 +208,16 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=1.0)
 
 
-def of_one_weight(
-    tracker: Any = None, end: Callable[[Any], Outcome] | None = None, pace: Pace = DEFAULT_PACE, **more: Any
-) -> tuple[Peer, torch.nn.Parameter]:
-    """A peer of one weight of two values, at 0, in plain SGD with a rate of 1."""
+def of_one_weight(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter]:
+    """A peer of one weight of two values, at 0, in plain SGD with a rate of 1; the rest as in `Peer`."""
     weight = torch.nn.Parameter(torch.zeros(2))
-    return Peer([weight], sgd, tracker, end, pace, **more), weight
+    return Peer([weight], sgd, *told, **more), weight
+
+
+def divided(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter, Positions]:
+    """A peer of one weight that leases its positions."""
+    peer, weight = of_one_weight(*told, **more)
+    return peer, weight, Positions(peer)
 
 
 def with_b() -> Tracker:

@@ -19,7 +19,6 @@ from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.majority import Standing
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.reports import Past
@@ -44,16 +43,8 @@ LIAR, HONEST = id_of("D"), [id_of(name) for name in "ABC"]
 
 
 def averager_of(history, *, has_local_steps):
-    parameter = torch.nn.Parameter(torch.full((3,), float(history.step)))
-    inner = torch.optim.AdamW([parameter], lr=0.1)
-    parameter.grad = torch.ones(3)
-    inner.step()
-    averager = giving_averager(inner, history, LIAR)
+    averager = giving_averager(history, LIAR, fill=float(history.step), has_local_steps=has_local_steps)
     averager.set_pace = lambda pace: setattr(averager, "pace", pace)
-    if has_local_steps:
-        averager.outer = OuterState([parameter], learning_rate=0.7, momentum=0.5)
-        averager.agreed = averager.outer.anchor
-    averager._update_scheduler()
     return averager
 
 

@@ -7,27 +7,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import Any
 
 import hivemind
 import torch
 from hivemind import compression
-from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.inner import initialize_state
-from trahiv_cli.optim.optimizer import RunSettings, SwarmOptimizer
+from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.telemetry.events import Events
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
+from trahiv_cli.optim.parts import RunSettings
+from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 
 UPSTREAM: dict[type, str] = {
     compression.NoCompression: "none",
@@ -71,25 +66,23 @@ def build_optimizer(
     dht: hivemind.DHT,
     params: list[dict[str, Any]],
     optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory,
     samples_per_step: int,
-    home: Node | None = None,
-    events: Events | None = None,
-    when_no_group_is_found: Callable[[], None] = lambda: None,
-    should_leave: Callable[[], bool] = lambda: False,
-    **settings: Any,
+    **keywords: Any,
 ) -> SwarmOptimizer:
-    """Build the swarm's optimizer from `hivemind_config.opt` and the fields of `RunSettings`.
+    """Build the swarm's optimizer from `hivemind_config.opt`.
 
     `params` are groups of trainable float32 tensors on the model's device, of which `optimizer` makes the
-    inner torch optimizer (on the CPU when offloaded), and `scheduler` its learning-rate schedule in swarm
-    steps. `samples_per_step` are behind one call of `step()`. All else is as in `SwarmOptimizer`.
+    inner torch optimizer (on the CPU when offloaded). `samples_per_step` are behind one call of `step()`.
+    `keywords` are fields of `RunSettings`, and keywords of `SwarmOptimizer`; `scheduler`, among these, makes
+    a learning-rate schedule in swarm steps.
 
     Raises:
         RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
             optimizer can't be made, or not be used in a swarm.
     """
-    run, options = RunSettings(**settings), _read(options)
+    names = [field.name for field in fields(RunSettings) if field.name in keywords]
+    run = RunSettings(**{name: keywords.pop(name) for name in names})
+    options = _read(options, run)
     if run.auto_share is not None:
         run = replace(run, pace=_start_of_auto(run.pace, options.get("grad_compression")))
     options.setdefault("grad_compression", CODECS["none"]())
@@ -106,18 +99,14 @@ def build_optimizer(
 
     return SwarmOptimizer(
         dht=dht,
-        home=home,
         params=params,
         optimizer=factory,
-        scheduler=scheduler,
         batch_size_per_step=samples_per_step,
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         client_mode=options.pop("client_mode", dht.client_mode),
         settings=run,
-        events=events,
-        when_no_group_is_found=when_no_group_is_found,
-        should_leave=should_leave,
         **options,
+        **keywords,
     )
 
 
@@ -136,7 +125,7 @@ def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer
     return bool(wanted)
 
 
-def _read(options: dict[str, Any]) -> dict[str, Any]:
+def _read(options: dict[str, Any], run: RunSettings) -> dict[str, Any]:
     """Refuse what does harm, fill in our defaults, and take codecs by their names."""
     options = {key: value for key, value in options.items() if value is not None}
     known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
@@ -153,11 +142,14 @@ def _read(options: dict[str, Any]) -> dict[str, Any]:
     options.pop("state_averaging_compression", None)  # weights are never averaged
     for key in {"grad_compression", "load_state_compression"} & options.keys():
         options[key] = _codec(options[key])
-    of_state = options.get("load_state_compression")
-    if of_state is not None and not isinstance(of_state, compression.RoleAdaptiveCompression):
+    of_state = options.get("load_state_compression", compression.NoCompression())
+    if not isinstance(of_state, compression.RoleAdaptiveCompression):
         # Of the weights alone: most codecs raise on the step counts and the bytes of 8-bit optimizers beside
-        # them, and blockwise8 would quantize these once more.
-        options["load_state_compression"] = compression.RoleAdaptiveCompression(parameter=of_state)
+        # them, and blockwise8 would quantize these once more. With local steps each peer has an optimizer's
+        # state of its own, which may be rounded.
+        of_optimizer = EightBitStatistics() if run.pace.has_local_steps else compression.NoCompression()
+        both = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_optimizer)
+        options["load_state_compression"] = both
     matchmaking_time = options.setdefault("matchmaking_time", 5.0)
     averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.get("averager_opts", {})
     options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))

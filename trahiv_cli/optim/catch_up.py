@@ -43,7 +43,7 @@ class CatchUp:
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
         self._parts, self._position, self._seeker = parts, position, seeker
-        self._tracker, self._alive, self._timeout_s = parts.tracker, parts.alive, parts.limits.load_state_s
+        self._tracker, self._alive, self._timeout_s = parts.tracker, parts.alive, parts.settings.load_state_s
         self._asked: list[str] = []  # ids of the peers that were last asked for their state
         self._wished = History()  # the state that the present download is to lead to, or beyond
         self._disbelieved: set[str] = set()  # ids of the peers that gave a state which was not believed
@@ -153,7 +153,7 @@ class CatchUp:
         Gradients that were accumulated for older weights are dropped.
 
         Args:
-            timeout_s: give up when nothing has come for so long; None: `Limits.load_state_s`.
+            timeout_s: give up when nothing has come for so long; None: `RunSettings.load_state_s`.
             holders: ids of the peers that may give it; None: all that have one of use.
 
         Returns:

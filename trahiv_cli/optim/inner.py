@@ -64,17 +64,16 @@ def adopt_optimizer_state(
     num_tensors = sum(isinstance(value, torch.Tensor) for value in own)
     if [*map(_kind, given)] != [*map(_kind, own)] or len(tensors) != num_tensors:
         raise ValueError("the optimizer's state has another layout, or tensors of other shapes or types")
-    states = {param: _tensors_in(state) for param, state in optimizer.state.items()}
-    groups = [_tensors_in(group) for group in optimizer.param_groups]
-    values = [torch.empty(0) if isinstance(value, torch.Tensor) else value for value in given]
-    optimizer.load_state_dict(nested_pack(values, structure=optimizer.state_dict()))
-    for param, held in states.items():
-        optimizer.state[param].update(held)
-    for group, held in zip(optimizer.param_groups, groups, strict=True):
-        group.update(held)
-    for mine, theirs in zip(own, given, strict=True):
-        if isinstance(mine, torch.Tensor):
-            mine.copy_(theirs)
+    values = [
+        mine.copy_(theirs) if isinstance(mine, torch.Tensor) else theirs
+        for mine, theirs in zip(own, given, strict=True)
+    ]
+    packed = nested_pack(values, structure=optimizer.state_dict())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for place, state in packed["state"].items():
+        optimizer.state[params[place]].update(state)
+    for group, settings in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        group.update({name: value for name, value in settings.items() if name != "params"})
 
 
 def _kind(value: Any) -> object:
@@ -84,7 +83,3 @@ def _kind(value: Any) -> object:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # What is no number is a setting, which all peers have alike.
     return ("a number", math.isfinite(value)) if is_number else (type(value), value)
-
-
-def _tensors_in(holder: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in holder.items() if isinstance(value, torch.Tensor)}

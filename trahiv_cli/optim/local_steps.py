@@ -5,8 +5,7 @@ Between two rounds the swarm agrees on an `OuterState`; `LocalSteps` is what one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch.nn.utils import get_total_norm
 
 from trahiv_cli.optim.method import Method
 from trahiv_cli.optim.pace import Pace, divide
+from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.rounds import are_finite
 from trahiv_cli.swarm.host_copies import HostCopies
 
@@ -32,10 +32,10 @@ class OuterState:
         self.rounds = 0  # rounds committed; it tells which fragment is next
         self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
 
-    def load(self, weights: Sequence[torch.Tensor], momentum: Sequence[torch.Tensor], rounds: int) -> None:
-        """Adopt another state: tensors of the same shapes, of any device, copied."""
-        for own, given in zip((*self.anchor, *self.momentum), (*weights, *momentum), strict=True):
-            own.copy_(given.detach())
+    def resume(self, momentum: Sequence[torch.Tensor], rounds: int) -> None:
+        """Go on with a checkpoint's momentum, copied, of the same shapes; the weights are its own already."""
+        for own, given in zip(self.momentum, momentum, strict=True):
+            own.copy_(given)
         self.rounds = rounds
 
     def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:
@@ -60,23 +60,14 @@ class LocalSteps(Method):
     """Takes steps of this peer's own, and averages how far they moved the weights (pseudo-gradients).
 
     One round exchanges one fragment of the weights; the last round of a run, at `max_steps`, exchanges all.
-    `target_batch_size` samples of all peers are a step of the swarm; `samples_of_swarm` says how many it
-    holds towards the next round.
+    `target_batch_size` samples of all peers are a step of the swarm.
 
     Source: DiLoCo, arXiv 2311.08105; in fragments: Streaming DiLoCo, arXiv 2501.18512.
     """
 
-    def __init__(
-        self,
-        *parts: Any,
-        pace: Pace,
-        max_steps: int,
-        target_batch_size: int,
-        samples_of_swarm: Callable[[], int],
-    ) -> None:
-        super().__init__(*parts)
-        self._max_steps, self._target = max_steps, target_batch_size
-        self._samples_of_swarm = samples_of_swarm
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self._settings, self._tracker, pace = parts.settings, parts.tracker, self._state.pace
         self._copied = range(0)  # the places of weights that there are copies of
         self.outer = self._state.outer = OuterState(
             self._state.weights, pace.outer_learning_rate, pace.outer_momentum
@@ -84,25 +75,25 @@ class LocalSteps(Method):
         self._state.agreed = self.outer.anchor
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
         self._goes_on = False
-        self._weights_stepped = [0.0]
+        self.own_steps = [0.0]
         self.set_pace(pace)
 
     def set_pace(self, pace: Pace) -> None:
         """Go over to another number of local steps, or of fragments, between two rounds."""
         self._steps_per_round = pace.steps_per_round
         self._fragments = divide([param.numel() for param in self._state.weights], pace.num_fragments)
-        if len(self._weights_stepped) != len(self._fragments):
-            self._weights_stepped = [max(self._weights_stepped)] * len(self._fragments)
+        if len(self.own_steps) != len(self._fragments):
+            self.own_steps = [max(self.own_steps)] * len(self._fragments)
         self._weights_aside = [0.0] * len(self._fragments)
 
     def begin(self, step: int, num_peers: int) -> None:
         """Divide the swarm's batch by its peers: a usual one takes a step for each of the swarm's."""
-        left = max(1, self._max_steps - step)
+        left = max(1, self._settings.max_steps - step)
         self.steps = min(self._steps_per_round, left)
         self._is_last = self.steps == left
         which = self.outer.rounds % len(self._fragments)
         self.places = range(len(self._state.weights)) if self._is_last else self._fragments[which]
-        self._inner_batch = -(-self._target // num_peers)
+        self._inner_batch = -(-self._settings.target_batch_size // num_peers)
         self._first_step = step
 
     def account(self, samples: int) -> None:
@@ -111,7 +102,7 @@ class LocalSteps(Method):
         held, weight = self._gradients.local_samples_accumulated, self._gradients.local_weight
         if held < self._inner_batch:
             return
-        done = min(self.steps - 1, self._samples_of_swarm() // self._target)
+        done = min(self.steps - 1, self._tracker.samples_accumulated // self._settings.target_batch_size)
         self._state.move_schedule(self._first_step + done)
         with self._gradients.use_accumulated_gradients():
             norm = get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
@@ -119,7 +110,7 @@ class LocalSteps(Method):
                 with self._state.lock_state:  # of whoever copies the optimizer's statistics
                     self._step_inner(norm)
                 self._samples_stepped += held
-                self._weights_stepped = [stepped + weight for stepped in self._weights_stepped]
+                self.own_steps = [stepped + weight for stepped in self.own_steps]
             else:
                 self.dropped_samples += held
         self._gradients.reset_accumulated_grads_()
@@ -129,24 +120,11 @@ class LocalSteps(Method):
         """Samples towards the next round, with those that were set aside or made no step yet."""
         return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
 
-    @property
-    def own_steps(self) -> list[float]:
-        """What the steps since the last round of each fragment count for, in trained tokens or samples.
-
-        Values of another number of fragments are not taken.
-        """
-        return list(self._weights_stepped)
-
-    @own_steps.setter
-    def own_steps(self, weights: Sequence[float]) -> None:
-        if len(weights) == len(self._fragments):
-            self._weights_stepped = list(weights)
-
     def reset(self) -> None:
         """Forget all samples, and gradients without a step: the weights were replaced."""
         self._gradients.reset_accumulated_grads_()
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
-        self._weights_stepped = [0.0] * len(self._fragments)
+        self.own_steps = [0.0] * len(self._fragments)
 
     @torch.no_grad()
     def set_aside(self, *, goes_on: bool) -> bool:
@@ -165,7 +143,7 @@ class LocalSteps(Method):
         self.samples_aside, self._samples_stepped = self._samples_stepped, 0
         self._weights_aside = [
             weight if places.start in self.places else 0.0
-            for places, weight in zip(self._fragments, self._weights_stepped, strict=True)
+            for places, weight in zip(self._fragments, self.own_steps, strict=True)
         ]
         self.weight_aside = sum(self._weights_aside)
         return True
@@ -190,9 +168,8 @@ class LocalSteps(Method):
     def apply(self) -> None:
         """Take the outer step; what this peer's own steps did during the round stays on top of it."""
         self._step_outer(self._copies.wait(), keeps_own=self._goes_on)
-        self._weights_stepped = [
-            done - aside for done, aside in zip(self._weights_stepped, self._weights_aside, strict=True)
-        ]
+        both = zip(self.own_steps, self._weights_aside, strict=True)
+        self.own_steps = [done - aside for done, aside in both]
         self.samples_aside, self.weight_aside = 0, 0.0
 
     def follow(self) -> None:

@@ -14,7 +14,7 @@ streaming) has each peer take steps of its own, and averages by how much these m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from trahiv_cli.optim.gradients import ExactGradientAverager
-from trahiv_cli.optim.state import ExactStateAverager
+from trahiv_cli.optim.pace import divide
+from trahiv_cli.optim.parts import Parts
 
 GUESS_BYTES, GUESS_BATCHES = 2**22, 32
 """A guess is made for so many bytes of weights at a time, or in so many batches if there are more: so long, a
@@ -36,19 +36,25 @@ NORM_VALUES = 2**14  # values whose squares are added at a time: in float64 128 
 class Method:
     """What both have. Gradients are scaled down to `max_grad_norm` before an inner step; 0 leaves them."""
 
-    def __init__(
-        self, gradients: ExactGradientAverager, state: ExactStateAverager, max_grad_norm: float
-    ) -> None:
-        self._gradients, self._state = gradients, state
-        self._max_norm = max_grad_norm or float("inf")
+    def __init__(self, parts: Parts) -> None:
+        self._gradients, self._state = parts.gradients, parts.state
+        self._max_norm = parts.settings.max_grad_norm or float("inf")
         self.last_grad_norm: float | None = None
         """The norm of the gradient of the inner optimizer's last step, before it was scaled down."""
         self.dropped_samples = 0
         """Samples whose gradients were not finite, since the start."""
         self.steps = 1
         """Steps of the swarm that the next round commits."""
-        self.places = range(len(gradients.parameters))
+        self.places = range(len(parts.gradients.parameters))
         """Tensors that the next round averages, or the present one."""
+        self.own_steps: list[float] = []
+        """What this peer's own steps since the last round of each fragment count for, in trained tokens or
+        samples; empty in modes without local steps."""
+
+    def resume(self, own_steps: Sequence[float]) -> None:
+        """Count the steps that a checkpoint has; those of another number of fragments are not taken."""
+        if len(own_steps) == len(self.own_steps):
+            self.own_steps = list(own_steps)
 
     def _step_inner(self, norm: torch.Tensor) -> None:
         """Scale the weights' gradients, of this norm, down to the limit; take a step of the inner optimizer.
@@ -71,9 +77,7 @@ class SharedGradients(Method):
     300 steps, two peers). With an offloaded optimizer there is none: the CPU would take two steps for each.
     """
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self._agreed: list[torch.Tensor] = []
+    _agreed: Sequence[torch.Tensor] = ()
 
     def begin(self, step: int, num_peers: int) -> None:
         """Do nothing: each round is one step, of all weights."""
@@ -120,7 +124,8 @@ class SharedGradients(Method):
         self._state.agreed = self._agreed
         mean = self._gradients.scale_aside
         scale = mean * min(1.0, self._max_norm / (norm * mean + CLIP_EPSILON))
-        for batch in _batches(weights):
+        sizes = [weight.nbytes for weight in weights]
+        for batch in divide(sizes, min(GUESS_BATCHES, 1 + sum(sizes) // GUESS_BYTES)):
             holders = [*(optimizer.state[weights[place]] for place in batch), *optimizer.param_groups]
             before = [_copied(holder) for holder in holders]
             for place in batch:
@@ -191,17 +196,6 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> float:
             squares = np.square(values[start : start + NORM_VALUES], dtype=np.float64)
             sums[: len(squares)] += squares
     return math.sqrt(math.fsum(sums))
-
-
-def _batches(weights: Sequence[torch.Tensor]) -> Iterator[list[int]]:
-    """Divide the places of weights into batches."""
-    limit = max(GUESS_BYTES, sum(weight.nbytes for weight in weights) // GUESS_BATCHES)
-    batch: list[int] = []
-    for place in range(len(weights)):
-        batch.append(place)
-        if place + 1 == len(weights) or sum(weights[one].nbytes for one in batch) >= limit:
-            yield batch
-            batch = []
 
 
 def _copied(holder: dict[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -28,37 +28,20 @@ import torch
 
 from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.gradients import ExactGradientAverager
-from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
-from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.local_steps import LocalSteps
-from trahiv_cli.optim.pace import DEFAULT_PACE, DEFAULT_RULES, Pace, RoundRules
-from trahiv_cli.optim.parts import Limits, Parts
+from trahiv_cli.optim.parts import Parts, RunSettings
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.alive import Alive
-from trahiv_cli.swarm.codecs import EightBitStatistics
 from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What all peers of a run have alike, beside hivemind's options."""
-
-    pace: Pace = DEFAULT_PACE  # in mode auto, to begin with
-    auto_share: float | None = None  # of its time, that training may wait in mode auto; None: another mode
-    max_steps: int = 2**31 - 1  # of the swarm
-    max_grad_norm: float = 0.0  # of an inner optimizer's step, which is scaled down to it; 0: any
-    schema: bytes = b""  # peers average only with those that have the same
-    rules: RoundRules = DEFAULT_RULES
 
 
 class SwarmOptimizer(hivemind.Optimizer):
@@ -92,16 +75,15 @@ class SwarmOptimizer(hivemind.Optimizer):
     ) -> None:
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
-        self._settings, self._interest = settings, JoinerActivity()
-        rules, options = settings.rules, averager_opts or {}
+        self._interest, options = JoinerActivity(), averager_opts or {}
         try:
             super().__init__(
                 dht=dht,
-                # Not shared before this peer has a state worth sharing (`enter_step`); initialized already
-                # by `inner.initialize_state`, also where that leaves no tensors, as for plain SGD.
+                # Not shared before this peer has a state worth sharing (`Position.enter`); initialized
+                # already by `inner.initialize_state`, also where that leaves no tensors, as for plain SGD.
                 averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
                 grad_averager_factory=partial(
-                    ExactGradientAverager, rules=rules, interest=self._interest, **options
+                    ExactGradientAverager, rules=settings.rules, interest=self._interest, **options
                 ),
                 **keywords,
             )
@@ -109,36 +91,27 @@ class SwarmOptimizer(hivemind.Optimizer):
             self.shutdown()  # the tracker's threads would go on reporting
             raise
         self.state_averager.pace = settings.pace
-        self.parts = self._make_parts()
+        self.parts = self._make_parts(settings)
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
         self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
         self._alive.watch()
 
-    def _make_parts(self) -> Parts:
-        settings, rules = self._settings, self._settings.rules
+    def _make_parts(self, settings: RunSettings) -> Parts:
+        rules = settings.rules
         judged_by = repr((rules.norm_limit, rules.robust_mean, settings.pace, settings.auto_share)).encode()
-        return Parts(
-            tracker=self.tracker,
-            gradients=self.grad_averager,
-            state=self.state_averager,
-            alive=self._alive,
-            events=self.events,
-            interest=self._interest,
-            limits=Limits(
-                matchmaking_s=self.matchmaking_time,
-                averaging_s=self.averaging_timeout,
-                load_state_s=self.load_state_timeout,
-                target_batch_size=self.target_batch_size,
-                max_steps=settings.max_steps,
-                max_grad_norm=settings.max_grad_norm,
-                average_state_every=self.average_state_every,
-            ),
-            rules=rules,
+        settings = replace(
+            settings,
             schema=settings.schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES],
-            auto_share=settings.auto_share,
+            matchmaking_s=self.matchmaking_time,
+            averaging_s=self.averaging_timeout,
+            load_state_s=self.load_state_timeout,
+            target_batch_size=self.target_batch_size,
+            average_state_every=self.average_state_every,
         )
+        both = self.grad_averager, self.state_averager
+        return Parts(self.tracker, *both, self._alive, self.events, self._interest, settings)
 
     def _make_progress_tracker(self, target_batch_size: int, **keywords: Any) -> SwarmTracker:
         return SwarmTracker(
@@ -154,7 +127,6 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
 
     def _make_state_averager(self, **keywords: Any) -> ExactStateAverager:
-        has_local_steps = self._settings.pace.has_local_steps
         return ExactStateAverager(
             dht=self.dht,
             prefix=f"{self.run_id}_state_averager",
@@ -168,20 +140,11 @@ class SwarmOptimizer(hivemind.Optimizer):
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
             interest=self._interest,
-            # Each peer's inner optimizer has a state of its own in modes with local steps.
-            statistics_codec=EightBitStatistics() if has_local_steps else None,
             start=True,
             **keywords,
         )
 
     # -- one local step ----------------------------------------------------------------------------
-
-    def enter_step(self, history: History, ledger: Ledger | None = None) -> None:
-        """Take part from a history on, with the state as it is now, which others can download from here on.
-
-        Call it after loading a checkpoint or at a fresh start. Without a ledger, this peer's stays.
-        """
-        self.position.enter(history, ledger)
 
     def divide_data(self, number: int, *, is_stream: bool = False) -> Leases:
         """Have peers train different samples, or shards, of so many; return where this peer's come from."""
@@ -211,21 +174,16 @@ class SwarmOptimizer(hivemind.Optimizer):
 
         The positions of the batch in training stay announced.
         """
-        self.parts.work.forget_announced(but_last=True)
         self.stepper.start_batch_over()
 
     def step(
-        self,
-        closure: Callable[[], torch.Tensor] | None = None,
-        batch_size: int | None = None,
-        grad_scaler: Any = None,
+        self, closure: Callable[[], torch.Tensor] | None = None, batch_size: int | None = None
     ) -> torch.Tensor | None:
         """Account for one local batch whose gradients are in `.grad`; take a swarm step if it is time.
 
         Args:
             closure: recomputes the loss, as in torch; called once.
             batch_size: samples in this batch; default `batch_size_per_step`.
-            grad_scaler: must be None: accelerate's scaler unscales before this is called.
 
         Raises:
             RoundFailed: this peer fell behind and nobody gave it the newer state in time.
@@ -233,17 +191,14 @@ class SwarmOptimizer(hivemind.Optimizer):
             NotAdmitted: the swarm's owner has taken this peer out.
             NotFinite: this peer's weights are not finite.
         """
-        del grad_scaler
         self._alive.require()
         loss = closure() if closure is not None else None
         self.stepper.step(batch_size or self.batch_size_per_step)
         return loss
 
-    def load_state_from_peers(
-        self, timeout_s: float | None = None, holders: Collection[str] | None = None
-    ) -> bool:
+    def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm; see `CatchUp.load`, also for what it raises."""
-        return self.catch_up.load(timeout_s, holders)
+        return self.catch_up.load(timeout_s)
 
     # -- where it is -------------------------------------------------------------------------------
 
@@ -254,8 +209,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     pace = property(attrgetter("state_averager.pace"))
 
     last_round = property(attrgetter("stepper.last_round"))
-    """The last `Round` that was tried, None while this peer is alone; and the samples that went into the last
-    one that was committed, of all peers and of this one."""
+    """See `Stepper`."""
     step_samples = property(attrgetter("stepper.step_samples"))
     my_step_samples = property(attrgetter("stepper.my_step_samples"))
 
@@ -264,28 +218,17 @@ class SwarmOptimizer(hivemind.Optimizer):
     last_learning_rates = property(attrgetter("position.last_learning_rates"))
     last_grad_norm = property(attrgetter("position.method.last_grad_norm"))
     dropped_samples = property(attrgetter("position.method.dropped_samples"))
-    max_steps = property(attrgetter("parts.limits.max_steps"))
+    own_steps = property(attrgetter("position.method.own_steps"))
+    max_steps = property(attrgetter("parts.settings.max_steps"))
 
-    @property
-    def data_figures(self) -> dict[str, int] | None:
-        """How much of the data was trained, where it is divided; see `Work.figures`."""
-        return self.parts.work.figures(self.ledger)
+    data_figures = property(lambda self: self.parts.work.figures(self.ledger))
+    """How much of the data was trained, where it is divided; see `Work.figures`."""
 
     @property
     def agreed_values(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """What all peers of this history agree on, by parameter, where the model holds something else."""
         agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
         return {} if agreed is None else dict(zip(weights, agreed, strict=True))
-
-    @property
-    def own_steps(self) -> list[float]:
-        """See `LocalSteps.own_steps`; empty in modes without local steps."""
-        return self.position.method.own_steps if isinstance(self.position.method, LocalSteps) else []
-
-    @own_steps.setter
-    def own_steps(self, weights: Sequence[float]) -> None:
-        if isinstance(self.position.method, LocalSteps):
-            self.position.method.own_steps = list(weights)
 
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:

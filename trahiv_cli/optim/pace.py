@@ -96,9 +96,6 @@ class RoundRules:
     robust_mean: bool = False  # average by centered clipping (arXiv 2012.10333) instead of the weighted mean
 
 
-DEFAULT_RULES = RoundRules()
-
-
 def divide(sizes: Sequence[int], num_fragments: int) -> tuple[range, ...]:
     """Divide consecutive tensors of so many values into fragments of about equal size.
 

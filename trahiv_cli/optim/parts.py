@@ -17,7 +17,7 @@ from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Work
-from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace, RoundRules
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.rounds import are_finite, state_to_adopt
 from trahiv_cli.optim.state import ExactStateAverager, common_digest
@@ -27,7 +27,6 @@ from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 STATE_DIGEST_BYTES = 8
-NEVER = float("inf")
 
 
 class Company:
@@ -39,7 +38,7 @@ class Company:
 
     def begin_step(self) -> None:
         """Forget the search that is over: a step was taken, or a state adopted."""
-        self.missed_since = NEVER  # when this peer began to look for its group, by the monotonic clock
+        self.missed_since = float("inf")  # when this peer began to look for its group, by the monotonic clock
         self.tries = 0  # rounds for the next step that were not committed
         self.said_after_s = 0.0  # how long this peer had been looking when a person was last told
 
@@ -93,8 +92,9 @@ class Equality:
     def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
         self._state, self._tracker = state, tracker
         self._digest = b""
-        self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by index
-        self._claimed: dict[str, bytes] = {}  # by id, in the last round that found its members unequal
+        self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by `id`
+        self.claimed: dict[str, bytes] = {}
+        """What members of a round held, by id, if not all the same and nothing was done about it yet."""
 
     def digest(self, weights: Sequence[torch.Tensor]) -> bytes:
         """Digest what a round is about, some of the state's common tensors; report what is held of all.
@@ -104,48 +104,35 @@ class Equality:
         """
         if not self._digest:
             common, history = self._state.common_tensors(), self._state.history
-            new = [index for index in range(len(common)) if index not in self._digests]
-            values = host_values([common[index] for index in new], self._state.lock_state.changes)
-            for index, value in zip(new, values, strict=True):
+            new = [tensor for tensor in common if id(tensor) not in self._digests]
+            for tensor, value in zip(new, host_values(new, self._state.lock_state.changes), strict=True):
                 if not are_finite([value]):
                     raise NotFinite(
                         f"The weights of this peer are not finite at step {history.step}; nothing was sent.",
                         hint="run the same command again: it takes the swarm's state, or the last checkpoint",
                     )
-                self._digests[index] = digest_of([value])
-            digests = {id(tensor): self._digests[index] for index, tensor in enumerate(common)}
-            self._digest = joint_digest(digests[id(weight)] for weight in weights)[:STATE_DIGEST_BYTES]
-            self._tracker.attest(history, common_digest(digests.values(), self._state.own_metadata()))
+                self._digests[id(tensor)] = digest_of([value])
+            held = joint_digest(self._digests[id(weight)] for weight in weights)
+            self._digest, of_all = held[:STATE_DIGEST_BYTES], (self._digests[id(one)] for one in common)
+            self._tracker.attest(history, common_digest(of_all, self._state.own_metadata()))
         return self._digest
 
-    def begin_step(self) -> None:
-        """The history has moved: what is held in common is to be said anew."""
+    def forget(self, changed: Sequence[torch.Tensor] = ()) -> None:
+        """These tensors have changed, in modes with local steps; none given, or in another mode: all."""
         self._digest = b""
-
-    def forget(self, indices: range | None = None) -> None:
-        """These weights have changed, and their outer momenta; None: all tensors."""
-        outer = self._state.outer
-        if indices is None or outer is None:
+        if not changed or self._state.outer is None:
             self._digests = {}
-            return
-        first_momentum = len(self._state.common_tensors()) - len(outer.momentum)
-        for index in indices:
-            self._digests.pop(index, None)
-            self._digests.pop(first_momentum + index, None)
+        for tensor in changed:
+            self._digests.pop(id(tensor), None)
 
     def compare(self, claimed: Mapping[str, bytes]) -> None:
         """Note what the members of a round claimed to hold before it, if that was not the same."""
         if len(set(claimed.values())) > 1:
-            self._claimed = dict(claimed)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether members of a group held something else than others, and nothing was done about it yet."""
-        return bool(self._claimed)
+            self.claimed = dict(claimed)
 
     def restore(self) -> set[str]:
         """Return ids of those whose state to take over, none if most hold this peer's; forget the claims."""
-        claimed, self._claimed = self._claimed, {}
+        claimed, self.claimed = self.claimed, {}
         adopted = state_to_adopt(claimed, self._state.history.digest)
         if claimed.get(self._tracker.own_id, adopted) == adopted:
             return set()
@@ -153,16 +140,20 @@ class Equality:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How long a peer waits, in seconds, and how much it trains."""
+class RunSettings:
+    """What all peers of a run have alike; below `rules`, hivemind's options as `SwarmOptimizer` was told."""
 
-    matchmaking_s: float  # that a group usually takes to form
-    averaging_s: float  # the longest that one try of a round looks for its group
-    load_state_s: float  # the longest that a peer which gives its state, or a round, may be silent
-    target_batch_size: int  # samples of a step, of all peers
-    max_steps: int  # the step of the swarm at which the run ends
-    max_grad_norm: float = 0.0  # of an inner optimizer's step; 0: any
+    pace: Pace = DEFAULT_PACE  # in mode auto, to begin with
+    auto_share: float | None = None  # of its time, that training may wait in mode auto; None: another mode
+    max_steps: int = 2**31 - 1  # the step of the swarm at which the run ends
+    max_grad_norm: float = 0.0  # of an inner optimizer's step, which is scaled down to it; 0: any
+    schema: bytes = b""  # peers average only with those that have the same
+    rules: RoundRules = RoundRules()
+    target_batch_size: int = 256  # samples of a step, of all peers
     average_state_every: int = 1  # steps after which peers whose weights differ hold the same again
+    matchmaking_s: float = 5.0  # that a group usually takes to form
+    averaging_s: float = 60.0  # the longest that one try of a round looks for its group
+    load_state_s: float = 60.0  # the longest that a peer which gives its state, or a round, may be silent
 
 
 @dataclass
@@ -175,16 +166,13 @@ class Parts:
     alive: Alive
     events: Events
     interest: JoinerActivity
-    limits: Limits
-    rules: RoundRules
-    schema: bytes = b""  # peers average only with those that have the same
-    auto_share: float | None = None  # see `RunSettings`
+    settings: RunSettings
 
     def __post_init__(self) -> None:
-        self.work = Work()
-        self.company = Company(self.tracker, self.rules)
+        self.work, settings = Work(), self.settings
+        self.company = Company(self.tracker, settings.rules)
         self.equality = Equality(self.state, self.tracker)
         num_values = sum(param.numel() for param in self.state.main_parameters)
         self.adaptation = Adaptation(
-            self.auto_share, self.interest, num_values, self.limits.target_batch_size
+            settings.auto_share, self.interest, num_values, settings.target_batch_size
         )

@@ -47,7 +47,7 @@ class GroupSeeker:
 
     def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
         self._parts, self.position = parts, position
-        self._tracker, self._company, self._limits = parts.tracker, parts.company, parts.limits
+        self._tracker, self._company, self._limits = parts.tracker, parts.company, parts.settings
         self._when_no_group_is_found = when_no_group_is_found
         self._usual_wait_s = 0.0  # until a round was committed
 
@@ -158,7 +158,7 @@ class GroupSeeker:
         history, position = self.position.history, self.position
         clients = [peer.peer_id for peer in self._tracker.others if peer.is_client and peer.peer_id in peers]
         pace = hashlib.sha256(repr((position.pace, position.method.places)).encode()).digest()[:SCHEMA_BYTES]
-        schema = history.step.to_bytes(8, "big") + history.digest + pace + self._parts.schema
+        schema = history.step.to_bytes(8, "big") + history.digest + pace + self._parts.settings.schema
         self._parts.gradients.expect_group(peers, clients, quorum, schema)
 
     def exchange(self) -> Exchange:
@@ -193,7 +193,7 @@ class GroupSeeker:
         self._company.said_after_s = waited
         missing = {peer.peer_id for peer in self._tracker.others} | self._company.vanished
         names = ", ".join(map(short_name, sorted(missing)))
-        solo_s = self._parts.rules.solo_after_s
+        solo_s = self._parts.settings.rules.solo_after_s
         when = "never" if solo_s == float("inf") else f"after {solo_s:.0f} s"
         self._parts.events.warn(
             "no-group",

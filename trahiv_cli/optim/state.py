@@ -18,13 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
-from hivemind.compression import (
-    CompressionBase,
-    CompressionInfo,
-    NoCompression,
-    RoleAdaptiveCompression,
-    TensorRole,
-)
+from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.optim.state_averager import TrainingStateAverager
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
@@ -73,8 +67,6 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins anew when it
     breaks off: `download` replaces it. Hold `lock_state` while weights, optimizer state and `local_epoch`
     change together. History, ledger and pace are kept by the optimizer, under `lock_state`.
-    `statistics_codec` encodes the inner optimizer's state for joiners; a lossy one only where peers need not
-    hold the same.
     """
 
     SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
@@ -94,21 +86,11 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
 
-    def __init__(
-        self,
-        *args: Any,
-        interest: JoinerActivity,
-        statistics_codec: CompressionBase | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
         self.lock_state, self._interest = StateLock(), interest
         self.history, self.ledger = History(), Ledger()
         # Written by the process that serves the averager, read by the one that trains.
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
-        if statistics_codec is not None:
-            rest = kwargs.get("state_compression", NoCompression())
-            codec = RoleAdaptiveCompression(parameter=rest, optimizer=statistics_codec, default=rest)
-            kwargs["state_compression"] = codec
         super().__init__(*args, **kwargs)
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
 
@@ -208,11 +190,16 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         loaded = self.fetch_state(StateRequest(tuple(donors), rank, lowest, limit_bytes, silence_s), report)
         if loaded is None:
             return False
+        before, is_adopted = self.pace, False
         try:
-            return self.adopt_state(*loaded, lowest)
+            is_adopted = self._adopt(*loaded, lowest)
         except RoundFailed:
             disbelieve(str(loaded[0].get("donor", "")), OF_NO_USE)
             raise
+        finally:
+            if not is_adopted:
+                self.set_pace(before)
+        return is_adopted
 
     def fetch_state(
         self, wanted: StateRequest, report: Report
@@ -244,35 +231,31 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors
 
-    def adopt_state(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
+    def _adopt(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
         """Adopt a state that `get_current_state` gave, all on the CPU, and its pace; say whether it was.
 
-        RoundFailed if it is not the state of this run; nothing was changed. optim/state_averager.py:630
-        loads the optimizer's state before it looks at the weights.
+        RoundFailed if it is not the state of this run; nothing but the pace was changed.
+        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights.
         """
-        before, is_adopted = self.pace, False
+        layout, rounds = metadata.get("optimizer_metadata"), metadata.get("outer_rounds")
         try:
-            self.set_pace(Pace.from_wire(metadata.get("pace")))
+            history = History.from_wire(metadata.get("history"))
+            ledger, pace = Ledger.from_wire(metadata.get("ledger")), Pace.from_wire(metadata.get("pace"))
         except ValueError as error:
-            raise RoundFailed("A peer sent a state without a pace.") from error
-        try:
-            is_adopted = self._adopt(metadata, tensors, lowest)
-        finally:
-            if not is_adopted:
-                self.set_pace(before)
-        return is_adopted
-
-    def _adopt(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
+            raise RoundFailed("A peer sent a state without a history, a ledger or a pace.") from error
+        self.set_pace(pace)
         targets = self.common_tensors()
         common, statistics = tensors[: len(targets)], tensors[len(targets) :]
-        layout, step = metadata.get("optimizer_metadata"), metadata.get("epoch")
-        if not isinstance(step, int) or not isinstance(layout, (list, tuple)):
-            raise RoundFailed("A peer sent a state without a step or without its optimizer's layout.")
+        if not isinstance(layout, (list, tuple)):
+            raise RoundFailed("A peer sent a state without its optimizer's layout.")
         if [tensor.shape for tensor in common] != [target.shape for target in targets]:
             raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
         if not all(bool(tensor.isfinite().all()) for tensor in common):
             raise RoundFailed("The weights that a peer sent are not finite.")
-        if not self._is_welcome(metadata, common, lowest):
+        if self.outer is not None and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
+            raise RoundFailed("A peer sent a state that does not say which fragment is next.")
+        donor = str(metadata.get("donor", ""))
+        if history.rank < lowest or not self.is_believed(history, self._digest(metadata, common), donor):
             return False
         with torch.no_grad(), self.lock_state:
             try:
@@ -281,41 +264,25 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
             for target, tensor in zip(targets, common, strict=True):
                 target.copy_(tensor)
-            self.local_epoch = step
-            self.history, self.donor = History.from_wire(metadata["history"]), str(metadata.get("donor", ""))
-            self.ledger = Ledger.from_wire(metadata["ledger"])
+            self.history, self.local_epoch, self.ledger, self.donor = history, history.step, ledger, donor
             if self.outer is not None:
                 self.outer.rounds = metadata["outer_rounds"]
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                     weight.copy_(agreed)
-            self._update_scheduler()
+            self.move_schedule(history.step)
         if self.offload_optimizer:
             self._apply_optimizer_parameters_()
         return True
 
-    def _is_welcome(self, metadata: dict[str, Any], common: Sequence[torch.Tensor], lowest: Rank) -> bool:
-        """Whether a state is of a history that is far enough, and what most others say that they hold."""
-        try:
-            theirs = History.from_wire(metadata.get("history"))
-            Ledger.from_wire(metadata.get("ledger"))
-        except ValueError as error:
-            raise RoundFailed("A peer sent a state without a history, or without a ledger.") from error
-        rounds = metadata.get("outer_rounds")
-        if self.outer is not None and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
-            raise RoundFailed("A peer sent a state that does not say which fragment is next.")
-        if theirs.step != metadata.get("epoch") or theirs.rank < lowest:
-            return False
+    def _digest(self, metadata: Mapping[str, Any], common: Sequence[torch.Tensor]) -> bytes:
+        """Digest a donor's common tensors; nothing if a codec has rounded what others hold."""
         _, own, roles = self._live_state()
-        has_very_values = all(  # that others hold, too
+        has_very_values = all(
             is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, key=name, role=role))
             for tensor, (name, role) in zip(own, roles, strict=True)
             if role is not TensorRole.OPTIMIZER
         )
-        digest = common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
-        return self.is_believed(theirs, digest, str(metadata.get("donor", "")))
-
-    def _update_scheduler(self) -> None:
-        self.move_schedule(self.local_epoch)
+        return common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
 
     def move_schedule(self, step: int) -> None:
         """Set the learning rates of a step; optim/state_averager.py:703 takes every step up to there."""

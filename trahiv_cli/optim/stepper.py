@@ -70,6 +70,7 @@ class Stepper:
 
     def start_batch_over(self) -> None:
         """See `SwarmOptimizer.start_batch_over`."""
+        self._parts.work.forget_announced(but_last=True)
         self._parts.gradients.reset_accumulated_grads_()
         for param in self._parts.gradients.parameters:
             param.grad = None
@@ -92,7 +93,7 @@ class Stepper:
         parts, position, seeker = self._parts, self._position, self._seeker
         while True:
             if self._running is None:
-                is_at_end = position.history.step >= parts.limits.max_steps
+                is_at_end = position.history.step >= parts.settings.max_steps
                 if is_at_end or not self._tracker.ready_to_update_epoch:
                     return
                 # Alone there is no network wait to overlap, and delaying the step would change it.
@@ -153,8 +154,7 @@ class Stepper:
             self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
         self._blocked_s, self._blocked_since = 0.0, now
         parts.work.settle(self.my_step_samples, brought)
-        self._tracker.companions = frozenset(outcome.group)
-        if parts.equality.is_lost and len(outcome.group) > 1:
+        if parts.equality.claimed and len(outcome.group) > 1:
             self._make_equal()
         return True
 
@@ -183,7 +183,7 @@ class Stepper:
                 "if it repeats, look for the machine whose memory is damaged",
             )
             return
-        if step % parts.limits.average_state_every or not (holders := parts.equality.restore()):
+        if step % parts.settings.average_state_every or not (holders := parts.equality.restore()):
             return
         parts.events.warn(
             "drift",

@@ -66,7 +66,7 @@ class State:
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)  # see `adopt_optimizer_state`
     outer_rounds: int = 0
-    own_steps: list[float] = field(default_factory=list)  # see `SwarmOptimizer.own_steps`
+    own_steps: list[float] = field(default_factory=list)  # see `Method.own_steps`
     random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
 
     def to_data(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Checkpoint:
         momentum = list(self._read(OUTER).values())
         if [tensor.shape for tensor in momentum] != [tensor.shape for tensor in outer.momentum]:
             raise self._damaged(OUTER, "it is of another model")
-        outer.load(outer.anchor, momentum, self.state.outer_rounds)
+        outer.resume(momentum, self.state.outer_rounds)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         """Read tensors by name; those with numbers are in that order."""

@@ -95,12 +95,12 @@ def enter_swarm(
     tracker, own = optimizer.tracker, ""
     if newest is not None:
         own = f"this run's checkpoint of step {newest.step}"
-        if optimizer.parts.auto_share is not None:
+        if optimizer.parts.settings.auto_share is not None:
             optimizer.position.set_pace(newest.state.pace)
         newest.load_optimizer(optimizer.opt)
         if (outer := optimizer.state_averager.outer) is not None:
             newest.load_outer(outer)
-        optimizer.enter_step(newest.state.history, newest.state.ledger)
+        optimizer.position.enter(newest.state.history, newest.state.ledger)
         optimizer.catch_up.wait_for(expected, OTHERS_S)
     tracker.refresh()
     if own and not tracker.is_behind:
@@ -123,5 +123,5 @@ def enter_swarm(
             "nothing was trained.",
             hint="join again when one of them is back; what they trained is in their run's folder",
         )
-    optimizer.enter_step(History())
+    optimizer.position.enter(History())
     return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")

@@ -301,6 +301,7 @@ class SwarmTrainerMixin(_Host):
         newest = checkpoints.newest()
         if newest is not None:
             newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
+        optimizer: SwarmOptimizer
         self.swarm_optimizer = optimizer = build_optimizer(
             settings.options,
             dht=self.node.dht,
@@ -319,7 +320,7 @@ class SwarmTrainerMixin(_Host):
         entry = enter(optimizer, checkpoints, newest, comparison, *waits)
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
-            optimizer.own_steps = newest.load_own(plain)
+            optimizer.position.method.resume(newest.load_own(plain))
         self.swarm_callback = SwarmCallback(
             self, optimizer, checkpoints, self._should_leave, comparison.publish, self._budget
         )

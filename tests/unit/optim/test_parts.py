@@ -39,7 +39,6 @@ def test_peers_of_the_same_history_and_members_of_the_last_round_are_waited_for(
     [
         ("BC", "", 2),
         ("BCD", "", 3),
-        ("BCD", "E", 3),
         ("BC", "DE", 2),
         ("B", "CD", 2),  # of four, half is there
         ("B", "CDE", 3),  # two of five are too few

@@ -11,17 +11,7 @@ import pytest
 import torch
 from hivemind.averaging.control import AveragingStage
 
-from tests.kit.stepping import (
-    LIMITS,
-    Peer,
-    Positions,
-    Tracker,
-    commits,
-    fails,
-    of_one_weight,
-    report,
-    with_b,
-)
+from tests.kit.stepping import SETTINGS, Peer, Tracker, commits, divided, fails, of_one_weight, report, with_b
 from trahiv_cli.errors import NotFinite, RoundFailed
 from trahiv_cli.optim import seeker as seeking
 from trahiv_cli.optim.ballot import NotCommitted, digest_of, joint_digest
@@ -34,38 +24,29 @@ from trahiv_cli.optim.state import common_digest
 
 torch.set_num_threads(1)
 
-ENOUGH = seeking.ACCUMULATE_AT_MOST * LIMITS.target_batch_size
+ENOUGH = seeking.ACCUMULATE_AT_MOST * SETTINGS.target_batch_size
 """Samples with which a peer trains no further without a group."""
 
 EIGHT = range(8)
 NO_NUMBERS = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 
 
-def divided(*args, **kwargs):
-    """A peer of one weight that leases its positions."""
-    peer, weight = of_one_weight(*args, **kwargs)
-    return peer, weight, Positions(peer)
-
-
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion])
 def test_a_step_where_the_weights_are_is_the_step_of_an_offloaded_copy(cls):
-    def trained(offload):
-        """Take steps alone, of two lent batches each."""
+    trained = []
+    for offload in (False, True):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7,))]
-        peer, norms = Peer(weights, partial(cls, lr=0.01, weight_decay=0.1), offload=offload), []
-        for step in range(1, 4):
-            for _ in range(2):
-                assert peer.gradients.expect_batch(4, 4, lend=True) == 1.0
-                sum((weight * torch.randn(weight.shape)).sum() for weight in weights).backward()
-                peer.stepper.step(4)
-            norms.append(peer.position.method.last_grad_norm)
-            assert all(weight.grad is None for weight in weights)
-            assert peer.history.step == peer.position.step_taken == step
-        return weights, norms
-
-    (here, norms), (offloaded, same_norms) = map(trained, (False, True))
-    assert norms == same_norms and min(norms) > 1.0, "clipping must have something to do"
+        peer = Peer(weights, partial(cls, lr=0.01, weight_decay=0.1), offload=offload)
+        for _ in range(3 * 2):  # three steps alone, of two lent batches each
+            assert peer.gradients.expect_batch(4, 4, lend=True) == 1.0
+            sum((weight * torch.randn(weight.shape)).sum() for weight in weights).backward()
+            peer.stepper.step(4)
+        assert peer.history.step == peer.position.step_taken == 3
+        assert all(weight.grad is None for weight in weights)
+        trained.append((peer.position.method.last_grad_norm, weights))
+    (norm, here), (same_norm, offloaded) = trained
+    assert norm == same_norm > 1.0, "clipping must have something to do"
     assert all(map(torch.equal, here, offloaded))
 
 
@@ -87,9 +68,10 @@ def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
 
 
 def test_a_committed_round_is_stepped_with_and_becomes_history():
-    most_ahead = MOST_ROUNDS_AHEAD * LIMITS.target_batch_size
+    most_ahead = MOST_ROUNDS_AHEAD * SETTINGS.target_batch_size
     trained = Spans.of([(0, 8)]), Spans.of([(8, 13), (2 * most_ahead - 4, MAX_POSITION)])
-    peer, weight, leases = divided(with_b(), commits(10.0, trained=trained))
+    left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
+    peer, weight, leases = divided(with_b(), commits(10.0, trained=trained, left_out=left_out))
     small, weights = peer.state.own_metadata(), [digest_of([torch.zeros(2)])]
     peer.train(positions=EIGHT)
     [claim], (expected, quorum, suffix) = peer.gradients.claims, peer.gradients.expected
@@ -107,7 +89,11 @@ def test_a_committed_round_is_stepped_with_and_becomes_history():
     assert (peer.stepper.step_samples, peer.stepper.my_step_samples) == (13, 8)
     last = peer.stepper.last_round
     assert last.committed and last.group == ("QmMe", "QmB") and last.blocked_seconds >= last.seconds > 0
-    assert peer.tracker.companions == {"QmMe", "QmB"} and peer.codes == []
+    assert peer.tracker.companions == {"QmMe", "QmB"}
+    assert last.left_out == left_out and peer.codes == ["left-out"] * 2
+    theirs, ours = (event["message"] for event in peer.told if event["event"] == "warning")
+    assert theirs == "Peer QmB's gradient was left out of step 1: its gradient is not finite."
+    assert ours.startswith("This peer's gradient")
     near = Spans.of([(0, 13), (2 * most_ahead - 4, 2 * most_ahead)])
     assert peer.state.ledger == Ledger(near), "what nobody can have come to is to be trained"
     assert (leases.settled, leases.returned) == (list(EIGHT), [])
@@ -121,26 +107,15 @@ def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_th
     peer.train(positions=EIGHT)
     last = peer.stepper.last_round
     assert not last.committed and "one of two" in last.reason and last.group == ()
-    assert (peer.history, weight.tolist()) == (History(), [0.0, 0.0])
+    assert (peer.history, peer.state.ledger, weight.tolist()) == (History(), Ledger(), [0.0, 0.0])
     assert peer.tracker.vouched == History().extend(samples=13, proof=b"proof"), "it voted for it"
-    assert peer.state.ledger == Ledger() and leases.settled == leases.returned == []
+    assert leases.settled == leases.returned == []
     peer.gradients.end = commits(trained=(Spans.of([(0, 10)]),))
     peer.train(positions=[8, 9])
-    assert [claim.samples for claim in peer.gradients.claims] == [8, 10]
-    assert peer.gradients.claims[-1].trained == Spans.of([(0, 10)]) and peer.tracker.vouched is None
+    brought = [(claim.samples, claim.trained) for claim in peer.gradients.claims]
+    assert brought == [(8, Spans.of([(0, 8)])), (10, Spans.of([(0, 10)]))] and peer.tracker.vouched is None
     assert peer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
     assert peer.state.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(range(10))
-
-
-def test_who_was_left_out_is_named_to_a_person():
-    left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
-    peer, _ = of_one_weight(with_b(), commits(left_out=left_out, samples={"QmC": 3}))
-    peer.train()
-    assert peer.codes == ["left-out"] * 2
-    theirs, ours = (event["message"] for event in peer.told if event["event"] == "warning")
-    assert theirs.startswith("Peer QmB's gradient was left out of step 1: its gradient is not finite")
-    assert ours.startswith("This peer's gradient")
-    assert peer.stepper.step_samples == 3 and peer.stepper.last_round.left_out == left_out
 
 
 @NO_NUMBERS
@@ -177,17 +152,15 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
         return fails(averager)
 
     monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.2)
-    others, rules = [report("Qm...23456B", History())], RoundRules(solo_after_s=solo_after_s)
-    peer, _ = of_one_weight(Tracker(others), fail_until_it_was_said_twice, rules=rules)
-    peer.tracker.companions = frozenset({"QmMe", "Qm...23456C"})
-    began = time.monotonic()
+    tracker, began = Tracker([report("Qm...23456B", History())]), time.monotonic()
+    peer, _ = of_one_weight(tracker, fail_until_it_was_said_twice, rules=RoundRules(solo_after_s))
+    tracker.companions = frozenset({"QmMe", "Qm...23456C"})
     peer.train(samples=ENOUGH)
-    said = [event for event in peer.told if event["event"] == "warning"]
-    assert len(said) == len(peer.asked_for_help) >= 2 and time.monotonic() - began >= 0.4
+    assert peer.codes == ["no-group"] * len(peer.asked_for_help) and time.monotonic() - began >= 0.4
     assert peer.history.step == 0 and len(peer.gradients.claims) > 2, "it trains no further without a group"
-    assert said[0]["code"] == "no-group" and "step 1" in said[0]["message"]
-    assert said[0]["hint"].endswith(f"{words} (swarm.solo)")
-    assert "...23456B, ...23456C can't be reached" in said[0]["message"]
+    said = next(event for event in peer.told if event["event"] == "warning")
+    assert "step 1" in said["message"] and "...23456B, ...23456C can't be reached" in said["message"]
+    assert said["hint"].endswith(f"{words} (swarm.solo)")
 
 
 @pytest.mark.parametrize(  # what this one, B and C hold
@@ -199,25 +172,24 @@ def test_the_weights_that_most_hold_are_adopted(states, every, asked_at, monkeyp
     asked = []
 
     def load(holders):
-        asked.append(peer.history.step)
-        assert holders == {"QmB", "QmC"}
+        asked.append((peer.history.step, holders))
         raise RoundFailed("nothing came")  # the next round will find them unequal again
 
     monkeypatch.setattr(peer.catch_up, "load", load)
     peer.train()
     peer.gradients.end = commits()
     peer.train()
-    assert asked == asked_at and peer.codes == ["drift"] * len(asked) and peer.history.step == 2
+    assert asked == [(step, {"QmB", "QmC"}) for step in asked_at]
+    assert peer.codes == ["drift"] * len(asked) and peer.history.step == 2
+    assert len({claim.state for claim in peer.gradients.claims}) == len(peer.tracker.attested) == 2
 
 
 def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer, _, leases = divided(with_b(), fails, averaging_s=0.0)
     peer.train(positions=EIGHT)
     peer.position.method.reset()
-    peer.expect(1, 10.0, positions=[8])
-    peer.expect(1, 10.0, positions=[9])
-    peer.parts.work.forget_announced(but_last=True)
-    assert leases.returned == [8]
+    peer.parts.work.announce([8])
+    peer.parts.work.announce([9])
     peer.stepper.start_batch_over()
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
 
@@ -227,65 +199,51 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
 LIMIT_S = 10.0
 
 
-def beside(*ends, **changes):
-    """A peer in mode overlap with QmB whose rounds end as is told, each when it is let through."""
-    left, gate = iter(ends), threading.Semaphore(0)
+def test_training_goes_on_during_a_round_until_it_holds_enough_and_a_later_step_applies_it():
+    left, gate, brought = iter([fails, commits(20.0)]), threading.Semaphore(0), []
 
     def end(averager):
+        brought.append(averager._averaged_tensors[0].tolist())
         gate.acquire(timeout=LIMIT_S)
         return next(left)(averager)
 
-    return *of_one_weight(with_b(), end, Pace(mode="overlap"), **changes), gate
-
-
-def until(peer, condition):
-    """Train until a round's thread has ended and what it left was applied; say how many batches it took."""
-    deadline, count = time.monotonic() + LIMIT_S, 0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-        peer.train(samples=1)
-        count += 1
-    return count
-
-
-def test_training_goes_on_during_a_round_and_a_later_step_applies_it():
-    peer, weight, gate = beside(commits(0.25), max_steps=1)
-    peer.train(samples=16)
-    peer.train(samples=1)
+    peer, weight = of_one_weight(with_b(), end, Pace("overlap"), max_steps=1, averaging_s=0.0)
+    peer.train(10.0, samples=4)
+    peer.train(30.0, samples=4)
+    clipped = pytest.approx([-math.sqrt(0.5)] * 2, rel=1e-5)
+    peer.train(8.0, samples=4)
+    assert weight.tolist() == clipped, "where its own gradient would move it"
     assert peer.history.step == 0 and peer.state.agreed[0].tolist() == [0.0, 0.0]
     gate.release()
-    count = until(peer, lambda: peer.history.step == 1)
-    assert weight.tolist() == [-0.25, -0.25]
-    assert peer.stepper.my_step_samples == 16, "those that were there when it began"
-    assert peer.tracker.samples == 1 + count, "the others go into the next"
-    for _ in range(3):
-        peer.train()
-    assert len(peer.gradients.claims) == 1, "no round begins at the last step"
-
-
-def test_a_failed_round_leaves_the_agreed_weights_and_training_waits_for_the_next_once_it_holds_enough():
-    peer, weight, gate = beside(fails, commits(), averaging_s=0.0)
-    peer.train(samples=9)
-    gate.release()
-    until(peer, lambda: peer.stepper.last_round is not None)
+    deadline = time.monotonic() + LIMIT_S
+    while peer.stepper.last_round is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+        peer.train(16.0, samples=1)
     assert not peer.stepper.last_round.committed and weight.tolist() == [0.0, 0.0]
-    held = peer.tracker.samples
-    peer.train(samples=1)
+    first = peer.tracker.samples + 1  # that the next round is about
+    peer.train(16.0, samples=1)
     assert peer.history.step == 0
     threading.Timer(0.2, gate.release).start()
-    peer.train(samples=ENOUGH - held - 1)
-    assert peer.history.step == 1
-    assert [claim.samples for claim in peer.gradients.claims][:2] == [9, held + 1], "the next has begun"
+    peer.train(16.0, samples=ENOUGH - first)
+    assert peer.history.step == 1 and weight.tolist() == clipped, (
+        "it has waited, and went where it had guessed"
+    )
+    mean = (4 * (10 + 30 + 8) + 16 * (first - 12)) / first
+    assert brought == [[20.0] * 2, pytest.approx([mean] * 2)]
+    assert [claim.samples for claim in peer.gradients.claims] == [8, first]
+    assert peer.tracker.samples == ENOUGH - first, "what came meanwhile goes into the one after"
+    for _ in range(3):
+        peer.train()
+    assert len(peer.gradients.claims) == 2, "no round begins at the last step"
 
 
 def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
-    (peer, _), control = of_one_weight(with_b()), Future()
+    (peer, _), control = of_one_weight(with_b(), averaging_s=0.0), Future()
     control.stage = AveragingStage.FINISHED
     monkeypatch.setattr(seeking, "ANSWER_S", 0.0)
-    monkeypatch.setattr(peer.seeker, "_start_round", lambda *_: control)
-    with pytest.raises(RoundFailed, match="broke off"):
-        peer.seeker.try_once(time.monotonic())
+    monkeypatch.setattr(peer.gradients, "start_round", lambda *_: control)
+    peer.train()
+    assert "broke off" in peer.stepper.last_round.reason
 
 
 # -- joiners, and local steps -------------------------------------------------------------------------
@@ -315,12 +273,19 @@ def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
     peer.position.enter(begun)
     assert peer.tracker.target_batch_size == target
     assert peer.tracker.doubts.believed_samples("QmB", 10**9, target) == CREDIT_MARGIN * 5 * 4, "its share"
-    for count in range(1, 8):
+    peer.train(1.0, samples=2)
+    peer.train(3.0, samples=2)
+    assert peer.position.method.last_grad_norm == pytest.approx(2 * math.sqrt(2)), "the mean of both"
+    for count in range(1, 7):
         peer.train(samples=4)
-        assert weight.tolist() == [-0.25 - 0.5 * count] * 2, "its half of the batch is a step of its own"
+        steps = [-0.25 - math.sqrt(0.5) - 0.5 * count] * 2  # the first one is clipped
+        assert weight.tolist() == pytest.approx(steps), "its half of the batch is a step of its own"
     assert len(peer.gradients.claims) == 1 and peer.history == begun
     peer.gradients.end = commits(0.25, states={"QmMe": b"x", "QmB": b"y"})
     peer.train(samples=4)
     assert peer.gradients.claims[-1].samples == 32 and weight.tolist() == [-0.5, -0.5]
     assert peer.history == begun.extend(samples=13, proof=b"proof", steps=4)
     assert peer.codes == ["drift"], "somebody's memory failed, and nothing is loaded"
+    for _ in range(8):
+        peer.train(samples=4)
+    assert len({claim.state for claim in peer.gradients.claims}) == 3, "what is held is digested anew"

@@ -140,7 +140,7 @@ def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed
     trained, again, store = model(), model(), Checkpoints(tmp_path)
     params, optimizer = trained_of(trained), optimizer_of(trained)
     outer, fresh, theirs = (OuterState(some, 0.7, 0.9) for some in (params, params, [torch.zeros(3)]))
-    outer.load(outer.anchor, [torch.full_like(param, 2.0) for param in params], 5)
+    outer.resume([torch.full_like(param, 2.0) for param in params], 5)
     chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
     agreed = {param: torch.full_like(param, 7.0) for param in params}
     draw()  # numpy keeps a second normal number for the next call
