@@ -160,14 +160,11 @@ class Output:
             lines.append(f"      {self.paint('36', 'hint:')} {visible(finding.hint)}")
         return "\n".join(lines)
 
-    def has_colour(self, stream: TextIO) -> bool:
-        """Tell whether a person reads a stream at a terminal, and has nothing against colour."""
+    def paint(self, code: str, text: str, stream: TextIO | None = None) -> str:
+        """Colour a text by the code of a colour, where a person reads `stream` (stderr) and wants colour."""
         is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        return self.format is Format.human and is_wanted and stream.isatty()
-
-    def paint(self, code: str, text: str) -> str:
-        """Colour a text for a terminal that wants it, by the code of a colour."""
-        return f"\x1b[{code}m{text}\x1b[0m" if self.has_colour(sys.stderr) else text
+        has_colour = self.format is Format.human and is_wanted and (stream or sys.stderr).isatty()
+        return f"\x1b[{code}m{text}\x1b[0m" if has_colour else text
 
 
 out = Output()

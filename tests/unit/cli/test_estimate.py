@@ -4,29 +4,25 @@ import re
 
 import pytest
 import torch
-from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES
-from hivemind.compression import CompressionInfo
 
 from tests.kit.recipes import write_tiny
 from tests.unit.assets.conftest import LORA, recipe
 from trahiv_cli.assets.model import estimate, require_memory
-from trahiv_cli.cli.estimate import TIME_UNITS, encoded_bytes, size, traffic_of
+from trahiv_cli.cli.estimate import TIME_UNITS, size, traffic_of
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.swarm.codecs import CODECS
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture
-def drawn(nothing_starts, here, trahiv, monkeypatch):
-    """`drawn(peft={"r": 4})` gives the text of a dry run's picture, without its frame."""
-    monkeypatch.setenv("COLUMNS", "80")
+def drawn(nothing_starts, here, trahiv):
+    """`drawn(peft={"r": 4})` gives the text of a dry run."""
 
     def drawn(**changes):
         code, out, _ = trahiv("init", write_tiny(here, **changes), "--dry-run", "--format", "human")
-        assert (code, {len(line) for line in out.splitlines()}, "\x1b" in out) == (0, {80}, False)
-        return "\n".join(line.strip("│╭╮╰╯─ ") for line in out.splitlines())
+        assert code == 0
+        return out
 
     return drawn
 
@@ -66,7 +62,7 @@ def test_a_dry_run_is_drawn_as_a_mode_takes_it(drawn, mode, rounds):
         r"free here +[\d.]+ GiB",
     ):
         assert re.search(rf"^{line}$", text, re.MULTILINE), line
-    told = text.partition("1000 Mbit/s\n")[2].strip().splitlines()
+    told = text.partition("1000 Mbit/s\n")[2].splitlines()
     assert [re.split(r" {2,}", line)[0] for line in told] == [*rounds, "to join"]
 
 
@@ -76,7 +72,7 @@ def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
     text = drawn(peft={"r": 4}, training__optim="paged_adamw_8bit")
     for line in (
-        "GPU +RAM",
+        " +GPU +RAM",
         r"optimizer state +[\d.]+ KiB +- +paged_adamw_8bit",
         r"libraries +- +[\d.]+ MiB +in all processes",
         r"free here +16.0 GiB +[\d.]+ GiB",
@@ -101,16 +97,6 @@ def test_sizes_and_times_have_a_unit_that_fits():
 
 
 # -- traffic --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_encoded_tensors_are_as_long_as_hivemind_makes_them(codec):
-    tensors = [torch.randn(shape) for shape in ((300, 1000), (700, 1000), (64,))]
-    make = CODECS[codec]()
-    ratio = make.estimate_compression_ratio(CompressionInfo.from_tensor(tensors[0]))
-    parts = [part for one in tensors for part in one.view(-1).split(int(DEFAULT_PART_SIZE_BYTES / 4 / ratio))]
-    length = sum(len(make.compress(one, CompressionInfo.from_tensor(one)).buffer) for one in parts)
-    assert encoded_bytes(tuple(tensor.numel() for tensor in tensors), codec) == length
 
 
 def sent_by(**sections):

@@ -156,7 +156,7 @@ def test_colour_is_for_terminals_that_want_it(trahiv, usual, monkeypatch, unwant
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     _, out, _ = trahiv("preview", usual("clm"), "--format", "human")
-    assert "⟦" in out and ("\x1b[1;32mne text." in out) == (not unwanted)
+    assert "⟦" in out and ("\x1b[1;32m⟦ne text." in out) == (not unwanted)
 
 
 # -- what is shown and counted --------------------------------------------------------------------
