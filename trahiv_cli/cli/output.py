@@ -121,32 +121,36 @@ class Output:
             yield lambda: None
             return
         from rich.console import Console
+        from rich.live import Live
 
-        from trahiv_cli.telemetry.board import MIN_COLUMNS, MIN_ROWS, LiveBoard
+        from trahiv_cli.telemetry.board import MIN_COLUMNS, MIN_ROWS, Board
 
         console = Console(file=sys.stdout)
         if console.is_dumb_terminal or console.width < MIN_COLUMNS or console.height < MIN_ROWS:
             events.add(lambda event: write_line(for_a_person(event)))
             yield lambda: None
             return
-        board = LiveBoard(console)
+        board = Board()
+        view = Live(board, console=console, refresh_per_second=4)
 
         def show(event: Event) -> None:
             """Show it on the live view; what must stay copyable goes above that, and the last words below."""
-            what = event["event"]
-            if what != "ready":  # the view begins below it; until then, waits are lines
-                board(event)
+            what, ready = event["event"], board.last.get("ready")
+            board(event)
+            is_of_the_end = what == "sample" and ready is not None and event["step"] >= ready["max_steps"]
+            if is_of_the_end or what == "done":
+                view.stop()
             is_line = what in ("folder", "ready", "sample", "done")
-            if is_line or (what in ("waiting", "warning") and not board.has_begun):
+            if is_line or (what in ("waiting", "warning") and ready is None):
                 write_line(for_a_person(event))
-            if what == "ready":
-                board(event)
+            if what == "ready":  # the view begins below its line; until then, waits are lines
+                view.start()
 
         events.add(show)
         try:
-            yield board.stop
+            yield view.stop
         finally:
-            board.stop()
+            view.stop()
 
     def rendered(self, finding: Finding) -> str:
         """Return a finding as place and message, the source line with a caret, and the hint."""

@@ -8,7 +8,6 @@ from collections import deque
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -148,34 +147,6 @@ class Board:
                 said = f"{len(last['group'])} peers, {last['seconds']:.2f} s, {traffic}"
             grid.add_row("last round", said)
         return grid
-
-
-class LiveBoard:
-    """A listener for events that keeps a board on the terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self.board = Board()
-        self._live = Live(self.board, console=console, refresh_per_second=4, transient=False)
-
-    def __call__(self, event: Event) -> None:
-        """Take note of one event; from `ready` on, the board is on the screen, until the run has ended."""
-        self.board(event)
-        if event["event"] == "ready":
-            self._live.start()
-        elif event["event"] in ("done", "error"):
-            self.stop()
-        elif event["event"] == "sample" and self.has_begun:
-            if event["step"] >= self.board.last["ready"]["max_steps"]:  # it is of the finished model
-                self.stop()
-
-    @property
-    def has_begun(self) -> bool:
-        """Tell whether the board was on the screen."""
-        return "ready" in self.board.last
-
-    def stop(self) -> None:
-        """Leave the last picture on the screen and give the cursor back. Safe to call twice."""
-        self._live.stop()
 
 
 def _row() -> Table:

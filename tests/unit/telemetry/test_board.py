@@ -8,14 +8,7 @@ import pytest
 from rich.console import Console
 
 from trahiv_cli.telemetry import board
-from trahiv_cli.telemetry.board import (
-    ECHO_COLUMNS,
-    MAX_PEERS_SHOWN,
-    NOTES_SHOWN,
-    OTHER_ROWS,
-    Board,
-    LiveBoard,
-)
+from trahiv_cli.telemetry.board import ECHO_COLUMNS, MAX_PEERS_SHOWN, NOTES_SHOWN, OTHER_ROWS, Board
 
 PICTURE = Path(__file__).with_name("board.txt")
 ROUND = {"group": ["A", "B"], "seconds": 0.31, "bytes_sent": 3 * 2**20, "bytes_received": 5 * 2**19}
@@ -149,20 +142,3 @@ def test_samples_beyond_the_next_step_are_told_apart(width):
         assert f"{held} of 64 samples" in picture and "…" not in picture
         assert ("128 more already trained" in picture) == (samples == 192)
         assert (picture.count("░") == 0) == (picture.count("█") > 0) == (samples > 0)
-
-
-SHOW_CURSOR = "\x1b[?25h"
-
-
-@pytest.mark.parametrize(
-    "last", [{"event": "done", "step": 40}, {"event": "error"}, {"event": "sample", "step": 40}]
-)
-def test_the_view_ends_with_the_run_and_not_before(last):
-    screen = io.StringIO()
-    live = LiveBoard(Console(file=screen, width=100, force_terminal=True, _environ={}))
-    for event in (READY, {"event": "sample", "step": 0}):
-        live(event)
-    assert SHOW_CURSOR not in screen.getvalue()
-    live(last)
-    assert SHOW_CURSOR in screen.getvalue()
-    live.stop()
