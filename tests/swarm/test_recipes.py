@@ -29,7 +29,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import build_datasets
-from trahiv_cli.assets.model_config import KINDS
+from trahiv_cli.assets.model import KINDS
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import Recipe

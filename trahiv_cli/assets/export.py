@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,8 +24,7 @@ TEMPERATURE = 0.7
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing what was there; it is whole or as it was.
 
-    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone. A crash
-    between the two renames leaves the new one whole in `.<name>.new`.
+    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is as it was.
@@ -32,13 +33,32 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
     # By default peft asks the hub whether the vocabulary was resized, which trahiv never does.
     options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+    try:
+        with replacing(folder) as new:
+            model.save_pretrained(new, **options)
+            tokenizer.save_pretrained(new)
+            (new / "README.md").write_text(card, encoding="utf-8")
+    except OSError as failure:
+        raise SetupError(
+            f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
+            "Free disk space, or choose another --output-dir.",
+        ) from failure
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to be filled, which the disk then holds as `folder`, instead of what was there.
+
+    A crash between the two renames leaves the new one whole in `.<name>.new`.
+
+    Raises:
+        OSError: the disk is full or read-only, also where safetensors says so; `folder` is as it was.
+    """
     new, old = (folder.with_name(f".{folder.name}.{which}") for which in ("new", "old"))
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        model.save_pretrained(new, **options)
-        tokenizer.save_pretrained(new)
-        (new / "README.md").write_text(card, encoding="utf-8")
+        yield new
         for path in (*new.rglob("*"), new):
             sync(path)
         if folder.exists():
@@ -49,10 +69,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as failure:
         shutil.rmtree(new, ignore_errors=True)
-        raise SetupError(
-            f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
-            "Free disk space, or choose another --output-dir.",
-        ) from failure
+        raise OSError(str(failure)) from failure
 
 
 def sync(path: Path) -> None:

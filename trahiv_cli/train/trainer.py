@@ -27,7 +27,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import has_length
 
-from trahiv_cli.assets.likeness import likeness
 from trahiv_cli.errors import RecipeError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -46,7 +45,7 @@ from trahiv_cli.train.checkpoint import (
     derive_peer_seed,
     set_random_states,
 )
-from trahiv_cli.train.comparison import Comparison
+from trahiv_cli.train.comparison import Comparison, likeness
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
 from trahiv_cli.train.folder import owned

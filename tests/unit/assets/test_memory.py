@@ -11,11 +11,12 @@ from tests.unit.assets.conftest import INT8, LORA, NF4, TINY_LLAMA, built, recip
 from trahiv_cli.assets.memory import (
     FLOAT32_BYTES,
     OFFLOADED_OPTIMIZERS,
+    Count,
+    activation_bytes,
     state_bytes,
     translated_out_of_memory,
 )
 from trahiv_cli.assets.model import build_outline, estimate, require_memory
-from trahiv_cli.assets.rehearsal import Count, activation_bytes
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.recipe.schema import OptimName, TrainingSection
