@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
+from trahiv_cli.assets.hub import is_of_hub
 from trahiv_cli.errors import SetupError
+from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+from trahiv_cli.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,48 +84,39 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def model_card(
-    *,
-    recipe_name: str,
-    base: str | None,
-    run_id: str,
-    fingerprint: str,
-    step: int,
-    samples: int,
-    peers: int,
-    dataset_names: list[str],
-    peft: bool,
-) -> str:
+def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
     """Compose the README.md of a trained model: front matter for the hub, then what happened.
 
-    Steps and samples are those of the whole swarm, `peers` the most that took part in one step. `base` and
-    `dataset_names` are hub ids; a base that was trained from scratch or is local is None.
+    `samples` are those of the whole swarm, `peers` the most that took part in one step. A base model and
+    datasets are named if they are the hub's.
     """
     from huggingface_hub import ModelCardData
 
+    base, has_adapters = recipe.model.model_name_or_path, recipe.peft is not None
+    datasets = [source.path for source in recipe.data.datasets if is_of_hub(source.path)]
     front = ModelCardData(
-        library_name="peft" if peft else "transformers",
-        base_model=base,
-        datasets=dataset_names or None,
-        tags=["trahiv", "hivemind", *["lora"] * peft],
+        library_name="peft" if has_adapters else "transformers",
+        base_model=base if is_of_hub(base) else None,
+        datasets=datasets or None,
+        tags=["trahiv", "hivemind", *["lora"] * has_adapters],
     )
-    origin = f"Fine-tuned from `{base}`" if base else "Trained"
+    origin = f"Fine-tuned from `{base}`" if is_of_hub(base) else "Trained"
     return f"""---
 {front.to_yaml()}
 ---
 
-# {recipe_name}
+# {recipe.name}
 
 {origin} by a swarm of peers over the internet with trahiv.
 
 | | |
 |---|---|
-| run | `{run_id}` |
-| agreement | `{fingerprint}` |
-| steps | {step:,} |
+| run | `{run_id(recipe)}` |
+| agreement | `{fingerprint(agreement(recipe))}` |
+| steps | {recipe.training.max_steps:,} |
 | samples | {samples:,} |
 | most peers in one step | {peers} |
-| holds | {"LoRA adapters (float32)" if peft else "the full model"} |
+| holds | {"LoRA adapters (float32)" if has_adapters else "the full model"} |
 """
 
 

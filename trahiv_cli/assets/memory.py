@@ -42,18 +42,8 @@ CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
 1.6 were measured; with `MALLOC_MMAP_THRESHOLD_=131072` it is 1.0, and training is slower."""
 
-STATES: dict[OptimName, tuple[int, int]] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "stable_adamw", "paged_adamw_32bit"), (2, 32)),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, 8)),
-    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), (3, 32)),
-    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), (3, 8)),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), (1, 32)),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (1, 8)),
-    **dict.fromkeys(("adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 32)),
-    "rmsprop_bnb_8bit": (1, 8),
-    "sgd": (0, 32),
-}
-"""Numbers that an optimizer keeps for each weight, and their bits. Adafactor has another rule."""
+STATES = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+"""Numbers that an optimizer keeps for each weight, by a word in its name. Adafactor has another rule."""
 
 OFFLOADED_OPTIMIZERS: frozenset[OptimName] = frozenset(
     ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
@@ -163,6 +153,13 @@ class Estimate:
         """Bytes that a CPU peer needs."""
         return self.device_bytes + self.host_bytes
 
+    @property
+    def places(self) -> dict[str, int]:
+        """Bytes that must fit into the `GPU`, if there is one, and into `RAM`."""
+        return (
+            {"GPU": self.device_bytes, "RAM": self.host_bytes} if self.on_gpu else {"RAM": self.total_bytes}
+        )
+
 
 def add_up(
     recipe: Recipe, outline: torch.nn.Module, quantized: Set[torch.Tensor], activation_bytes: int | None
@@ -244,11 +241,11 @@ def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: boo
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
         return FLOAT32_BYTES * (rows_and_columns if len(shape) > 1 else num_values)
-    states, bits = STATES[training.optim]
+    states = next(states for word, states in STATES.items() if word in training.optim)
     if training.optim in ("sgd", "rmsprop"):
         said = (training.optim_args or "").replace(" ", "").lower()
         states += ("momentum=" in said) + ("centered=true" in said)
-    if bits == 8 and num_values >= MIN_8BIT_VALUES and not in_32_bits:
+    if "8bit" in training.optim and num_values >= MIN_8BIT_VALUES and not in_32_bits:
         return states * (num_values + FLOAT32_BYTES * -(-num_values // OPTIMIZER_BLOCK))
     return states * FLOAT32_BYTES * num_values
 

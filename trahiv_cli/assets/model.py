@@ -281,21 +281,23 @@ def require_memory(recipe: Recipe) -> Estimate:
     Only what is sure is counted: activations grow with samples that nobody has seen yet.
 
     Raises:
-        OutOfMemory: it cannot fit; with both numbers.
-        AssetError, SetupError: as from `estimate`.
+        OutOfMemory, AssetError, SetupError: as from `require_room` and `estimate`.
     """
-    needed, free = add_up(recipe, *build_outline(recipe), activation_bytes=None), free_bytes()
-    places = {"RAM": needed.held_on_device + needed.held_on_host}
-    if needed.on_gpu:
-        places = {"GPU": needed.held_on_device, "RAM": needed.held_on_host}
-    for name, needed_bytes in places.items():
+    needed = add_up(recipe, *build_outline(recipe), activation_bytes=None)
+    require_room(needed, free_bytes())
+    return needed
+
+
+def require_room(needed: Estimate, free: dict[str, int]) -> None:
+    """Raise `OutOfMemory`, with both numbers, if there are fewer free bytes anywhere than training needs."""
+    for name, needed_bytes in needed.places.items():
         if needed_bytes > free[name]:
+            before = " before activations" * (needed.activation_bytes is None)
             raise OutOfMemory(
-                f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name} before "
-                f"activations, and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
+                f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name}{before}, "
+                f"and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
                 SAVINGS,
             )
-    return needed
 
 
 def free_bytes() -> dict[str, int]:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from typing import TypeAlias
 
-from trahiv_cli.assets.memory import STATES, Estimate
+from trahiv_cli.assets.memory import Estimate
 from trahiv_cli.cli.output import Format, out
 from trahiv_cli.cli.preview import look
-from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import EvalSection, Recipe
@@ -26,9 +24,6 @@ TIME_UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks, in megabits a second: mobile, home, office, data centre."""
-
-Places: TypeAlias = dict[str, tuple[int, int]]
-"""`GPU` if there is one, and `RAM`: the bytes that are needed, and those that are free."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +60,19 @@ def show_estimate(recipe: Recipe) -> None:
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
     seen, told = look(stream, 0, "looking at the model and the data ...")
-    from trahiv_cli.assets.memory import SAVINGS
-    from trahiv_cli.assets.model import estimate, free_bytes
+    from trahiv_cli.assets.model import estimate, free_bytes, require_room
 
     longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
-    needed = estimate(recipe, length=longest)
-    traffic, free = traffic_of(recipe, needed), free_bytes()
-    places = {"RAM": (needed.total_bytes, free["RAM"])}
-    if needed.on_gpu:
-        places = {"GPU": (needed.device_bytes, free["GPU"]), "RAM": (needed.host_bytes, free["RAM"])}
+    needed, free = estimate(recipe, length=longest), free_bytes()
+    traffic = traffic_of(recipe, needed)
     if out.format is Format.json:
-        show_event(needed, traffic, places, longest)
+        show_event(needed, traffic, free, longest)
     else:
-        lines = *memory_table(recipe, needed, places, longest), "", *traffic_table(traffic)
+        lines = *memory_table(recipe, needed, free, longest), "", *traffic_table(traffic)
         out.data("\n".join(lines))
     for message, hint in told:
         out.warning("data", message, hint)
-    for name, (wanted, available) in places.items():
-        if wanted > available:
-            said = f"{size(wanted)} are needed, and {size(available)} are free"
-            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", SAVINGS)
+    require_room(needed, free)
 
 
 def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
@@ -94,7 +82,7 @@ def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> st
     return f"{said:.0f} {name}" if said >= 99.95 else f"{said:.1f} {name}"
 
 
-def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: int) -> None:
+def show_event(needed: Estimate, traffic: Traffic, free: dict[str, int], num_tokens: int) -> None:
     """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null is not known."""
     out.event(
         "estimate",
@@ -102,8 +90,8 @@ def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: i
         device_bytes=needed.device_bytes,
         host_bytes=needed.host_bytes,
         total_bytes=needed.total_bytes,
-        free_device_bytes=places["GPU"][1] if needed.on_gpu else None,
-        free_host_bytes=places["RAM"][1],
+        free_device_bytes=free.get("GPU"),
+        free_host_bytes=free["RAM"],
         longest_sample=num_tokens,
         traffic=asdict(traffic),
         seconds={
@@ -113,7 +101,7 @@ def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: i
     )
 
 
-def memory_table(recipe: Recipe, needed: Estimate, places: Places, num_tokens: int) -> list[str]:
+def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tokens: int) -> list[str]:
     """Say line by line what memory is needed for, with a column for each place."""
     training, batch = recipe.training, needed.activation_bytes or 0
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
@@ -135,17 +123,17 @@ def memory_table(recipe: Recipe, needed: Estimate, places: Places, num_tokens: i
         ("activations", "not known for this model" if needed.activation_bytes is None else tokens, batch, 0),
         (between, "a round, a checkpoint", 0, needed.moment_bytes),
     ]
-    table, notes = [["", *places]], [""]
+    table, notes = [["", *needed.places]], [""]
     for purpose, note, on_device, on_host in rows:
         if on_device or on_host or purpose == "activations":
             cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
             table.append([purpose, *(size(cell) if cell else "-" for cell in cells)])
             notes.append(note)
-    peak = [wanted for wanted, _ in places.values()]
+    *on_gpu, in_ram = needed.places.values()
     table += [
-        ["at the peak", *map(size, peak)],
-        ["when a peer joins", *map(size, peak[:-1]), size(peak[-1] + needed.joiner_bytes)],
-        ["free here", *(size(free) for _, free in places.values())],
+        ["at the peak", *map(size, (*on_gpu, in_ram))],
+        ["when a peer joins", *map(size, (*on_gpu, in_ram + needed.joiner_bytes))],
+        ["free here", *(size(free[name]) for name in needed.places)],
     ]
     lines = zip_longest(lined_up(table), notes, fillvalue="")
     title = f"{recipe.name} ({recipe.task}): memory of this peer"
@@ -187,7 +175,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     copies = {codec: encoded_bytes(values, codec) for codec in codecs}
     by_choice = {**copies, "a fragment": min(copies.values()) // swarm.fragments} if is_auto else {}
     statistics = needed.optimizer_bytes
-    if pace.has_local_steps and STATES.get(recipe.training.optim, (0, 32))[1] == 32 and one_copy:
+    if pace.has_local_steps and "8bit" not in recipe.training.optim and one_copy:
         # They go to a joiner in 8 bits a value (`codecs.EightBitStatistics`), about as long as in this codec.
         statistics = statistics * encoded_bytes(values, "blockwise8") // one_copy
     state = encoded_bytes(values, opt.load_state_compression) + statistics

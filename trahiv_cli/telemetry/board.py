@@ -34,13 +34,6 @@ ECHO_COLUMNS = 4
 the last line, and on a line of its own that would push the board down."""
 LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 20, 46, 24
 
-SOURCES = {
-    "fresh": "a fresh start",
-    "swarm": "with the swarm's state",
-    "checkpoint": "from this peer's checkpoint",
-}
-"""What a run began with, in words."""
-
 
 def sparkline(values: list[float]) -> str:
     """Draw numbers as a line of blocks, the lowest at the bottom; those that are not finite are left out."""
@@ -72,7 +65,7 @@ class Board:
             case "ready":
                 self.phase = "loading the model"
             case "joined":
-                self.phase = f"training from step {event['step']} ({SOURCES[event['source']]})"
+                self.phase = f"training from step {event['step']}"
                 if event.get("why"):
                     self.notes.append(event["why"])
             case "step" if event["loss"] is not None:

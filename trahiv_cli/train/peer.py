@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trahiv_cli.assets import hub
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
@@ -205,18 +205,7 @@ def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: P
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:
         trainer.evaluate()
-    base = recipe.model.model_name_or_path
-    card = model_card(
-        recipe_name=recipe.name,
-        base=base if hub.is_of_hub(base) else None,
-        run_id=run_id(recipe),
-        fingerprint=fingerprint(agreement(recipe)),
-        step=recipe.training.max_steps,
-        samples=callback.samples_seen,
-        peers=callback.most_peers,
-        dataset_names=[one.path for one in recipe.data.datasets if hub.is_of_hub(one.path)],
-        peft=recipe.peft is not None,
-    )
+    card = model_card(recipe, samples=callback.samples_seen, peers=callback.most_peers)
     with optimizer.agreed_weights():
         write_final(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder / FINAL, card)
         show_sample(trainer, tokenizer, recipe, step, events)

@@ -266,8 +266,8 @@ def test_a_gpu_holds_the_model_and_ram_the_rest(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 0))
     needed = require_memory(wanted)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed.held_on_device, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed.device_bytes, 0))
     require_memory(wanted)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed.held_on_device - 1, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed.device_bytes - 1, 0))
     with pytest.raises(OutOfMemory, match="the GPU"):
         require_memory(wanted)

@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahi
     code, out, err = trahiv("init", write_tiny(here), "--dry-run", *words)
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert "fingerprint" in err and not (here / "runs").exists(), "the short summary, and nothing else"
-    assert re.search("error: Training would not fit into the RAM: .* are needed, and 1.0 MiB are free", err)
+    assert re.search(r"error: Training needs \d\.\d GiB of RAM, and 0\.0 GiB are free", err)
 
 
 def test_sizes_and_times_have_a_unit_that_fits():

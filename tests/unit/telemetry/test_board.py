@@ -102,7 +102,7 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
     [
         ((), "starting", "events"),
         ((READY,), "loading the model", "invite"),
-        ((READY, JOINED | {"source": "swarm"}), "training from step 3 (with the swarm's state)", "loading"),
+        ((READY, JOINED | {"source": "swarm"}), "training from step 3", "loading"),
         ((READY, WAITING | {"event": "download"}, {"event": "checkpoint", "step": 7}), WAIT, "download"),
         ((READY, WAITING, step(7)), "7", "waiting"),
         ((READY, WAITING, JOINED | {"source": "fresh", "why": "It began."}), "It began.", "waiting"),
