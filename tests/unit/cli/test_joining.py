@@ -20,11 +20,16 @@ pytestmark = pytest.mark.usefixtures("nothing_starts")
 
 
 @pytest.fixture(autouse=True)
-def starter(tmp_path, monkeypatch):
-    """A peer of the swarm, which publishes nothing yet."""
+def publish(here, monkeypatch):
+    """`publish()` has a swarm publish the tiny recipe; until then, one of its peers answers and has none."""
     node = FakeNode("QmStarter")
     monkeypatch.setattr(joining, "visiting", lambda *_: contextlib.nullcontext(node.neighbour("QmNew")))
-    return node
+
+    def publish():
+        theirs = resolve(load_recipe(write_tiny(here)).recipe)
+        publish_recipe(node, theirs, run_id(theirs), 3)
+
+    return publish
 
 
 def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
@@ -33,21 +38,18 @@ def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
     assert "nobody publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
 
 
-def test_what_is_wrong_with_a_value_of_ones_own_is_not_said_of_the_swarm(events, starter, here):
-    theirs = resolve(load_recipe(write_tiny(here)).recipe)
-    publish_recipe(starter, theirs, run_id(theirs), 3)
+def test_what_is_wrong_with_a_value_of_ones_own_is_not_said_of_the_swarm(events, publish, here):
+    publish()
     own = ["--set", "training.report_to=[azure_ml]"]
     code, (error,) = events("join", "--peer", ADDRESS, "--yes", "--files", here, *own)
     assert (code, error["path"], error["file"]) == (3, "training.report_to.0", " ".join(own))
 
 
-def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, events, starter, here):
-    theirs = resolve(load_recipe(write_tiny(here)).recipe)
-    publish_recipe(starter, theirs, run_id(theirs), 3)
+def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, events, publish, here):
+    publish()
     recipe = write_tiny(here, training__learning_rate=0.5)
     code, (error,) = events("join", recipe, "--peer", ADDRESS, "--yes")
-    assert (code, error["code"]) == (5, "mismatch")
-    assert error["differences"] == [["training.learning_rate", 0.5, 0.001]]
+    assert (code, error["differences"]) == (5, [["training.learning_rate", 0.5, 0.001]])
     code, out, err = trahiv("join", recipe, "--set", "clm.max_length=64", "--peer", ADDRESS)
     assert (code, out, (here / "runs").exists()) == (5, "", False)
     assert re.search("^error: .* trains another recipe: it differs in 2", err)
