@@ -83,10 +83,10 @@ class Board:
         """Draw it, as wide as there is room."""
         outer = max(8, options.max_width - ECHO_COLUMNS)
         width = outer - 4  # within the frame
-        rows: list[RenderableType] = [self._head()]
+        rows: list[RenderableType] = [self._steps(width)]
         if progress := self.last.get("progress"):
             room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
-            rows += [_towards_next_step(progress, width), _peers(progress["peers"], room)]
+            rows.append(_peers(progress["peers"], room))
         rows.append(self._numbers())
         if wait := self.waiting:
             left = max(0.0, wait["until_seconds"] - wait["seconds"] - (time.time() - wait["t"]))
@@ -101,24 +101,36 @@ class Board:
         title = f"[bold]{ready['run_id']}[/]"
         yield Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=outer)
 
-    def _head(self) -> RenderableType:
+    def _steps(self, width: int) -> RenderableType:
+        """Draw how far the run is, and how far the next step, of which each peer has a part."""
         ready, progress = self.last.get("ready"), self.last.get("progress")
         newest = progress or self.last.get("step")
         if not ready or not newest:
             return Text(self.phase)
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(width=LABEL_COLUMNS, no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", width=FIGURES_COLUMNS)
         done, total, time_left = newest["step"], ready["max_steps"], ""
         pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
         if progress and pace > 1e-6:
             samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
             minutes, seconds = divmod(round(samples / pace), 60)
             time_left = f"about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
-        line = _row()
-        line.add_row(
-            Text(f"step {done} of {total}", style="bold"),
-            ProgressBar(total=total, completed=done, complete_style="cyan"),
-            Text(time_left, style="dim"),
-        )
-        return line
+        label = Text(f"step {done} of {total}", style="bold")
+        whole = ProgressBar(total=total, completed=done, complete_style="cyan")
+        grid.add_row(label, whole, Text(time_left, style="dim"))
+        if progress:
+            bar, target, samples = Text(), progress["target"], progress["samples"]
+            width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
+            for index, peer in enumerate(progress["peers"]):
+                blocks = round(width * min(1.0, peer["samples"] / target))
+                bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
+            bar.append("░" * (width - len(bar)), style="dim")
+            grid.add_row("next step", bar, f"{min(samples, target)} of {target} samples")
+            if samples > target:
+                grid.add_row("", "", Text(f"{samples - target} more already trained", style="dim"))
+        return grid
 
     def _numbers(self) -> RenderableType:
         grid = Table.grid(padding=(0, 3))
@@ -140,27 +152,6 @@ class Board:
                 said = f"{len(last['group'])} peers, {last['seconds']:.2f} s, {traffic}"
             grid.add_row("last round", said)
         return grid
-
-
-def _row() -> Table:
-    line = Table.grid(expand=True, padding=(0, 1))
-    line.add_column(width=LABEL_COLUMNS, no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(justify="right", width=FIGURES_COLUMNS)
-    return line
-
-
-def _towards_next_step(progress: Event, width: int) -> RenderableType:
-    line, bar, target = _row(), Text(), progress["target"]
-    width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
-    for index, peer in enumerate(progress["peers"]):
-        blocks = round(width * min(1.0, peer["samples"] / target))
-        bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
-    bar.append("░" * (width - len(bar)), style="dim")
-    line.add_row("next step", bar, Text(f"{min(progress['samples'], target)} of {target} samples"))
-    if progress["samples"] > target:
-        line.add_row("", "", Text(f"{progress['samples'] - target} more already trained", style="dim"))
-    return line
 
 
 def _peers(peers: list[dict[str, Any]], room: int) -> RenderableType:

@@ -378,10 +378,17 @@ class SwarmTrainerMixin(_Host):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
+        evaluate = partial(super().evaluate, *args, **kwargs)
         if self.swarm_optimizer is None:
-            return super().evaluate(*args, **kwargs)
-        with self.swarm_optimizer.agreed_weights(), self._counting_swarm_steps():
-            return self._batches.evaluate(partial(super().evaluate, *args, **kwargs))
+            return evaluate()
+
+        def evaluate_alike() -> Any:
+            torch.default_generator.manual_seed(self.swarm_args.seed)  # `mlm` hides the same words each time
+            return evaluate()
+
+        agreed = self.swarm_optimizer.agreed_weights()
+        with agreed, self._counting_swarm_steps(), torch.random.fork_rng([]):
+            return self._batches.evaluate(evaluate_alike)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log under the swarm's step, as all peers do, and beside a training loss the swarm's figures."""

@@ -47,27 +47,6 @@ def test_a_document_with_something_to_hide_is_one_sample_cut_to_length(
         build("mlm", write_rows([{"text": ""}] * 3, "none.jsonl"), streaming=streaming)
 
 
-def test_the_held_out_share_is_masked_once_and_alike_on_every_peer(write_rows, build, bert_tokenizer):
-    source = write_rows([{"text": f"text number {n} " * (n % 5)} for n in range(40)])
-    ours, theirs = (build("mlm", source, share=0.5, peer_seed=seed, shuffle=True) for seed in (1, 2))
-    held_out = list(ours.eval)
-    assert held_out == list(theirs.eval)
-    assert len(held_out) == 16 and len(ours.train) == 16  # 8 texts are empty
-    trained = {tuple(sample["input_ids"]) for sample in ours.train}
-    for sample in held_out:
-        hidden = [label for label in sample["labels"] if label != -100]
-        assert hidden and not set(hidden) & set(bert_tokenizer.all_special_ids)
-        seen = zip(sample["input_ids"], sample["labels"], strict=True)
-        assert tuple(token if label == -100 else label for token, label in seen) not in trained
-
-
-def test_a_held_out_document_is_masked_by_its_index_and_not_by_its_neighbours(write_rows, build):
-    sources = [write_rows([{"text": "the same text " * 9}] * n, f"{n}.jsonl") for n in (200, 400)]
-    few, many = (list(build("mlm", source, share=0.5).eval) for source in sources)
-    assert few == many[: len(few)]  # 100 are one batch of the mapping, 200 are two
-    assert few[0] != few[1]
-
-
 # -- seq-cls --------------------------------------------------------------------------------------
 
 
@@ -234,17 +213,11 @@ def test_hidden_tokens_are_the_only_labels_and_differ_each_time(bert_tokenizer):
     assert all((collate(short)["labels"] != -100).any() for _ in range(30)), "its loss would be NaN"
 
 
-@pytest.mark.parametrize(
-    ("task", "labels", "padded"),
-    [("mlm", ([-100, 8, -100, -100], [-100, 7, -100]), [-100, 7, -100, -100]), ("seq-cls", (1, 0), 0)],
-    ids=["masked before", "classes"],
-)
-def test_a_batch_of_samples_with_labels_is_padded(bert_tokenizer, task, labels, padded):
-    rows = zip(([2, 4, 9, 3], [2, 4, 3]), labels, strict=True)
-    samples = [{"input_ids": ids, "labels": label} for ids, label in rows]
-    batch = build_collator(recipe(task), bert_tokenizer)(samples)
+def test_a_batch_of_classes_is_padded(bert_tokenizer):
+    samples = [{"input_ids": [2, 4, 9, 3], "labels": 1}, {"input_ids": [2, 4, 3], "labels": 0}]
+    batch = build_collator(recipe("seq-cls"), bert_tokenizer)(samples)
     assert batch["input_ids"].tolist() == [[2, 4, 9, 3], [2, 4, 3, bert_tokenizer.pad_token_id]]
-    assert batch["labels"].tolist() == [labels[0], padded]
+    assert batch["labels"].tolist() == [1, 0]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
 
 
