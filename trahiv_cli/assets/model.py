@@ -46,7 +46,6 @@ from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, activation_bytes, a
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
 from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection
-from trahiv_cli.recipe.upstream import unknown_model_type
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -161,10 +160,8 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     model, kind = recipe.model, KINDS[recipe.task]
     if (fields := model.config) is not None:
         model_type = str(fields["model_type"])
-        if model_type not in CONFIG_MAPPING:
-            raise AssetError(*unknown_model_type(model_type, CONFIG_MAPPING))
         # transformers keeps fields that it does not know, older names among them; only near misses count.
-        known = CONFIG_MAPPING[model_type]().to_dict()
+        known = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
         for name in fields.keys() - known.keys():
             if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
                 said = f"A {model_type} config has no field {name!r}."
@@ -173,11 +170,6 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
             config = AutoConfig.for_model(**fields)
     else:
         name = expand_folder(model_name(model))
-        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            raise AssetError(
-                f"The folder {name!r} is not a model: it has no config.json.",
-                "Name the folder that `save_pretrained` wrote.",
-            )
         with translated("model", name):
             config = AutoConfig.from_pretrained(name, revision=model.revision, trust_remote_code=False)
     if type(config) not in kind.configs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import sys
 import unicodedata
 import warnings
@@ -29,7 +28,7 @@ NEWLINE = "↵"
 JOINERS = "\u200c\u200d"
 """Invisible, and part of how scripts and emoji are written."""
 
-WIDEST = 120
+RULE = 80
 
 
 def preview(
@@ -46,7 +45,7 @@ def preview(
     if out.format is Format.json:
         out.event("preview", **asdict(shown))
     else:
-        out.data(picture(shown, min(shutil.get_terminal_size().columns, WIDEST)))
+        out.data(picture(shown))
     for message, hint in told:
         out.warning("data", readable(message), hint)
 
@@ -65,17 +64,17 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
     return build_preview(recipe, num_shown)
 
 
-def picture(preview: Preview, width: int) -> str:
-    """Write the samples, each part below its name, and the figures; rules between them are of that width."""
+def picture(preview: Preview) -> str:
+    """Write the samples, each part below its name, and the figures, with rules between them."""
     lines = []
     for number, sample in enumerate(preview.samples, 1):
         title = f"{'row' if preview.packed else 'sample'} {number}, {sample.tokens:,} tokens"
         if not preview.classes:
             title += f", {sample.trained_tokens:,} {trained_word(preview)}"
-        lines.append(f"{title} ".ljust(width, "━"))
+        lines.append(f"{title} ".ljust(RULE, "━"))
         for part in sample.parts:
-            lines += [f"{part.name} ".ljust(width, "─")] * bool(part.name) + [text_of(part)]
-    lines.append(f"{preview.name} ({preview.task}) ".ljust(width, "━"))
+            lines += [f"{part.name} ".ljust(RULE, "─")] * bool(part.name) + [text_of(part)]
+    lines.append(f"{preview.name} ({preview.task}) ".ljust(RULE, "━"))
     rows = figures(preview)
     names = max(map(len, rows))
     return "\n".join([*lines, *(f"{name:<{names}}  {said}" for name, said in rows.items())])

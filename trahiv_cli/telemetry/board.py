@@ -18,7 +18,7 @@ from trahiv_cli.telemetry.events import Event, short_name
 HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"
 MAX_PEERS_SHOWN = 12
-OTHER_ROWS = 21
+OTHER_ROWS = 20
 """Rows of the board besides those of peers, at most."""
 
 MIN_COLUMNS, MIN_ROWS = 60, OTHER_ROWS + 1
@@ -128,8 +128,6 @@ class Board:
                 bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
             bar.append("░" * (width - len(bar)), style="dim")
             grid.add_row("next step", bar, f"{min(samples, target)} of {target} samples")
-            if samples > target:
-                grid.add_row("", "", Text(f"{samples - target} more already trained", style="dim"))
         return grid
 
     def _numbers(self) -> RenderableType:

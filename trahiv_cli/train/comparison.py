@@ -1,16 +1,16 @@
 """Peers compare what they loaded before they train together, as digests that are cheap to compare.
 
 A recipe cannot know what came of its model on this machine: another revision of a branch, a folder that was
-changed. Averaging over different bases gives adapters that fit neither. So a peer whose base model, adapters,
-tokenizer or number of samples are not the swarm's is refused with the reason, and gets into no group: groups
-compare the digests, too. Two unlike peers that enter within the same second compare again when they find no
-group.
+changed. Averaging over different bases gives adapters that fit neither. So an unlike peer is refused with the
+reason, and gets into no group: groups compare the digests, too. Two unlike peers that enter within the same
+second compare again when they find no group.
 
-Covered: names, shapes, dtypes and values of all weights that are not trained; names and shapes of those
-that are, and where all are, the values that they begin with; the tokenizer's vocabulary, special tokens and
-chat template. Not covered: the values of weights that are quantized while they are loaded, because
-processors round them differently; the files or the hub commit that they came from stand for them. Nor the
-values that adapters begin with: a GPU draws other ones than a CPU, and newcomers get the swarm's.
+Covered: the number of samples, where they are divided; names, shapes, dtypes and values of all weights that
+are not trained; names and shapes of those that are, and where all are, the values that they begin with; the
+tokenizer's vocabulary, special tokens and chat template. Not covered: the values of weights that are
+quantized while they are loaded, because processors round them differently; the files or the hub commit that
+they came from stand for them. Nor the values that adapters begin with: a GPU draws other ones than a CPU, and
+newcomers get the swarm's.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def write(models, here, monkeypatch):
+def write(models, here):
     """Write a recipe and its rows: `write("sft", rows, max_length=64)`."""
-    monkeypatch.setenv("COLUMNS", "80")
 
     def write(task, rows, *, data=None, **section):
         Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
