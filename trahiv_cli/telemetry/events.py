@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -27,9 +26,6 @@ Listener = Callable[[Event], None]
 VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
-
-BACKLOG = 10_000
-"""Events, of a few hundred bytes each, that wait for room on the disk; then the oldest are dropped."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """What the system says where a disk, a quota or a file is full."""
@@ -154,8 +150,8 @@ class RotatingFile(RotatingFileHandler):
 class EventFile:
     """Appends each event as a line of JSON to a file, except the transient ones.
 
-    The newest events are in that file; of older ones `OLDER_FILES` files are kept beside it. What a
-    full disk does not take waits, up to `BACKLOG` events, and is written when there is room again.
+    The newest events are in that file; of older ones `OLDER_FILES` files are kept beside it. What a full disk
+    does not take is lost.
 
     Args:
         path: its folder must exist; what it holds already is kept.
@@ -164,28 +160,20 @@ class EventFile:
     def __init__(self, path: Path) -> None:
         self._path, self._rotating = path, RotatingFile(path)
         self._file = path.open("ab", buffering=0)
-        self._unwritten: deque[bytes] = deque(maxlen=BACKLOG)
 
     def __call__(self, event: Event) -> None:
-        """Write one line and hand it to the system, so that a crash loses nothing."""
+        """Write a whole line or nothing of it, and hand it to the system, so that a crash loses nothing."""
         if event["event"] in TRANSIENT:
             return
-        self._unwritten.append((to_json(event) + "\n").encode())
-        while self._unwritten and self._write(self._unwritten[0]):
-            self._unwritten.popleft()
-
-    def _write(self, line: bytes) -> bool:
-        """Write a whole line or nothing of it; say whether it is there."""
-        end = self._file.seek(0, os.SEEK_END)
+        line, end = (to_json(event) + "\n").encode(), self._file.seek(0, os.SEEK_END)
         with contextlib.suppress(OSError):
             if end + len(line) > self._rotating.maxBytes:
                 self._rotating.doRollover()
                 full, self._file, end = self._file, self._path.open("ab", buffering=0), 0
                 full.close()
             if self._file.write(line) == len(line):
-                return True
+                return
         self._file.truncate(end)
-        return False
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

@@ -19,60 +19,53 @@ OF_THE_HUB = (
 
 
 @pytest.fixture
-def answer(monkeypatch):
-    """`answer(how)` lets the hub answer by calling `how`; returns where it was called."""
+def called(monkeypatch):
+    """Where the hub was called, which answers."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT"):
         monkeypatch.setenv(name, "")  # so that it is as before after the test
     monkeypatch.setattr(urllib.request, "getproxies", dict)
+    called = []
 
-    def answer(how):
-        asked = []
+    def answer(address, timeout):
+        called.append(address)
+        return contextlib.ExitStack()
 
-        def connect(address, timeout):
-            asked.append(address)
-            how()
-            return contextlib.ExitStack()
-
-        monkeypatch.setattr(socket, "create_connection", connect)
-        return asked
-
-    return answer
+    monkeypatch.setattr(socket, "create_connection", answer)
+    return called
 
 
 def said_of(*overrides):
     return hub.do_without_hub(load_recipe("quickstart", overrides).recipe)
 
 
-def test_the_hub_is_asked_only_for_what_it_has_and_unless_the_user_has_chosen(answer, monkeypatch):
+def test_the_hub_is_asked_only_for_what_it_has_and_unless_the_user_has_chosen(called, monkeypatch):
     names = {"owner/name": True, "squad": True, "builtin/trahiv": False, "texts/*": False, None: False}
     assert {name: hub.is_of_hub(name) for name in names} == names
-    asked = answer(bool)
     for overrides in ((), OF_THE_HUB, ('data.datasets=[{"path": "owner/data"}]',)):
         assert said_of(*overrides) == "" == os.environ["HF_HUB_OFFLINE"]
     for mirror in ("http://mirror.example", "https://mirror.example:8443"):
         monkeypatch.setenv("HF_ENDPOINT", mirror)
         said_of(*OF_THE_HUB)
     hosts = [("huggingface.co", 443)] * 2 + [("mirror.example", 80), ("mirror.example", 8443)]
-    assert asked == hosts
+    assert called == hosts
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert said_of(*OF_THE_HUB) == ""
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
-    assert said_of(*OF_THE_HUB) == "" and asked == hosts
+    assert said_of(*OF_THE_HUB) == "" and called == hosts
 
 
-@pytest.mark.parametrize("takes_for_ever", [False, True])  # as the look-up of a name may
-def test_without_an_answer_only_the_cache_is_used(answer, monkeypatch, takes_for_ever):
+@pytest.mark.usefixtures("called")
+@pytest.mark.parametrize("wait_s", [0.0, 30.0], ids=["fails", "takes for ever, as the look-up of a name may"])
+def test_without_an_answer_only_the_cache_is_used(monkeypatch, wait_s):
     over = threading.Event()
-    if takes_for_ever:
-        monkeypatch.setattr(hub, "PATIENCE_S", 0.01)
 
-    def fail():
-        if takes_for_ever:
-            over.wait(30)
+    def fail(*_):
+        over.wait(wait_s)
         raise OSError(-2, "Name or service not known")
 
-    answer(fail)
+    monkeypatch.setattr(socket, "create_connection", fail)
+    monkeypatch.setattr(hub, "PATIENCE_S", 0.2)
     said = "The hub https://huggingface.co does not answer; only what this machine has cached is used."
     assert (said_of(*OF_THE_HUB), os.environ["HF_HUB_OFFLINE"]) == (said, "1")
     over.set()

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.kit.stand_ins import CHATML_MARKED
 from tests.unit.assets.conftest import INT8, LABELS, LORA, NF4, TINY_LLAMA, are_equal, built, recipe
 from trahiv_cli.assets.model import (
     END,
@@ -80,12 +79,6 @@ def test_a_tokenizer_without_a_token_that_the_task_needs_is_refused(tmp_path, ta
     assert hint in refused.value.hint
     tokenizer = build_tokenizer(recipe(model_section=word_tokenizer(tmp_path, eos_token="<eos>")))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1, "it pads with its end of text"
-
-
-def test_the_chat_template_is_the_recipe_s(llama_folder):
-    theirs = build_tokenizer(recipe("sft", llama_folder))
-    ours = build_tokenizer(recipe("sft", llama_folder, data={"chat_template": CHATML_MARKED}))
-    assert ours.chat_template == CHATML_MARKED != theirs.chat_template
 
 
 # -- tasks, seeds, dtypes -------------------------------------------------------------------------

@@ -60,22 +60,13 @@ def test_a_class_is_a_number_or_a_name(write_rows, build, said, streaming):
     assert all(sample.keys() == {"input_ids", "labels"} for sample in samples)
 
 
-@pytest.mark.parametrize(
-    ("label", "how", "message"),
-    [
-        (
-            3,
-            {"streaming": True},
-            r"Row 3 of .*rows\.jsonl' has the label 3, and .* names 3 classes: bad, good",
-        ),
-        (None, {}, "Row 3 of .* has no label"),
-        ("god", {"num_proc": 2}, "Row 3 of .* has the label 'god'"),
-    ],
-)
-def test_a_label_that_is_none_names_its_row_in_another_process_too(write_rows, build, label, how, message):
+@pytest.mark.parametrize(("label", "how"), [(3, {"streaming": True}), ("god", {"num_proc": 2})])
+def test_a_label_that_is_none_names_its_row_in_another_process_too(write_rows, build, label, how):
     rows = [{"text": "a", "label": "bad" if isinstance(label, str) else 0} for _ in range(5)]
     rows[2]["label"] = label
-    with pytest.raises(AssetError, match=message) as caught:
+    with pytest.raises(
+        AssetError, match=f"Row 3 of .* has the label {label!r}, and .* names 3 classes"
+    ) as caught:
         list(build("seq-cls", write_rows(rows), **how).train)
     assert "a number from 0 to 2" in caught.value.hint
 

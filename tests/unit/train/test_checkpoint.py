@@ -14,7 +14,7 @@ from hivemind.utils.nested import nested_flatten
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.optim.history import History
+from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import OuterState
@@ -84,12 +84,9 @@ def bits(a_model, optimizer):
     return [(str(one.dtype), one.tolist()) if isinstance(one, torch.Tensor) else one for one in flat]
 
 
-def at(step, branch=b""):
-    """The history of so many steps of 10 samples; another `branch` is another history."""
-    history = History()
-    for number in range(step):
-        history = history.extend(samples=10, proof=b"%d" % number + branch)
-    return history
+def at(step, branch=b"?"):
+    """A history of so many steps; another `branch` is another one."""
+    return History(step, 10 * step, branch * DIGEST_BYTES)
 
 
 def data_of(a_model, optimizer, history, outer=None, **swarm):

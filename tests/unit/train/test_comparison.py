@@ -48,27 +48,19 @@ def test_initial_weights_may_differ_in_a_run_that_has_begun():
         ours.require_alike([ONE], has_begun=False)
 
 
-class DeafNode(FakeNode):
-    """A node whose DHT does not answer while it is deaf."""
+def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves(monkeypatch):
+    def no_answer(*_):
+        raise SwarmError("no answer")
 
-    is_deaf = False
-
-    def fetch(self, key):
-        if self.is_deaf:
-            raise SwarmError("no answer")
-        return super().fetch(key)
-
-
-def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves():
-    first = DeafNode("me")
+    first = FakeNode("me")
     ours = Comparison(first.neighbour("one"), "run", OURS | {"tokenizer": "e" * 64})
     theirs = Comparison(first, "run", OURS)
     theirs.repeat([ONE])  # one of two is enough
     with pytest.raises(RecipeMismatch, match="tokenizer"):
         ours.repeat([ME])
-    first.is_deaf = True
-    theirs.repeat([ONE, ONE])
-    first.is_deaf = False
+    with monkeypatch.context() as deaf:
+        deaf.setattr(FakeNode, "fetch", no_answer)
+        theirs.repeat([ONE, ONE])
     with pytest.raises(RecipeMismatch):
         theirs.repeat([ONE, ONE])
 
