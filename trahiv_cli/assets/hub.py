@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -38,24 +39,17 @@ def do_without_hub(recipe: Recipe) -> str:
     heard: list[bool] = []
 
     def ask() -> None:
-        heard.append(answers(endpoint))
+        with contextlib.suppress(OSError, ValueError):
+            parts = urlsplit(endpoint)
+            port = parts.port or {"http": 80}.get(parts.scheme, 443)
+            socket.create_connection((parts.hostname, port), PATIENCE_S).close()
+            heard.append(True)
 
     # A thread asks, as the look-up of a name has no limit.
     asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
     asking.start()
     asking.join(PATIENCE_S)
-    if any(heard):
+    if heard:
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"
     return f"The hub {endpoint} does not answer; only what this machine has cached is used."
-
-
-def answers(endpoint: str) -> bool:
-    """Tell whether a machine takes connections where a URL says."""
-    try:
-        parts = urlsplit(endpoint)
-        port = parts.port or {"http": 80}.get(parts.scheme, 443)
-        socket.create_connection((parts.hostname, port), PATIENCE_S).close()
-    except (OSError, ValueError):
-        return False
-    return True

@@ -130,18 +130,13 @@ class Estimate:
         return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes that come and go where the model runs; on a CPU, by a batch or between two."""
+    def device_bytes(self) -> int:
+        """Bytes that must fit where the model runs; what comes and goes is a batch's, or between two."""
         batch = self.activation_bytes or 0
         if self.on_gpu:
-            return max(batch, self.device_moment_bytes)
+            return self.held_on_device + max(batch, self.device_moment_bytes)
         goes_on = self.mode in ("overlap", "streaming", "auto")  # there is a round beside the batch
-        return max(batch + self.round_bytes * goes_on, self.moment_bytes)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that must fit where the model runs."""
-        return self.held_on_device + self.working_bytes
+        return self.held_on_device + max(batch + self.round_bytes * goes_on, self.moment_bytes)
 
     @property
     def host_bytes(self) -> int:

@@ -185,14 +185,9 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def expand_folder(name: str) -> str:
-    """Expand `~` in a folder's name, which must exist (`AssetError`); a hub id is returned as it is."""
+    """Expand `~` in a folder's name; a hub id is returned as it is."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        return str(path)
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        hint = "Check the path, or give a hub id (owner/name)."
-        raise AssetError(f"The folder {name!r} does not exist.", hint)
-    return name
+    return str(path) if path.is_dir() else name
 
 
 @contextmanager

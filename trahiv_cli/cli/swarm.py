@@ -181,8 +181,7 @@ def agreed(
     from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.record import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.train.folder import read_run
-    from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
+    from trahiv_cli.train.folder import known_identity, known_run, read_run, require_same_agreement, scout
 
     invitation, identity, reached = options.invitation, options.identity, 0
     known = known_run(invitation.addresses, options.output_dir)

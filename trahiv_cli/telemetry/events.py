@@ -119,8 +119,9 @@ class Events:
 class RotatingFile(RotatingFileHandler):
     """`RotatingFileHandler` of a file in which all processes of a peer write, each with its own copy of this.
 
-    One that finds the file renamed by another goes on in the new one. Two that rename it in the same moment
-    leave one that is short. What a full disk does not take is lost.
+    The newest records are in that file; of older ones `OLDER_FILES` files are kept beside it. A process that
+    finds the file renamed by another goes on in the new one. Two that rename it in the same moment leave one
+    that is short. Records that a full disk does not take are lost, but for the first of them.
 
     Args:
         path: its folder must exist; what it holds already is kept.
@@ -146,34 +147,22 @@ class RotatingFile(RotatingFileHandler):
         if not (isinstance(error, OSError) and error.errno in FULL):
             super().handleError(record)
 
+    def close(self) -> None:
+        """Close the file. Safe to call twice, and on a full disk."""
+        with contextlib.suppress(OSError):
+            super().close()
+
 
 class EventFile:
-    """Appends each event as a line of JSON to a file, except the transient ones.
-
-    The newest events are in that file; of older ones `OLDER_FILES` files are kept beside it. What a full disk
-    does not take is lost.
-
-    Args:
-        path: its folder must exist; what it holds already is kept.
-    """
+    """Appends each event as a line of JSON to a `RotatingFile`, at once, except the transient ones."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rotating = path, RotatingFile(path)
-        self._file = path.open("ab", buffering=0)
+        self._file = RotatingFile(path)
 
     def __call__(self, event: Event) -> None:
-        """Write a whole line or nothing of it, and hand it to the system, so that a crash loses nothing."""
-        if event["event"] in TRANSIENT:
-            return
-        line, end = (to_json(event) + "\n").encode(), self._file.seek(0, os.SEEK_END)
-        with contextlib.suppress(OSError):
-            if end + len(line) > self._rotating.maxBytes:
-                self._rotating.doRollover()
-                full, self._file, end = self._file, self._path.open("ab", buffering=0), 0
-                full.close()
-            if self._file.write(line) == len(line):
-                return
-        self._file.truncate(end)
+        """Write one line and hand it to the system, so that a crash loses nothing."""
+        if event["event"] not in TRANSIENT:
+            self._file.emit(logging.makeLogRecord({"msg": to_json(event)}))
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

@@ -1,7 +1,7 @@
 """One peer's life: `run_peer` tells it in order.
 
 1. It owns the run's folder, and keeps the recipe there (`folder.py`). A finished run has nothing to do.
-2. It starts its node, through which the others know it (`joining.py`).
+2. It starts its node, through which the others know it.
 3. It loads the libraries, the tokenizer and the data, and makes sure that they and this machine are sound.
 4. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
 5. It loads the model, enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
@@ -33,8 +33,15 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import announce, progress_told, published
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
-from trahiv_cli.train.folder import RUNS, keep_recipe, owned, owned_to_join, recorded, warn_of_edited_data
-from trahiv_cli.train.joining import start_node
+from trahiv_cli.train.folder import (
+    RUNS,
+    keep_recipe,
+    owned,
+    owned_to_join,
+    recorded,
+    start_node,
+    warn_of_edited_data,
+)
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
 if TYPE_CHECKING:

@@ -48,8 +48,7 @@ from trahiv_cli.train.checkpoint import (
 from trahiv_cli.train.comparison import Comparison, likeness
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
-from trahiv_cli.train.folder import owned
-from trahiv_cli.train.joining import start_node
+from trahiv_cli.train.folder import owned, start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.train.settings import (
     SwarmSettings,

@@ -214,7 +214,7 @@ def test_what_the_recipe_asks_for_in_vain_is_answered_with_what_to_write(build, 
     ("prepare", "message"),
     [
         (lambda folder: None, r"could not be loaded: .*config\.json"),
-        (lambda folder: folder.rmdir(), r"folder' does not exist"),
+        (lambda folder: folder.rmdir(), r"could not be loaded: .*folder"),
         (AutoConfig.for_model(**TINY_LLAMA).save_pretrained, r"could not be loaded: .*model\.safetensors"),
     ],
     ids=["no config", "no folder", "no weights"],

@@ -14,7 +14,7 @@ from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.exchange import publish_recipe
-from trahiv_cli.train import joining
+from trahiv_cli.train import folder
 
 pytestmark = pytest.mark.usefixtures("nothing_starts")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("nothing_starts")
 def publish(here, monkeypatch):
     """`publish()` has a swarm publish the tiny recipe; until then, one of its peers answers and has none."""
     node = FakeNode("QmStarter")
-    monkeypatch.setattr(joining, "visiting", lambda *_: contextlib.nullcontext(node.neighbour("QmNew")))
+    monkeypatch.setattr(folder, "visiting", lambda *_: contextlib.nullcontext(node.neighbour("QmNew")))
 
     def publish():
         theirs = resolve(load_recipe(write_tiny(here)).recipe)

@@ -106,19 +106,21 @@ def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
     assert isinstance(handler, RotatingFile) and path.read_text().endswith("something\n")
 
 
-def test_no_half_line_is_left_by_a_full_disk_and_events_go_on_when_there_is_room(path):
+def test_a_full_disk_is_no_error_and_whole_events_go_on_when_there_is_room(path, capfd):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = EventFile(path)
+    file, lost = EventFile(path), EventFile(path.with_name("lost"))
     file({"event": "step", "step": 0})
     try:  # a file may become so long, as on a disk that fills up: not enough for a line
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))
-        file({"event": "step", "step": 1})
-        assert lines_of(path) == [0]
+        for step in (1, 2, 3):
+            file({"event": "step", "step": step})
+        lost({"event": "step", "text": "x" * 100})
+        lost.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    file({"event": "step", "step": 2})
+    file({"event": "step", "step": 4})
     file.close()
-    assert lines_of(path) == [0, 2]
+    assert lines_of(path) == [0, 1, 4] and capfd.readouterr().err == ""
 
 
 # -- listeners ------------------------------------------------------------------------------------
