@@ -38,9 +38,6 @@ def estimated(wanted):
     return estimate(wanted, length=16)
 
 
-# -- weights and the optimizer --------------------------------------------------------------------
-
-
 def test_adapters_take_less_than_training_every_weight():
     bf16 = {"model_section": {"dtype": "bfloat16"}}
     full, lora = require_memory(recipe(**bf16)), require_memory(recipe(**bf16, peft=LORA))
@@ -107,9 +104,6 @@ def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings():
     assert needed.optimizer_bytes > 2 * FLOAT32_BYTES * 4096 * 32
 
 
-# -- the swarm's copies ---------------------------------------------------------------------------
-
-
 def test_a_cpu_peer_pays_for_everything_in_ram():
     needed = require_memory(recipe(swarm={"mode": "sync"}))
     held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
@@ -148,9 +142,6 @@ def test_a_gpu_peer_pays_for_the_model_there_and_for_copies_of_its_mode(gpu, swa
     of_optimizer = moments * (not needed.is_offloaded)
     assert copies(needed, needed.held_on_device) == 1 + gradients + on_device + of_optimizer
     assert needed.host_bytes == needed.held_on_host + needed.moment_bytes
-
-
-# -- activations ----------------------------------------------------------------------------------
 
 
 def rehearsed(task="clm", model=TINY_LLAMA, *, rows=2, length=32, dtype=torch.float32, training=None, **more):
@@ -208,9 +199,6 @@ def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unk
     assert (
         needed.activation_bytes is None and needed.device_bytes == needed.held_on_device + needed.moment_bytes
     )
-
-
-# -- when it runs out -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,6 @@ def dtypes(model, *, trained, among=""):
     return {one.dtype for name, one in weights(model, trained=trained).items() if among in name}
 
 
-# -- tokenizers -----------------------------------------------------------------------------------
-
-
 def test_the_tokenizer_that_is_trained_writes_any_text_and_is_the_same_on_any_number_of_threads(
     tmp_path, monkeypatch
 ):
@@ -79,9 +76,6 @@ def test_a_tokenizer_without_a_token_that_the_task_needs_is_refused(tmp_path, ta
     assert hint in refused.value.hint
     tokenizer = build_tokenizer(recipe(model_section=word_tokenizer(tmp_path, eos_token="<eos>")))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 1, "it pads with its end of text"
-
-
-# -- tasks, seeds, dtypes -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,9 +114,6 @@ def test_what_is_trained_is_float32_and_the_rest_keeps_its_dtype(tmp_path):
     assert dtypes(built(recipe(model_section=section, peft=LORA)), trained=False) == {torch.float16}
     full = built(recipe(model_section=section))
     assert dtypes(full, trained=True) == {torch.float32} and not weights(full, trained=False)
-
-
-# -- adapters and quantization --------------------------------------------------------------------
 
 
 def test_adapters_are_put_where_the_recipe_says_and_a_new_head_is_trained_in_full(llama_folder, bert_folder):
@@ -169,9 +160,6 @@ def test_quantizing_without_bitsandbytes_names_the_package(llama_folder, monkeyp
         with pytest.raises(SetupError, match="bitsandbytes is not installed") as caught:
             use(recipe(model=llama_folder, peft=LORA, quantization=NF4))
         assert "pip install bitsandbytes" in caught.value.hint
-
-
-# -- what can't be had ----------------------------------------------------------------------------
 
 
 def without_tokenizer(wanted):
@@ -225,9 +213,6 @@ def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
     prepare(folder)
     with pytest.raises(AssetError, match=message):
         built(recipe(model=folder, model_section=BYTES))
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 def test_memory_is_told_before_anything_is_loaded():

@@ -31,9 +31,6 @@ def build(bert_tokenizer):
     return make
 
 
-# -- mlm ------------------------------------------------------------------------------------------
-
-
 @STREAMED
 def test_a_document_with_something_to_hide_is_one_sample_cut_to_length(
     write_rows, build, bert_tokenizer, streaming
@@ -45,9 +42,6 @@ def test_a_document_with_something_to_hide_is_one_sample_cut_to_length(
     assert texts == [["[CLS]", "a", "b", "[SEP]"], ["[CLS]", "a", "b", "c", "d", "[SEP]"]]
     with pytest.raises(AssetError, match=r"No row of .*none\.jsonl' has a text"):
         build("mlm", write_rows([{"text": ""}] * 3, "none.jsonl"), streaming=streaming)
-
-
-# -- seq-cls --------------------------------------------------------------------------------------
 
 
 @STREAMED
@@ -87,8 +81,6 @@ def test_a_dataset_that_names_its_classes_is_read_by_name(tmp_path, build, strea
     with pytest.raises(AssetError, match="classes that `seq_cls.labels` does not name: ugly"):
         labels_of("good", "bad", "ugly")
 
-
-# -- sft, dpo -------------------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 WORSE = [CHAT[0], {"role": "assistant", "content": "5"}]
@@ -175,9 +167,6 @@ def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, mes
     with pytest.raises(AssetError, match=words) as caught:
         build("sft", *sources, streaming=streaming)
     assert "`data.datasets.1.columns`" in caught.value.hint
-
-
-# -- batches, and what is measured of a classifier ------------------------------------------------
 
 
 def test_a_batch_pads_by_position_and_learns_the_end_of_text(byte_tokenizer):

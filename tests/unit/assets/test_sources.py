@@ -110,8 +110,6 @@ def test_a_column_that_holds_no_text_later_is_refused(write_rows, streaming):
         require_text(there, "mixed", "clm.dataset_text_field")
 
 
-# -- broken files ---------------------------------------------------------------------------------
-
 ROW = '{"text": "fine"}\n'
 PARQUET = b"PAR1" + bytes(500) + b"PAR1"
 
@@ -163,9 +161,6 @@ def test_a_stream_stops_at_the_broken_place_when_it_is_reached(tmp_path):
     assert next(rows) == {"text": "a", "n": 1}
     with pytest.raises(AssetError, match=r"data\.csv could not be read: .* in line 12002, saw 3"):
         list(rows)
-
-
-# -- streams and the hub --------------------------------------------------------------------------
 
 
 def test_workers_share_the_files_of_a_stream(tmp_path, monkeypatch):

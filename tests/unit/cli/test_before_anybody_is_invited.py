@@ -72,9 +72,6 @@ def test_large_data_files_are_not_read_in_silence(events, tmp_path, monkeypatch)
     assert (code, waiting["event"], waiting["what"]) == (0, "waiting", "the data files to be read")
 
 
-# -- runs that were there before -------------------------------------------------------------------
-
-
 @pytest.fixture
 def without_daemon(monkeypatch):
     """Let a node be started but for its daemon, of which nothing here may have need."""
@@ -134,9 +131,6 @@ def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(events, tmp_path
     hint = "^bring the old text.txt back to go on with it, or choose another place"
     require_error(events("init", "tiny.yaml"), 3, message, hint)
     assert bytes_of(run) == kept | {run / "lock": b""}
-
-
-# -- what a swarm trains, of which there are only the records that it would publish ------------------
 
 
 @pytest.fixture

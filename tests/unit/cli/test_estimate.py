@@ -96,9 +96,6 @@ def test_sizes_and_times_have_a_unit_that_fits():
     assert [size(seconds, TIME_UNITS) for seconds in times] == list(times.values())
 
 
-# -- traffic --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("mode", "steps", "fragments", "copies_to_join"),
     [("sync", 1, 1, 3), ("auto", 1, 1, 4), ("diloco", 50, 1, 2.5), ("streaming", 13, 4, 2.5)],

@@ -52,9 +52,6 @@ def usual(write):
     return lambda task: write(task, LOOKS[task][1], **LOOKS[task][0])
 
 
-# -- how it looks ---------------------------------------------------------------------------------
-
-
 def chat(question, *answers):
     turns = ({"role": "assistant", "content": answer} for answer in answers)
     return {"messages": [{"role": "user", "content": question}, *turns]}
@@ -151,9 +148,6 @@ def test_colour_is_for_terminals_that_want_it(trahiv, usual, monkeypatch, unwant
     assert "⟦" in out and ("\x1b[1;32m⟦ne text." in out) == (not unwanted)
 
 
-# -- what is shown and counted --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokenizer", [chat_tokenizer(), ByT5Tokenizer()])
 def test_characters_stay_whole_wherever_training_begins(tokenizer):
     text = "so é 🙂 z"
@@ -174,8 +168,6 @@ def test_only_the_first_samples_are_looked_at_and_a_stream_has_no_known_number(
     _, out, _ = trahiv("preview", recipe, "-n", "9")
     assert f"samples  {total}, the first 3 looked at" in out and "sample 3" in out and "sample 4" not in out
 
-
-# -- what TRL says --------------------------------------------------------------------------------
 
 FAILS = CHATML.replace("{{ message['role'] }}", "{{ raise_exception('roles must alternate') }}")
 ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] }}")
@@ -210,8 +202,6 @@ def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_
     with pytest.raises(TypeError), preparing():
         raise TypeError("of ours")
 
-
-# -- what is refused before training --------------------------------------------------------------
 
 SIX, PACKED = {"max_length": 6}, {"packing": True, "max_length": 6}
 

@@ -65,9 +65,6 @@ def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, mo
         assert trahiv(name, "-h")[1].startswith(f"Usage: trahiv {name} ")
 
 
-# -- again ----------------------------------------------------------------------------------------
-
-
 def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes(monkeypatch):
     begun, failure = [], PeerBroken("The DHT's process has ended.", hint="look into the log")
     monkeypatch.setattr(os, "execv", lambda *command: begun.append(command))

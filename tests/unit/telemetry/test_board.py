@@ -72,8 +72,6 @@ LOG = [
 NO_STEP = {"loss": None, "learning_rate": None, "samples": None, "my_samples": 0, "round": None}
 PACE = {"event": "pace", "message": "From step 2 on."}
 
-# -- as lines -------------------------------------------------------------------------------------
-
 REST = "samples 64 (24 mine), peers 2, 11.3 samples/s"
 STOPPED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": False}
 STOPPED["resume"] = "trahiv init quickstart"
@@ -124,9 +122,6 @@ def test_the_join_line_is_last_and_alone_and_who_can_not_be_joined_by_one_says_h
     assert "can invite others" in line(READY | {"join": ""})
     assert line(READY | {"run_id": None, "fingerprint": None}).startswith("bootstrap only, peer QmPeer\n")
     assert set(REACH) == set(get_args(Reach))
-
-
-# -- as the live view --------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

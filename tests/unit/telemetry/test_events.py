@@ -36,9 +36,6 @@ def test_an_event_is_one_line_and_readable_and_a_number_that_json_lacks_is_null(
     assert json.loads(line) == read | {"text": "für\nalle \u2028 \x1b[2J"}
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """Where a file may be as long as 200 bytes."""
@@ -123,9 +120,6 @@ def test_a_full_disk_is_no_error_and_whole_events_go_on_when_there_is_room(path,
     assert lines_of(path) == [0, 1, 4] and capfd.readouterr().err == ""
 
 
-# -- listeners ------------------------------------------------------------------------------------
-
-
 def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(path):
     record = []
 
@@ -165,9 +159,6 @@ def test_events_of_several_threads_arrive_one_at_a_time():
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda step: stream.emit("step", step=step), range(200)))
     assert sorted(record) == list(range(200))
-
-
-# -- waits ----------------------------------------------------------------------------------------
 
 
 def test_a_long_wait_is_talked_about_again_and_again_and_news_of_it_at_once(monkeypatch):

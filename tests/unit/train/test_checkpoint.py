@@ -116,9 +116,6 @@ def restored(checkpoint, name="adamw_torch"):
     return again, fresh
 
 
-# -- there and back -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_going_on_equals_never_having_stopped(tmp_path, name):
     store, *trained = saved(tmp_path / "checkpoints", name=name)
@@ -157,9 +154,6 @@ def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed
     assert theirs.rounds == 0
 
 
-# -- which are there ------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is_left_as_it_is(tmp_path):
     store, trained, optimizer = saved(tmp_path)
     assert {entry.name for entry in (tmp_path / "step-3").iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
@@ -188,9 +182,6 @@ def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_
         Checkpoints(tmp_path, keep).save(data_of(trained, optimizer, at(step)))
         assert [(found.path.name, found.step) for found in store.all()] == [(f"step-{n}", n) for n in left]
     assert not list(tmp_path.glob(".step-*"))
-
-
-# -- what is damaged, or of another model ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -233,9 +224,6 @@ def test_what_is_damaged_or_of_another_model_or_optimizer_is_refused_and_nothing
             Checkpoint(newest.path, 3).load_optimizer(theirs)
     assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
     assert bits(their_model, theirs) == before
-
-
-# -- beside training, and on a full disk ------------------------------------------------------------
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_last_that_waits_is(tmp_path):

@@ -65,9 +65,6 @@ def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves(monkeyp
         theirs.repeat([ONE, ONE])
 
 
-# -- digests ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama_folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("llama"))

@@ -91,9 +91,6 @@ def test_a_local_batch_may_be_all_of_the_target_and_passes_need_a_length(argumen
         settings.max_steps(args, iter(samples))
 
 
-# -- what arrives at the optimizer ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("swarm", "rules", "mode", "share"),
     [
