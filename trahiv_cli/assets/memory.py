@@ -256,9 +256,6 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
     return -(-num_values // 2) + FLOAT32_BYTES * scales
 
 
-# -- one batch --------------------------------------------------------------------------------------
-
-
 def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
     """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
 
@@ -347,9 +344,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int, num_bytes: int) -> None:
         self.live -= num_bytes
         self._known.discard(key)
-
-
-# -- when it runs out -------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -82,9 +82,6 @@ NEXT_STEPS: dict[type[Exception], str] = {
 """What transformers and the hub raise where a model or tokenizer can't be had -> what to do."""
 
 
-# -- tokenizer ---------------------------------------------------------------------------------------
-
-
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the tokenizer, which pads with its end-of-text token if it has no other for that.
 
@@ -143,9 +140,6 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-# -- config ------------------------------------------------------------------------------------------
-
-
 def model_name(model: ModelSection) -> str:
     """Name the model in messages, and to `from_pretrained` if it has a hub id or folder."""
     return model.model_name_or_path or f"a new {(model.config or {})['model_type']}"
@@ -199,9 +193,6 @@ def translated(what: str, name: str) -> Iterator[None]:
         hint = next(hint for kind, hint in NEXT_STEPS.items() if isinstance(failure, kind))
         said = " ".join(str(failure).split())[:300]
         raise AssetError(f"The {what} {name!r} could not be loaded: {said}", hint) from failure
-
-
-# -- model -------------------------------------------------------------------------------------------
 
 
 def compute_dtype(training: TrainingSection) -> torch.dtype:

@@ -157,9 +157,6 @@ def lined_up(table: list[list[str]]) -> list[str]:
     return ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in table]
 
 
-# -- traffic --------------------------------------------------------------------------------------
-
-
 def seconds_by_speed(num_bytes: int) -> dict[str, float]:
     """Say how long `num_bytes` take, by the speed of an uplink in Mbit/s."""
     return {str(mbps): 8 * num_bytes / (mbps * 1e6) for mbps in SPEEDS_MBPS}

@@ -211,9 +211,6 @@ def agreed(
     return ours, replace(options, reached_step=reached)
 
 
-# -- what both do ---------------------------------------------------------------------------------
-
-
 def options_of(
     host_maddr: list[str] | None,
     announce_maddr: list[str] | None,
@@ -254,7 +251,6 @@ def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.telemetry.events import Events
-    from trahiv_cli.telemetry.lines import go_on
     from trahiv_cli.train.leaving import Leaving
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
@@ -264,7 +260,8 @@ def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
 
             def leave_at_once() -> None:
                 give_terminal_back()
-                out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
+                again = leaving.resume or options.resume
+                out.say(f"stopped at once, without a checkpoint\nto go on: {again}")
 
             leaving = Leaving(at_once=leave_at_once)
             with leaving.installed():
@@ -305,9 +302,6 @@ def rehearse(recipe: Recipe) -> None:
 
     show(recipe)
     show_estimate(recipe)
-
-
-# -- again ----------------------------------------------------------------------------------------
 
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:

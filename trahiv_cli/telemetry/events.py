@@ -7,7 +7,6 @@ listener or a file that fails is dropped, once, with a warning.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -26,9 +25,6 @@ Listener = Callable[[Event], None]
 VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says where a disk, a quota or a file is full."""
 
 MAX_BYTES = 32 * 2**20
 """Of one file. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
@@ -104,9 +100,6 @@ class Events:
             while not over.wait(SAY_AFTER_S):
                 say("waiting")
 
-        if not self._listeners:
-            yield tell
-            return
         thread = threading.Thread(target=talk, name=f"waiting for {what}", daemon=True)
         thread.start()
         try:
@@ -142,9 +135,8 @@ class RotatingFile(RotatingFileHandler):
         return bool(super().shouldRollover(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name is logging's
-        """Say what went wrong with a record, unless the disk is full: that record is lost."""
-        error = sys.exc_info()[1]
-        if not (isinstance(error, OSError) and error.errno in FULL):
+        """Say what went wrong with a record, unless the disk does not take it: that record is lost."""
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
     def close(self) -> None:

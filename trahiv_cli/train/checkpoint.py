@@ -310,9 +310,6 @@ def _print_of(path: Path) -> list[int | str]:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-# -- random numbers -------------------------------------------------------------------------------
-
-
 def random_states() -> dict[str, Any]:
     """Return the states of the generators of Python, numpy and torch, for JSON."""
     legacy: Any = np.random.get_state()

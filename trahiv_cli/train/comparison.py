@@ -114,9 +114,6 @@ class Comparison:
             logger.warning("What the others loaded was not compared; that is tried again: %s", error)
 
 
-# -- digests ---------------------------------------------------------------------------------------
-
-
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
     """Digest what peers must have in common of a fresh model; a second for each 1.5 GB of frozen weights.
 

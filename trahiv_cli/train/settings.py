@@ -168,9 +168,6 @@ def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str
     return dict(**given, **kwargs)
 
 
-# -- the inner optimizer --------------------------------------------------------------------------
-
-
 def training_keywords(
     trainer: Trainer, args: TrainingArguments, model: torch.nn.Module, max_steps: int
 ) -> dict[str, Any]:

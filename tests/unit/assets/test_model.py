@@ -26,12 +26,6 @@ BIG = TINY_LLAMA | {"vocab_size": NUM_TOKENS}
 BYTES = {"tokenizer_name_or_path": "builtin/bytes"}
 
 
-def saved(model, folder):
-    """Save a model without a tokenizer; give back the `model` section that names both."""
-    model.save_pretrained(folder)
-    return {"model_name_or_path": str(folder), "config": None, **BYTES}
-
-
 def word_tokenizer(folder, **special):
     words = Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1, "hello": 2}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **special).save_pretrained(folder)
@@ -110,7 +104,8 @@ def test_what_is_trained_is_float32_and_the_rest_keeps_its_dtype(tmp_path):
     assert isinstance(model, PeftModel) and model.training
     assert dtypes(model, trained=True) == {torch.float32}
     assert dtypes(model, trained=False) == {torch.bfloat16}
-    section = saved(built(recipe()).to(torch.float16), tmp_path)
+    built(recipe()).to(torch.float16).save_pretrained(tmp_path)
+    section = {"model_name_or_path": str(tmp_path), "config": None, **BYTES}
     assert dtypes(built(recipe(model_section=section, peft=LORA)), trained=False) == {torch.float16}
     full = built(recipe(model_section=section))
     assert dtypes(full, trained=True) == {torch.float32} and not weights(full, trained=False)

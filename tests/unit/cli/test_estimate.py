@@ -17,11 +17,11 @@ torch.set_num_threads(1)
 
 @pytest.fixture
 def drawn(nothing_starts, here, trahiv):
-    """`drawn(peft={"r": 4})` gives the text of a dry run."""
+    """`drawn(lines, peft={"r": 4})` gives the text of a dry run, which must have these lines."""
 
-    def drawn(**changes):
+    def drawn(*lines, **changes):
         code, out, _ = trahiv("init", write_tiny(here, **changes), "--dry-run", "--format", "human")
-        assert code == 0
+        assert code == 0 and all(re.search(rf"^{line}$", out, re.MULTILINE) for line in lines), out
         return out
 
     return drawn
@@ -54,14 +54,13 @@ OF_AUTO = [f"{name}, many" for name in (*CODECS_BY_LOSS, "a fragment")]
     ],
 )
 def test_a_dry_run_is_drawn_as_a_mode_takes_it(drawn, mode, rounds):
-    text = drawn(swarm__mode=mode)
-    for line in (
+    text = drawn(
         r"trained weights +[\d.]+ KiB +[\d.]+k, float32",
         r"activations +[\d.]+ .iB +2 x 32 tokens",
         rf"mode {mode} +[\d.]+ .iB +copies, at most",
         r"free here +[\d.]+ GiB",
-    ):
-        assert re.search(rf"^{line}$", text, re.MULTILINE), line
+        swarm__mode=mode,
+    )
     told = text.partition("1000 Mbit/s\n")[2].splitlines()
     assert [re.split(r" {2,}", line)[0] for line in told] == [*rounds, "to join"]
 
@@ -70,14 +69,14 @@ def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
-    text = drawn(peft={"r": 4}, training__optim="paged_adamw_8bit")
-    for line in (
+    drawn(
         " +GPU +RAM",
         r"optimizer state +[\d.]+ KiB +- +paged_adamw_8bit",
         r"libraries +- +[\d.]+ MiB +in all processes",
         r"free here +16.0 GiB +[\d.]+ GiB",
-    ):
-        assert re.search(rf"^{line}$", text, re.MULTILINE), line
+        peft={"r": 4},
+        training__optim="paged_adamw_8bit",
+    )
 
 
 def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahiv, monkeypatch):

@@ -47,15 +47,6 @@ def lines_of(path, key="step"):
     return [json.loads(line)[key] for line in path.read_text().splitlines()]
 
 
-def require_bounded(path, key="step"):
-    """All that was written lately is in the newest file and in those that were full, in its order."""
-    files = [*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path]
-    assert sorted(path.parent.iterdir()) == sorted(files)
-    assert all(one.stat().st_size <= 200 for one in files)
-    numbers = [number for one in files for number in lines_of(one, key)]
-    assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
-
-
 def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path):
     assert "progress" in TRANSIENT
     for step in (1, 2):  # a later run adds to the file
@@ -68,23 +59,18 @@ def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path
     assert (lines_of(path, "event"), lines_of(path, "loss")) == (["step"] * 2, [None] * 2)
 
 
-def test_files_that_are_full_are_kept_beside_the_newest_and_the_oldest_go(path):
-    file = EventFile(path)
+def test_full_files_are_kept_beside_the_newest_into_which_all_processes_write_and_the_oldest_go(path):
+    processes = EventFile(path), EventFile(path)
     for step in range(100):
-        file({"event": "step", "step": step})  # 29 or 30 bytes
+        processes[step % 2]({"event": "step", "step": step})  # 29 or 30 bytes
         assert lines_of(path)[-1] == step
-    file.close()
-    require_bounded(path)
-
-
-def test_the_log_of_several_processes_stays_within_its_bound_and_all_write_into_the_newest_file(path):
-    files = RotatingFile(path), RotatingFile(path)
-    for step in range(100):
-        files[step % 2].emit(logging.makeLogRecord({"msg": json.dumps({"step": step})}))
-        assert lines_of(path)[-1] == step
-    for file in files:
+    for file in processes:
         file.close()
-    require_bounded(path)
+    files = [*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path]
+    assert sorted(path.parent.iterdir()) == sorted(files)
+    assert all(one.stat().st_size <= 200 for one in files)
+    numbers = [number for one in files for number in lines_of(one)]
+    assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
 
 
 def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
