@@ -11,11 +11,7 @@ import pytest
 from trahiv_cli.assets import hub
 from trahiv_cli.recipe.load import load_recipe
 
-OF_THE_HUB = (
-    "model.config=null",
-    "model.model_name_or_path=owner/model",
-    "model.tokenizer_name_or_path=null",
-)
+OF_THE_HUB = ("model.config=null", "model.model_name_or_path=a/model", "model.tokenizer_name_or_path=null")
 
 
 @pytest.fixture

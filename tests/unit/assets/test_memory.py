@@ -22,20 +22,9 @@ from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.recipe.schema import OptimName, TrainingSection
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Let this machine pass for one with a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-
-
 def copies(needed, num_bytes):
     """How many float32 copies of the trained weights that is."""
     return num_bytes / (FLOAT32_BYTES * needed.num_trainable)
-
-
-def estimated(wanted):
-    return estimate(wanted, length=16)
 
 
 def test_adapters_take_less_than_training_every_weight():
@@ -127,9 +116,13 @@ def test_a_cpu_peer_pays_for_everything_in_ram():
         ({"mode": "sync"}, {"grad_compression": "float16"}, 0, 1),
     ],
 )
-def test_a_gpu_peer_pays_for_the_model_there_and_for_copies_of_its_mode(gpu, swarm, opt, on_device, on_host):
+def test_a_gpu_peer_pays_for_the_model_there_and_for_copies_of_its_mode(
+    monkeypatch, swarm, opt, on_device, on_host
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     scaler = {"fp16": "grad_compression" in opt}
-    needed = estimated(recipe(swarm=swarm, hivemind_config={"opt": opt}, training=scaler))
+    needed = estimate(recipe(swarm=swarm, hivemind_config={"opt": opt}, training=scaler), length=16)
     assert copies(needed, needed.mode_device_bytes) == on_device
     assert copies(needed, needed.mode_host_bytes) == on_host
     # guesses and local steps are taken where the model is
@@ -195,7 +188,7 @@ def test_every_task_can_be_rehearsed_also_with_another_attention(task, llama_fol
 def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unknown_sum(llama_folder):
     one, both = (rehearsed(task, llama_folder, length=64, peft=LORA) for task in ("sft", "dpo"))
     assert both == pytest.approx(2 * one, rel=0.2)
-    needed = estimated(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}))
+    needed = estimate(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}), length=16)
     assert (
         needed.activation_bytes is None and needed.device_bytes == needed.held_on_device + needed.moment_bytes
     )

@@ -210,21 +210,16 @@ def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
         built(recipe(model=folder, model_section=BYTES))
 
 
-def test_memory_is_told_before_anything_is_loaded():
+def test_memory_is_told_before_anything_is_loaded_and_a_gpu_holds_the_model_and_ram_the_rest(monkeypatch):
     huge = {"hidden_size": 12288, "num_hidden_layers": 48, "num_attention_heads": 96}
     words = r"needs \d{3,}\.\d GiB of RAM before activations, and \d+\.\d GiB are free"
     with pytest.raises(OutOfMemory, match=words) as caught:
         require_memory(recipe(model=TINY_LLAMA | huge | {"intermediate_size": 4 * 12288}))
     assert "LoRA" in caught.value.hint
-
-
-def test_a_gpu_holds_the_model_and_ram_the_rest(monkeypatch):
-    wanted = recipe(training={"bf16": False})
+    wanted, room = recipe(training={"bf16": False}), [2**40]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**40, 0))
-    needed = require_memory(wanted)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed.device_bytes, 0))
-    require_memory(wanted)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (needed.device_bytes - 1, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room[-1], 0))
+    room.append(require_memory(wanted).device_bytes)
+    room.append(require_memory(wanted).device_bytes - 1)
     with pytest.raises(OutOfMemory, match="the GPU"):
         require_memory(wanted)

@@ -193,14 +193,6 @@ def test_hidden_tokens_are_the_only_labels_and_differ_each_time(bert_tokenizer):
     assert all((collate(short)["labels"] != -100).any() for _ in range(30)), "its loss would be NaN"
 
 
-def test_a_batch_of_classes_is_padded(bert_tokenizer):
-    samples = [{"input_ids": [2, 4, 9, 3], "labels": 1}, {"input_ids": [2, 4, 3], "labels": 0}]
-    batch = build_collator(recipe("seq-cls"), bert_tokenizer)(samples)
-    assert batch["input_ids"].tolist() == [[2, 4, 9, 3], [2, 4, 3, bert_tokenizer.pad_token_id]]
-    assert batch["labels"].tolist() == [1, 0]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
-
-
 @pytest.mark.parametrize(
     ("predicted", "labels", "accuracy", "f1"),
     [

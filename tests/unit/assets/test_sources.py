@@ -28,15 +28,12 @@ def folder(tmp_path):
 
 def write(file, texts=TEXTS):
     """Write `texts` as `file.suffix` wants them; a text file takes the first alone."""
-    rows = [{"text": text, "length": len(text)} for text in texts]
-    match file.suffix:
-        case ".txt":
-            file.write_text(texts[0])
-        case ".json":
-            file.write_text(json.dumps(rows))
-        case suffix:
-            data = Dataset.from_list(rows)
-            {".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[suffix](str(file))
+    rows = Dataset.from_list([{"text": text, "length": len(text)} for text in texts])
+    writers = {".jsonl": rows.to_json, ".csv": rows.to_csv, ".parquet": rows.to_parquet}
+    if file.suffix in writers:
+        writers[file.suffix](str(file))
+    else:
+        file.write_text(texts[0] if file.suffix == ".txt" else json.dumps(rows.to_list()))
     return str(file)
 
 

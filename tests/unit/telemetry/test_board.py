@@ -182,6 +182,8 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
         ((READY | INVITE | {"invite": None},), "to invite others, send them what is in /a/file", "trahiv"),
         ((READY, WARNING | {"message": "[bold]not bold[/] [/]"}), "[round] [bold]not bold[/] [/]", "?"),
         ((READY, PACE), "From step 2 on.", "?"),
+        ((READY, progress(peer("QmA"), samples=0)), "0 of 64 samples", "█"),
+        ((READY, progress(*(peer("QmA", samples=96),) * 2, samples=192)), "64 of 64 samples", "░"),
     ],
 )
 def test_the_board_shows_what_there_is(log, shown, hidden):
@@ -199,11 +201,3 @@ def test_a_crowd_is_counted_and_leaves_room_for_the_rest_of_the_board():
         picture = drawn(told(*log), 80, height)
         assert picture.count("●") == height - OTHER_ROWS and len(picture.splitlines()) <= height
         assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture
-
-
-@pytest.mark.parametrize(("samples", "held"), [(0, 0), (64, 64), (192, 64)])
-def test_the_bar_of_the_next_step_is_full_when_its_samples_are_there(samples, held):
-    ours, theirs = (peer(name, samples=samples // 2) for name in ("QmA", "QmB"))
-    picture = drawn(told(READY, progress(ours, theirs, samples=samples)), 60)
-    assert f"{held} of 64 samples" in picture and "…" not in picture
-    assert (picture.count("░") == 0) == (picture.count("█") > 0) == (samples > 0)

@@ -7,9 +7,9 @@ import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import hivemind
 import pytest
 
+from tests.unit.cli.conftest import left_as_it_was
 from trahiv_cli.telemetry import events
 from trahiv_cli.telemetry.events import OLDER_FILES, TRANSIENT, EventFile, Events, RotatingFile, to_json
 from trahiv_cli.train.folder import log_to
@@ -73,19 +73,11 @@ def test_full_files_are_kept_beside_the_newest_into_which_all_processes_write_an
     assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
 
 
-def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(hivemind.utils.logging, "use_hivemind_log_handler", lambda where: None)
-    level = root.level
-    try:
+def test_a_peer_s_log_is_such_a_file(path):
+    with left_as_it_was():
         log_to(path, is_verbose=False)
-        [handler] = root.handlers
+        [handler] = logging.getLogger().handlers
         logging.getLogger("a.library").warning("something")
-    finally:
-        root.setLevel(level)
-        logging.captureWarnings(False)
-    handler.close()
     assert isinstance(handler, RotatingFile) and path.read_text().endswith("something\n")
 
 

@@ -39,8 +39,8 @@ def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_sch
 def test_initial_weights_may_differ_in_a_run_that_has_begun():
     node = FakeNode("me")
     ours, theirs = (
-        Comparison(one, "run", OURS | {INITIAL: value})
-        for one, value in ((node, "d"), (node.neighbour("one"), "e"))
+        Comparison(node, "run", OURS),
+        Comparison(node.neighbour("one"), "run", OURS | {INITIAL: "e"}),
     )
     ours.require_alike([ONE], has_begun=True)
     assert ours.schema == theirs.schema

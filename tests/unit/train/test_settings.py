@@ -51,7 +51,6 @@ def test_what_cannot_work_in_a_swarm_is_refused(arguments, llama, what):
 @pytest.mark.parametrize(
     ("config", "swarm", "said"),
     [
-        ({"opt": OPT | {"run_id": "dotted.name"}}, {}, r"hivemind_config\.opt\.run_id"),
         ({"opt": OPT | {"run_id": 7}}, {}, r"hivemind_config\.opt\.run_id"),
         *((config, {}, "run_id is missing") for config in ({"dht": {}}, {"opt": None})),
         ({"opt": OPT | {"load_state_compression": "blockwise4"}}, {}, r"state_compression: .* 'blockwise8'"),
