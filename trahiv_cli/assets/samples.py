@@ -226,9 +226,6 @@ def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, 
     return {"messages": [{**one, "role": ROLES.get(one["role"], one["role"])} for one in messages]}
 
 
-# -- all ------------------------------------------------------------------------------------------
-
-
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
     """Tokenize with special tokens and cut. Of one text, a model knows the mask and the types by itself."""
     if not texts:

@@ -100,6 +100,9 @@ class Events:
             while not over.wait(SAY_AFTER_S):
                 say("waiting")
 
+        if not self._listeners:
+            yield tell
+            return
         thread = threading.Thread(target=talk, name=f"waiting for {what}", daemon=True)
         thread.start()
         try:

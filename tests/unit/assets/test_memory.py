@@ -151,7 +151,6 @@ def rehearsed(task="clm", model=TINY_LLAMA, *, rows=2, length=32, dtype=torch.fl
         (None, True, torch.float32),
         (None, False, torch.bfloat16),
     ],
-    ids=["full", "lora", "checkpoints", "bf16"],
 )
 def test_the_rehearsal_counts_what_the_real_pass_holds(peft, has_checkpoints, dtype):
     deep = TINY_LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": True}

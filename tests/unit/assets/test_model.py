@@ -200,7 +200,6 @@ def test_what_the_recipe_asks_for_in_vain_is_answered_with_what_to_write(build, 
         (lambda folder: folder.rmdir(), r"could not be loaded: .*folder"),
         (AutoConfig.for_model(**TINY_LLAMA).save_pretrained, r"could not be loaded: .*model\.safetensors"),
     ],
-    ids=["no config", "no folder", "no weights"],
 )
 def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
     folder = tmp_path / "folder"
