@@ -79,8 +79,8 @@ def test_another_copy_is_refused(
 ) -> None:
     """One clear error, and those who train do not notice.
 
-    That one other number is enough is in `tests/unit/assets/test_likeness.py`, what is refused before
-    anything is loaded in `tests/unit/cli/test_joining.py`.
+    That one other number is enough is in `tests/unit/train/test_comparison.py`, what is refused before
+    anything is loaded in `tests/unit/cli/test_before_anybody_is_invited.py`.
     """
     begun = start("init", write_peer(tmp_path / "begun"))
     begun.wait_for("step", 60)

@@ -29,7 +29,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import build_datasets
-from trahiv_cli.assets.model_config import KINDS
+from trahiv_cli.assets.model import KINDS
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import Recipe
@@ -108,7 +108,7 @@ def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
     held_out = build_datasets(recipe, tokenizer, seed=recipe.training.seed, peer_seed=0).eval
     model = load_plainly(recipe, run / "final")
     common = {
-        "output_dir": str(run / "again"), "bf16": recipe.training.bf16 is True,
+        "output_dir": str(run / "again"), "bf16": recipe.training.bf16 is True, "seed": recipe.training.seed,
         "per_device_eval_batch_size": EVAL_BATCH, "report_to": [], "disable_tqdm": True,
         "dataloader_pin_memory": False, "use_cpu": True,
     }  # fmt: skip

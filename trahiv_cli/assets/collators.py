@@ -14,7 +14,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     DataCollatorForLanguageModeling,
-    DataCollatorForTokenClassification,
     DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedTokenizerBase,
@@ -39,7 +38,8 @@ def build_collator(
     if recipe.clm is not None:
         return partial(collate, pad_token_id=tokenizer.pad_token_id, is_padded=not recipe.clm.packing)
     if recipe.mlm is not None:
-        return MaskingCollator(tokenizer, recipe.mlm.mlm_probability)
+        mask = DataCollatorForLanguageModeling(tokenizer, mlm_probability=recipe.mlm.mlm_probability)
+        return partial(hide, mask=mask)
     return DataCollatorWithPadding(tokenizer) if recipe.seq_cls is not None else None
 
 
@@ -59,26 +59,13 @@ def collate(samples: list[dict[str, list[int]]], *, pad_token_id: int, is_padded
     return batch
 
 
-class MaskingCollator:
-    """Hides tokens of samples of `mlm`, by torch's generator or `seed`; those with `labels` it only pads."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int | None = None
-    ) -> None:
-        self._mask = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=probability)
-        self._pad = DataCollatorForTokenClassification(tokenizer, label_pad_token_id=IGNORED_LABEL)
-        if seed is not None:
-            self._mask.generator = torch.Generator().manual_seed(seed)
-
-    def __call__(self, samples: list[dict[str, list[int]]]) -> Batch:
-        """Collate `samples`, each with at least one token that is not special."""
-        if "labels" in samples[0]:
-            return dict(self._pad(samples))
-        while True:
-            batch = dict(self._mask(samples))
-            # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
-            if (batch["labels"] != IGNORED_LABEL).any():
-                return batch
+def hide(samples: list[dict[str, list[int]]], *, mask: Callable[[Any], Any]) -> Batch:
+    """Hide tokens of samples of `mlm`, each with at least one that is not special, by torch's generator."""
+    while True:
+        batch = dict(mask(samples))
+        # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
+        if (batch["labels"] != IGNORED_LABEL).any():
+            return batch
 
 
 def class_metrics(evaluated: EvalPrediction) -> dict[str, float]:

@@ -21,7 +21,7 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.samples import TOKENIZED, clm_samples, masked, trl_rows
+from trahiv_cli.assets.samples import TOKENIZED, clm_samples, trl_rows
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
@@ -45,8 +45,8 @@ class Splits:
     """The samples that are trained on, and those to measure with (None if nothing is held out).
 
     A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
-    "labels": int}`; a held-out one of `mlm` has `labels` too, one for each token. Of `sft` and `dpo` it is
-    a raw row, for TRL to tokenize. A stream raises `AssetError` where a row does not fit.
+    "labels": int}`, of `sft` and `dpo` a raw row, for TRL to tokenize. A stream raises `AssetError` where a
+    row does not fit.
     """
 
     train: Dataset | IterableDataset
@@ -59,8 +59,8 @@ def build_datasets(
     """Read, mix, tokenize, hold out and shuffle the recipe's datasets.
 
     Local and hub data are tokenized into the cache of `datasets`; the built-in text stays in memory; a
-    stream is tokenized while it is read. `seed`, which all peers share, draws the held-out documents and what
-    `mlm` hides in them; `peer_seed` the order of this peer's training samples.
+    stream is tokenized while it is read. `seed`, which all peers share, draws the held-out documents,
+    `peer_seed` the order of this peer's training samples.
 
     Raises:
         AssetError: a dataset cannot be opened, does not fit the task or the others, or is too small.
@@ -85,8 +85,6 @@ def build_datasets(
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
-    if recipe.mlm is not None and held_out is not None:
-        held_out = masked(held_out, recipe.mlm, tokenizer, seed=seed, num_proc=data.num_proc)
     if is_shuffled:  # samples, not documents: peers that read one long file must not meet in the same place
         in_buffer = {"buffer_size": STREAM_BUFFER, "max_buffer_input_shards": 1}
         train = train.shuffle(seed=peer_seed, **(in_buffer if is_stream else {"keep_in_memory": True}))

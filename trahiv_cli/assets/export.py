@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
+from trahiv_cli.assets.hub import is_of_hub
 from trahiv_cli.errors import SetupError
+from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+from trahiv_cli.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -22,8 +27,7 @@ TEMPERATURE = 0.7
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing what was there; it is whole or as it was.
 
-    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone. A crash
-    between the two renames leaves the new one whole in `.<name>.new`.
+    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is as it was.
@@ -32,13 +36,32 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
     # By default peft asks the hub whether the vocabulary was resized, which trahiv never does.
     options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+    try:
+        with replacing(folder) as new:
+            model.save_pretrained(new, **options)
+            tokenizer.save_pretrained(new)
+            (new / "README.md").write_text(card, encoding="utf-8")
+    except OSError as failure:
+        raise SetupError(
+            f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
+            "Free disk space, or choose another --output-dir.",
+        ) from failure
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new folder to be filled, which the disk then holds as `folder`, instead of what was there.
+
+    A crash between the two renames leaves the new one whole in `.<name>.new`.
+
+    Raises:
+        OSError: the disk is full or read-only, also where safetensors says so; `folder` is as it was.
+    """
     new, old = (folder.with_name(f".{folder.name}.{which}") for which in ("new", "old"))
     try:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        model.save_pretrained(new, **options)
-        tokenizer.save_pretrained(new)
-        (new / "README.md").write_text(card, encoding="utf-8")
+        yield new
         for path in (*new.rglob("*"), new):
             sync(path)
         if folder.exists():
@@ -49,10 +72,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as failure:
         shutil.rmtree(new, ignore_errors=True)
-        raise SetupError(
-            f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
-            "Free disk space, or choose another --output-dir.",
-        ) from failure
+        raise OSError(str(failure)) from failure
 
 
 def sync(path: Path) -> None:
@@ -64,48 +84,39 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def model_card(
-    *,
-    recipe_name: str,
-    base: str | None,
-    run_id: str,
-    fingerprint: str,
-    step: int,
-    samples: int,
-    peers: int,
-    dataset_names: list[str],
-    peft: bool,
-) -> str:
+def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
     """Compose the README.md of a trained model: front matter for the hub, then what happened.
 
-    Steps and samples are those of the whole swarm, `peers` the most that took part in one step. `base` and
-    `dataset_names` are hub ids; a base that was trained from scratch or is local is None.
+    `samples` are those of the whole swarm, `peers` the most that took part in one step. A base model and
+    datasets are named if they are the hub's.
     """
     from huggingface_hub import ModelCardData
 
+    base, has_adapters = recipe.model.model_name_or_path, recipe.peft is not None
+    datasets = [source.path for source in recipe.data.datasets if is_of_hub(source.path)]
     front = ModelCardData(
-        library_name="peft" if peft else "transformers",
-        base_model=base,
-        datasets=dataset_names or None,
-        tags=["trahiv", "hivemind", *["lora"] * peft],
+        library_name="peft" if has_adapters else "transformers",
+        base_model=base if is_of_hub(base) else None,
+        datasets=datasets or None,
+        tags=["trahiv", "hivemind", *["lora"] * has_adapters],
     )
-    origin = f"Fine-tuned from `{base}`" if base else "Trained"
+    origin = f"Fine-tuned from `{base}`" if is_of_hub(base) else "Trained"
     return f"""---
 {front.to_yaml()}
 ---
 
-# {recipe_name}
+# {recipe.name}
 
 {origin} by a swarm of peers over the internet with trahiv.
 
 | | |
 |---|---|
-| run | `{run_id}` |
-| agreement | `{fingerprint}` |
-| steps | {step:,} |
+| run | `{run_id(recipe)}` |
+| agreement | `{fingerprint(agreement(recipe))}` |
+| steps | {recipe.training.max_steps:,} |
 | samples | {samples:,} |
 | most peers in one step | {peers} |
-| holds | {"LoRA adapters (float32)" if peft else "the full model"} |
+| holds | {"LoRA adapters (float32)" if has_adapters else "the full model"} |
 """
 
 

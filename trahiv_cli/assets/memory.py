@@ -3,15 +3,27 @@
 Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer keeps in the recipe's
 mode, one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its
 libraries take of the RAM, and how a GPU's memory is cut to pieces; leave a GPU a tenth.
+
+What a batch holds is found by running one on tensors that have no memory. torch's fake tensors have a shape
+and a dtype but no values, so a pass through a 7B model takes seconds and no memory, and yet every operation
+is the real one: attention, checkpointing and loss need no formula here.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import weakref
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection
@@ -30,18 +42,8 @@ CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
 1.6 were measured; with `MALLOC_MMAP_THRESHOLD_=131072` it is 1.0, and training is slower."""
 
-STATES: dict[OptimName, tuple[int, int]] = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "stable_adamw", "paged_adamw_32bit"), (2, 32)),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), (2, 8)),
-    **dict.fromkeys(("ademamix", "paged_ademamix_32bit"), (3, 32)),
-    **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), (3, 8)),
-    **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), (1, 32)),
-    **dict.fromkeys(("lion_8bit", "paged_lion_8bit"), (1, 8)),
-    **dict.fromkeys(("adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_32bit"), (1, 32)),
-    "rmsprop_bnb_8bit": (1, 8),
-    "sgd": (0, 32),
-}
-"""Numbers that an optimizer keeps for each weight, and their bits. Adafactor has another rule."""
+STATES = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+"""Numbers that an optimizer keeps for each weight, by a word in its name. Adafactor has another rule."""
 
 OFFLOADED_OPTIMIZERS: frozenset[OptimName] = frozenset(
     ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
@@ -61,6 +63,15 @@ bitsandbytes/optim/optimizer.py."""
 BASE_BLOCK = 64
 NESTED_BLOCK = 256
 """A scale is of so many values of a 4-bit weight, or of so many scales; see bitsandbytes/functional.py."""
+
+TILE_TOKENS = 4096
+TILE_WORDS = 32768
+"""TRL multiplies with the head in tiles of so many tokens and words, and never holds all logits
+(trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506)."""
+
+TILE_COPIES = 7
+"""Number of float32 copies of a tile in its backward pass without Triton, as on a CPU: 7.25 were counted in
+kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 """Parts of the messages of those errors that torch raises as a plain `RuntimeError`."""
@@ -119,18 +130,13 @@ class Estimate:
         return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
 
     @property
-    def working_bytes(self) -> int:
-        """Bytes that come and go where the model runs; on a CPU, by a batch or between two."""
+    def device_bytes(self) -> int:
+        """Bytes that must fit where the model runs; what comes and goes is a batch's, or between two."""
         batch = self.activation_bytes or 0
         if self.on_gpu:
-            return max(batch, self.device_moment_bytes)
+            return self.held_on_device + max(batch, self.device_moment_bytes)
         goes_on = self.mode in ("overlap", "streaming", "auto")  # there is a round beside the batch
-        return max(batch + self.round_bytes * goes_on, self.moment_bytes)
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that must fit where the model runs."""
-        return self.held_on_device + self.working_bytes
+        return self.held_on_device + max(batch + self.round_bytes * goes_on, self.moment_bytes)
 
     @property
     def host_bytes(self) -> int:
@@ -141,6 +147,13 @@ class Estimate:
     def total_bytes(self) -> int:
         """Bytes that a CPU peer needs."""
         return self.device_bytes + self.host_bytes
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Bytes that must fit into the `GPU`, if there is one, and into `RAM`."""
+        return (
+            {"GPU": self.device_bytes, "RAM": self.host_bytes} if self.on_gpu else {"RAM": self.total_bytes}
+        )
 
 
 def add_up(
@@ -223,11 +236,11 @@ def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: boo
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
         return FLOAT32_BYTES * (rows_and_columns if len(shape) > 1 else num_values)
-    states, bits = STATES[training.optim]
+    states = next(states for word, states in STATES.items() if word in training.optim)
     if training.optim in ("sgd", "rmsprop"):
         said = (training.optim_args or "").replace(" ", "").lower()
         states += ("momentum=" in said) + ("centered=true" in said)
-    if bits == 8 and num_values >= MIN_8BIT_VALUES and not in_32_bits:
+    if "8bit" in training.optim and num_values >= MIN_8BIT_VALUES and not in_32_bits:
         return states * (num_values + FLOAT32_BYTES * -(-num_values // OPTIMIZER_BLOCK))
     return states * FLOAT32_BYTES * num_values
 
@@ -241,6 +254,96 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
     if quantization.bnb_4bit_use_double_quant:
         return -(-num_values // 2) + scales + FLOAT32_BYTES * -(-scales // NESTED_BLOCK)
     return -(-num_values // 2) + FLOAT32_BYTES * scales
+
+
+def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
+    """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
+
+    `outline` is the recipe's model on the meta device; `length` are the tokens of each sample, and autocast
+    computes in `dtype` (float32: without it). None if shapes depend on values, as in mixtures of experts.
+    """
+    model: Any = copy.deepcopy(outline)
+    if model.config._attn_implementation not in ("eager", "sdpa"):
+        model.set_attn_implementation("sdpa")  # other kernels have no fakes; they hold as much
+    if recipe.training.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
+    has_tiled_head = recipe.sft is not None or recipe.dpo is not None
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            model.tie_weights()
+            for weight in model.parameters():  # the swarm's accumulators lie there before the first pass
+                weight.grad = torch.empty_like(weight) if weight.requires_grad else None
+            tokens = torch.zeros(rows, length, dtype=torch.long)
+            with Count(model) as count:
+                run(model, tokens, dtype, count, has_head=not has_tiled_head)
+    except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
+        return None
+    finally:
+        log.disabled = was_disabled
+    head = tiles_bytes(model, rows * length, dtype) if has_tiled_head else 0
+    return max(count.peak, count.held + head)
+
+
+def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> None:
+    """Run the model with its own loss, as `Trainer` does under accelerate, or everything but the head."""
+    has_autocast = dtype != torch.float32
+    with torch.autocast("cpu", dtype, enabled=has_autocast):
+        if has_head:
+            is_class = model.config.problem_type == "single_label_classification"
+            outputs = model(input_ids=tokens, labels=tokens[:, 0] if is_class else tokens)
+        else:
+            base = model.get_base_model() if hasattr(model, "peft_config") else model
+            outputs = base.base_model(input_ids=tokens, use_cache=False)
+    if has_head and has_autocast:
+        outputs = convert_to_fp32(outputs)
+    last = outputs.loss if has_head else outputs.last_hidden_state
+    del outputs
+    count.held = count.live
+    last.backward(torch.ones_like(last))
+
+
+def tiles_bytes(model: Any, num_tokens: int, dtype: torch.dtype) -> int:
+    """Count what TRL's head holds in its backward pass; see `TILE_TOKENS`."""
+    head = model.get_output_embeddings().weight
+    rows = min(num_tokens, TILE_TOKENS)
+    num_bytes = rows * TILE_WORDS * dtype.itemsize + num_tokens * head.shape[1] * 4
+    if not torch.cuda.is_available():  # there is Triton on a GPU, which works in place
+        num_bytes += TILE_COPIES * rows * min(head.shape[0], TILE_WORDS) * 4
+    return int(num_bytes + (head.numel() * 4 if head.requires_grad else 0))
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the tensors that live at the same time; a model's weights are left out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0  # bytes now, and at most
+        self.held = 0  # bytes between the forward and the backward pass
+        own = [*model.parameters(), *model.buffers()]
+        own += [weight.grad for weight in model.parameters() if weight.grad is not None]
+        self._known = {tensor.untyped_storage()._cdata for tensor in own}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, and count what it makes."""
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return made
+
+    def _forget(self, key: int, num_bytes: int) -> None:
+        self.live -= num_bytes
+        self._known.discard(key)
 
 
 @contextmanager

@@ -5,17 +5,31 @@ Nothing here runs code that came with a model: `trust_remote_code` is never set.
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE as BpeModel
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     ByT5Tokenizer,
@@ -28,12 +42,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, add_up
-from trahiv_cli.assets.model_config import KINDS, expand_folder, model_name, read_config, translated
-from trahiv_cli.assets.rehearsal import activation_bytes
+from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, activation_bytes, add_up
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
-from trahiv_cli.recipe.schema import Recipe, TrainingSection
+from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -43,6 +55,31 @@ NUM_TOKENS = 2048
 worse after the same number of steps."""
 
 END = "<|end|>"
+
+
+class Kind(NamedTuple):
+    """The kind of model that a task trains."""
+
+    loader: Any  # its `AutoModelFor...`
+    configs: Mapping[type[PreTrainedConfig], Any]  # those that the loader knows
+    peft_task: str | None  # peft has no class for masked models
+
+
+CAUSAL = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
+KINDS: dict[Task, Kind] = {
+    **dict.fromkeys(("clm", "sft", "dpo"), CAUSAL),
+    "mlm": Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, None),
+    "seq-cls": Kind(AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "SEQ_CLS"),
+}
+
+NEXT_STEPS: dict[type[Exception], str] = {
+    StrictDataclassError: "Correct the field in `model.config`.",
+    OSError: "Check the name and the connection; for a private or gated model run `hf auth login`.",
+    ImportError: "Install the package it names.",
+    ValueError: "Check the `model` section.",
+    SafetensorError: "Check the `model` section.",
+}
+"""What transformers and the hub raise where a model or tokenizer can't be had -> what to do."""
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -103,6 +140,61 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
+def model_name(model: ModelSection) -> str:
+    """Name the model in messages, and to `from_pretrained` if it has a hub id or folder."""
+    return model.model_name_or_path or f"a new {(model.config or {})['model_type']}"
+
+
+def read_config(recipe: Recipe) -> PreTrainedConfig:
+    """Read the model's config, or make it of the recipe's fields; for `seq-cls` with the recipe's labels.
+
+    Raises:
+        AssetError: there is no such model, a field does not fit, or the task trains another kind of model.
+    """
+    model, kind = recipe.model, KINDS[recipe.task]
+    if (fields := model.config) is not None:
+        model_type = str(fields["model_type"])
+        # transformers keeps fields that it does not know, older names among them; only near misses count.
+        known = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
+        for name in fields.keys() - known.keys():
+            if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
+                said = f"A {model_type} config has no field {name!r}."
+                raise AssetError(said, f"Did you mean {close[0]!r}?")
+        with translated("model config", f"a new {model_type}"):
+            config = AutoConfig.for_model(**fields)
+    else:
+        name = expand_folder(model_name(model))
+        with translated("model", name):
+            config = AutoConfig.from_pretrained(name, revision=model.revision, trust_remote_code=False)
+    if type(config) not in kind.configs:
+        raise AssetError(
+            f"{model_name(model)!r} is a {config.model_type}, which `task: {recipe.task}` can't train.",
+            f"Choose a model that transformers' {kind.loader.__name__} can load, or another task.",
+        )
+    if recipe.seq_cls is not None:
+        config.id2label = dict(enumerate(recipe.seq_cls.labels))
+        config.label2id = {label: index for index, label in config.id2label.items()}
+        config.problem_type = "single_label_classification"
+    return config
+
+
+def expand_folder(name: str) -> str:
+    """Expand `~` in a folder's name; a hub id is returned as it is."""
+    path = Path(name).expanduser()
+    return str(path) if path.is_dir() else name
+
+
+@contextmanager
+def translated(what: str, name: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise about a model or tokenizer (`what`) into an `AssetError`."""
+    try:
+        yield
+    except tuple(NEXT_STEPS) as failure:
+        hint = next(hint for kind, hint in NEXT_STEPS.items() if isinstance(failure, kind))
+        said = " ".join(str(failure).split())[:300]
+        raise AssetError(f"The {what} {name!r} could not be loaded: {said}", hint) from failure
+
+
 def compute_dtype(training: TrainingSection) -> torch.dtype:
     """Return what this peer computes in; `bf16: auto` is bfloat16 where a GPU has it."""
     if training.fp16:
@@ -148,7 +240,7 @@ def build_model(
 def estimate(recipe: Recipe, *, length: int) -> Estimate:
     """Say what memory the recipe takes of this peer, without loading a weight; it takes seconds.
 
-    One batch, of samples of `length` tokens, is rehearsed (`rehearsal.py`).
+    One batch, of samples of `length` tokens, is rehearsed (`activation_bytes`).
 
     Raises:
         AssetError, SetupError: as from `build_model`, for all that can be known without the weights.
@@ -167,21 +259,23 @@ def require_memory(recipe: Recipe) -> Estimate:
     Only what is sure is counted: activations grow with samples that nobody has seen yet.
 
     Raises:
-        OutOfMemory: it cannot fit; with both numbers.
-        AssetError, SetupError: as from `estimate`.
+        OutOfMemory, AssetError, SetupError: as from `require_room` and `estimate`.
     """
-    needed, free = add_up(recipe, *build_outline(recipe), activation_bytes=None), free_bytes()
-    places = {"RAM": needed.held_on_device + needed.held_on_host}
-    if needed.on_gpu:
-        places = {"GPU": needed.held_on_device, "RAM": needed.held_on_host}
-    for name, needed_bytes in places.items():
+    needed = add_up(recipe, *build_outline(recipe), activation_bytes=None)
+    require_room(needed, free_bytes())
+    return needed
+
+
+def require_room(needed: Estimate, free: dict[str, int]) -> None:
+    """Raise `OutOfMemory`, with both numbers, if there are fewer free bytes anywhere than training needs."""
+    for name, needed_bytes in needed.places.items():
         if needed_bytes > free[name]:
+            before = " before activations" * (needed.activation_bytes is None)
             raise OutOfMemory(
-                f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name} before "
-                f"activations, and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
+                f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name}{before}, "
+                f"and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
                 SAVINGS,
             )
-    return needed
 
 
 def free_bytes() -> dict[str, int]:

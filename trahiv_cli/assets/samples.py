@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from datasets import ClassLabel, Features, LargeList, List, Value
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.collators import MaskingCollator
 from trahiv_cli.assets.sources import Documents, Opened, parallel, require_text
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import (
@@ -124,31 +123,6 @@ def mlm_documents(
     return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
 
 
-def masked(
-    documents: Documents,
-    mlm: MlmSection,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    seed: int,
-    num_proc: int | None,
-) -> Documents:
-    """Hide tokens of `mlm_documents` once and for all, so that every evaluation asks the same.
-
-    What is hidden in a document is drawn from `seed` and its index among `documents`, whatever `num_proc`.
-    Each sample has `labels`, -100 where nothing is hidden, and at least one hidden token.
-    """
-
-    def mask(documents: list[list[int]], indices: list[int]) -> Columns:
-        samples = [
-            MaskingCollator(tokenizer, mlm.mlm_probability, seed=seed + index)([{"input_ids": ids}])
-            for ids, index in zip(documents, indices, strict=True)
-        ]
-        return {name: [sample[name][0].tolist() for sample in samples] for name in ("input_ids", "labels")}
-
-    features = Features({"input_ids": IDS, "labels": IDS})
-    return mapped(documents, mask, ["input_ids"], features, with_indices=True, num_proc=num_proc)
-
-
 # -- seq-cls --------------------------------------------------------------------------------------
 
 
@@ -250,9 +224,6 @@ def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, 
     """Turn a conversation of ShareGPT into messages of roles and contents."""
     messages = [{KEYS.get(key, key): value for key, value in message.items()} for message in conversation]
     return {"messages": [{**one, "role": ROLES.get(one["role"], one["role"])} for one in messages]}
-
-
-# -- all ------------------------------------------------------------------------------------------
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:

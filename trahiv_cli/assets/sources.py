@@ -120,9 +120,6 @@ def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
     return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 def arguments(source: DatasetSection) -> dict[str, Any]:
     """Say to `load_dataset` what `source` means; `AssetError` if it is not there or of several kinds."""
     if source.path.startswith(BUILTIN):
@@ -165,9 +162,6 @@ def guarded_rows(
             # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
             for batch in rows.shard(rows.num_shards, index).iter(batch_size=1):
                 yield {column: values[0] for column, values in batch.items()}
-
-
-# -- failures -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -6,22 +6,16 @@ and what peers tell each other besides are about one part in a thousand.
 
 from __future__ import annotations
 
-import shutil
-import sys
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import zip_longest
 
-from trahiv_cli.assets.memory import FLOAT32_BYTES, STATES, Estimate
+from trahiv_cli.assets.memory import Estimate
 from trahiv_cli.cli.output import Format, out
-from trahiv_cli.cli.preview import WIDEST, draw, look
-from trahiv_cli.errors import OutOfMemory
+from trahiv_cli.cli.preview import look
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import EvalSection, Recipe
 from trahiv_cli.swarm.codecs import CODECS
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MEMORY_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 TRAFFIC_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
@@ -30,9 +24,6 @@ TIME_UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks, in megabits a second: mobile, home, office, data centre."""
-
-Places: TypeAlias = dict[str, tuple[int, int]]
-"""`GPU` if there is one, and `RAM`: the bytes that are needed, and those that are free."""
 
 
 @dataclass(frozen=True)
@@ -69,25 +60,19 @@ def show_estimate(recipe: Recipe) -> None:
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
     seen, told = look(stream, 0, "looking at the model and the data ...")
-    from trahiv_cli.assets.memory import SAVINGS
-    from trahiv_cli.assets.model import estimate, free_bytes
+    from trahiv_cli.assets.model import estimate, free_bytes, require_room
 
     longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
-    needed = estimate(recipe, length=longest)
-    traffic, free = traffic_of(recipe, needed), free_bytes()
-    places = {"RAM": (needed.total_bytes, free["RAM"])}
-    if needed.on_gpu:
-        places = {"GPU": (needed.device_bytes, free["GPU"]), "RAM": (needed.host_bytes, free["RAM"])}
+    needed, free = estimate(recipe, length=longest), free_bytes()
+    traffic = traffic_of(recipe, needed)
     if out.format is Format.json:
-        show_event(needed, traffic, places, longest)
+        show_event(needed, traffic, free, longest)
     else:
-        show_picture(recipe, needed, traffic, places, longest)
+        lines = *memory_table(recipe, needed, free, longest), "", *traffic_table(traffic)
+        out.data("\n".join(lines))
     for message, hint in told:
         out.warning("data", message, hint)
-    for name, (wanted, available) in places.items():
-        if wanted > available:
-            said = f"{size(wanted)} are needed, and {size(available)} are free"
-            raise OutOfMemory(f"Training would not fit into the {name}: {said}.", SAVINGS)
+    require_room(needed, free)
 
 
 def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
@@ -97,7 +82,7 @@ def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> st
     return f"{said:.0f} {name}" if said >= 99.95 else f"{said:.1f} {name}"
 
 
-def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: int) -> None:
+def show_event(needed: Estimate, traffic: Traffic, free: dict[str, int], num_tokens: int) -> None:
     """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null is not known."""
     out.event(
         "estimate",
@@ -105,8 +90,8 @@ def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: i
         device_bytes=needed.device_bytes,
         host_bytes=needed.host_bytes,
         total_bytes=needed.total_bytes,
-        free_device_bytes=places["GPU"][1] if needed.on_gpu else None,
-        free_host_bytes=places["RAM"][1],
+        free_device_bytes=free.get("GPU"),
+        free_host_bytes=free["RAM"],
         longest_sample=num_tokens,
         traffic=asdict(traffic),
         seconds={
@@ -116,22 +101,8 @@ def show_event(needed: Estimate, traffic: Traffic, places: Places, num_tokens: i
     )
 
 
-def show_picture(recipe: Recipe, needed: Estimate, traffic: Traffic, places: Places, num_tokens: int) -> None:
-    """Draw an estimate as wide as the terminal."""
-    from rich.panel import Panel
-
-    memory = memory_table(memory_rows(recipe, needed, num_tokens), needed, places)
-    tables = {
-        f"[bold]{recipe.name}[/] ({recipe.task}): memory of this peer": memory,
-        "bytes that each peer sends, and receives": traffic_table(traffic),
-    }
-    panels = [Panel(it, title=said, title_align="left", border_style="cyan") for said, it in tables.items()]
-    width = min(shutil.get_terminal_size().columns, WIDEST)
-    out.data(draw(*panels, width=width, is_coloured=out.has_colour(sys.stdout)))
-
-
-def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple[str, str, int, int]]:
-    """Say what memory is needed for: purpose, note, bytes with the model and bytes of the RAM."""
+def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tokens: int) -> list[str]:
+    """Say line by line what memory is needed for, with a column for each place."""
     training, batch = recipe.training, needed.activation_bytes or 0
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
@@ -139,7 +110,8 @@ def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple
     frozen, trained = (size(number, COUNT_UNITS).replace(" ", "") for number in counts)
     of_mode = needed.mode_host_bytes + needed.residual_bytes
     between = "between batches" if needed.on_gpu else "or between batches"
-    rows = [
+    tokens = f"{sequences} x {num_tokens} tokens"
+    rows = [  # purpose, note, bytes with the model and bytes of the RAM
         ("frozen weights", frozen, needed.frozen_bytes, 0),
         ("reference model", "to compare with", needed.reference_bytes, 0),
         ("trained weights", f"{trained}, float32", needed.trainable_bytes, 0),
@@ -148,53 +120,41 @@ def memory_rows(recipe: Recipe, needed: Estimate, num_tokens: int) -> list[tuple
         ("copies", "of gradients and weights", 0, needed.averaged_bytes + needed.copy_bytes),
         (f"mode {needed.mode}", "copies, at most", needed.mode_device_bytes, of_mode),
         ("libraries", "in all processes", 0, needed.libraries_bytes),
-        ("activations", f"{sequences} x {num_tokens} tokens", batch, 0),
+        ("activations", "not known for this model" if needed.activation_bytes is None else tokens, batch, 0),
         (between, "a round, a checkpoint", 0, needed.moment_bytes),
     ]
-    if needed.activation_bytes is None:
-        rows[-2] = ("activations", "not known for this model", 0, 0)
-    return [row for row in rows if row[2] + row[3] or row[0] == "activations"]
-
-
-def memory_table(rows: list[tuple[str, str, int, int]], needed: Estimate, places: Places) -> Table:
-    """Draw what memory is needed for, with a column for each place."""
-    from rich.table import Column, Table
-    from rich.text import Text
-
-    table = Table.grid(
-        Column(no_wrap=True), *(Column(justify="right") for _ in places), Column(style="dim"), padding=(0, 2)
-    )
-    table.add_row("", *(Text(name, style="bold") for name in places))
+    table, notes = [["", *needed.places]], [""]
     for purpose, note, on_device, on_host in rows:
-        cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
-        table.add_row(purpose, *(size(cell) if cell else "-" for cell in cells), note)
-    peak = [wanted for wanted, _ in places.values()]
-    sums = {
-        "at the peak": peak,
-        "when a peer joins": [*peak[:-1], peak[-1] + needed.joiner_bytes],
-        "free here": [free for _, free in places.values()],
-    }
-    for name, values in sums.items():
-        table.add_row(*(Text(text, style="bold") for text in (name, *map(size, values))))
-    return table
+        if on_device or on_host or purpose == "activations":
+            cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
+            table.append([purpose, *(size(cell) if cell else "-" for cell in cells)])
+            notes.append(note)
+    *on_gpu, in_ram = needed.places.values()
+    table += [
+        ["at the peak", *map(size, (*on_gpu, in_ram))],
+        ["when a peer joins", *map(size, (*on_gpu, in_ram + needed.joiner_bytes))],
+        ["free here", *(size(free[name]) for name in needed.places)],
+    ]
+    lines = zip_longest(lined_up(table), notes, fillvalue="")
+    title = f"{recipe.name} ({recipe.task}): memory of this peer"
+    return [title, *("  ".join(cells).rstrip() for cells in lines)]
 
 
-def traffic_table(traffic: Traffic) -> Table:
-    """Draw what a peer sends in a round, and when it joins, and how long that takes."""
-    from rich.table import Column, Table
-
+def traffic_table(traffic: Traffic) -> list[str]:
+    """Say line by line what a peer sends in a round, and when it joins, and how long that takes."""
     span = "a step" if traffic.steps_per_round == 1 else f"{traffic.steps_per_round} steps"
     names = {"round_of_2": f"{span}, 2 peers", "round_of_many": f"{span}, many peers", "state": "to join"}
-    columns = [Column(justify="right") for _ in range(1 + len(SPEEDS_MBPS))]
-    table = Table.grid(Column(no_wrap=True), *columns, padding=(0, 2))
-    table.add_row("", "", *(f"{mbps} Mbit/s" for mbps in SPEEDS_MBPS), style="dim")
+    table = [["", "", *(f"{mbps} Mbit/s" for mbps in SPEEDS_MBPS)]]
     for name, num_bytes in traffic.sent().items():
         times = (size(seconds, TIME_UNITS) for seconds in seconds_by_speed(num_bytes).values())
-        table.add_row(names.get(name, f"{name}, many"), size(num_bytes, TRAFFIC_UNITS), *times)
-    return table
+        table.append([names.get(name, f"{name}, many"), size(num_bytes, TRAFFIC_UNITS), *times])
+    return ["bytes that each peer sends, and receives", *lined_up(table)]
 
 
-# -- traffic --------------------------------------------------------------------------------------
+def lined_up(table: list[list[str]]) -> list[str]:
+    """Write each row of a table as a line, with its first column to the left and all others to the right."""
+    first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join([name.ljust(first), *map(str.rjust, cells, widths)]) for name, *cells in table]
 
 
 def seconds_by_speed(num_bytes: int) -> dict[str, float]:
@@ -212,7 +172,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     copies = {codec: encoded_bytes(values, codec) for codec in codecs}
     by_choice = {**copies, "a fragment": min(copies.values()) // swarm.fragments} if is_auto else {}
     statistics = needed.optimizer_bytes
-    if pace.has_local_steps and STATES.get(recipe.training.optim, (0, 32))[1] == 32 and one_copy:
+    if pace.has_local_steps and "8bit" not in recipe.training.optim and one_copy:
         # They go to a joiner in 8 bits a value (`codecs.EightBitStatistics`), about as long as in this codec.
         statistics = statistics * encoded_bytes(values, "blockwise8") // one_copy
     state = encoded_bytes(values, opt.load_state_compression) + statistics
@@ -226,14 +186,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
 
 
 def encoded_bytes(values: tuple[int, ...], name: str) -> int:
-    """Count the bytes of float32 tensors of so many `values` each in a codec, in hivemind's parts."""
+    """Count the bytes of float32 tensors of so many `values` each in a codec."""
     import torch
-    from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES
-    from hivemind.compression import CompressionInfo
 
-    codec = CODECS[name]()
-    ratio = codec.estimate_compression_ratio(CompressionInfo.from_tensor(torch.zeros(1)))
-    part = int(DEFAULT_PART_SIZE_BYTES / (FLOAT32_BYTES * ratio))
-    num_parts = sum(number // part for number in values)
-    ends = sum(codec.encoded_bytes(number % part, torch.float32) for number in values)
-    return num_parts * codec.encoded_bytes(part, torch.float32) + ends
+    return sum(CODECS[name]().encoded_bytes(number, torch.float32) for number in values)

@@ -121,32 +121,36 @@ class Output:
             yield lambda: None
             return
         from rich.console import Console
+        from rich.live import Live
 
-        from trahiv_cli.telemetry.board import MIN_COLUMNS, MIN_ROWS, LiveBoard
+        from trahiv_cli.telemetry.board import MIN_COLUMNS, MIN_ROWS, Board
 
         console = Console(file=sys.stdout)
         if console.is_dumb_terminal or console.width < MIN_COLUMNS or console.height < MIN_ROWS:
             events.add(lambda event: write_line(for_a_person(event)))
             yield lambda: None
             return
-        board = LiveBoard(console)
+        board = Board()
+        view = Live(board, console=console, refresh_per_second=4)
 
         def show(event: Event) -> None:
             """Show it on the live view; what must stay copyable goes above that, and the last words below."""
-            what = event["event"]
-            if what != "ready":  # the view begins below it; until then, waits are lines
-                board(event)
+            what, ready = event["event"], board.last.get("ready")
+            board(event)
+            is_of_the_end = what == "sample" and ready is not None and event["step"] >= ready["max_steps"]
+            if is_of_the_end or what == "done":
+                view.stop()
             is_line = what in ("folder", "ready", "sample", "done")
-            if is_line or (what in ("waiting", "warning") and not board.has_begun):
+            if is_line or (what in ("waiting", "warning") and ready is None):
                 write_line(for_a_person(event))
-            if what == "ready":
-                board(event)
+            if what == "ready":  # the view begins below its line; until then, waits are lines
+                view.start()
 
         events.add(show)
         try:
-            yield board.stop
+            yield view.stop
         finally:
-            board.stop()
+            view.stop()
 
     def rendered(self, finding: Finding) -> str:
         """Return a finding as place and message, the source line with a caret, and the hint."""
@@ -160,14 +164,11 @@ class Output:
             lines.append(f"      {self.paint('36', 'hint:')} {visible(finding.hint)}")
         return "\n".join(lines)
 
-    def has_colour(self, stream: TextIO) -> bool:
-        """Tell whether a person reads a stream at a terminal, and has nothing against colour."""
+    def paint(self, code: str, text: str, stream: TextIO | None = None) -> str:
+        """Colour a text by the code of a colour, where a person reads `stream` (stderr) and wants colour."""
         is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        return self.format is Format.human and is_wanted and stream.isatty()
-
-    def paint(self, code: str, text: str) -> str:
-        """Colour a text for a terminal that wants it, by the code of a colour."""
-        return f"\x1b[{code}m{text}\x1b[0m" if self.has_colour(sys.stderr) else text
+        has_colour = self.format is Format.human and is_wanted and (stream or sys.stderr).isatty()
+        return f"\x1b[{code}m{text}\x1b[0m" if has_colour else text
 
 
 out = Output()

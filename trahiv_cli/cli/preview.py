@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import shutil
 import sys
 import unicodedata
 import warnings
@@ -17,16 +15,12 @@ from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
 from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
 
 if TYPE_CHECKING:
-    from rich.bar import Bar
-    from rich.console import RenderableType
-    from rich.table import Table
-    from rich.text import Text
-
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.preview import Part, Preview
 
-TRAINED = "bold green"
-SPECIAL = "cyan"
+TRAINED = "1;32"
+"""Terminals' code of bold and green."""
+
 BRACKETS = "⟦", "⟧"
 """Around trained tokens: seldom in a text, and readable in any font."""
 
@@ -34,7 +28,7 @@ NEWLINE = "↵"
 JOINERS = "\u200c\u200d"
 """Invisible, and part of how scripts and emoji are written."""
 
-WIDEST = 120
+RULE = 80
 
 
 def preview(
@@ -51,8 +45,7 @@ def preview(
     if out.format is Format.json:
         out.event("preview", **asdict(shown))
     else:
-        width = min(shutil.get_terminal_size().columns, WIDEST)
-        out.data(draw(*picture(shown), width=width, is_coloured=out.has_colour(sys.stdout)))
+        out.data(picture(shown))
     for message, hint in told:
         out.warning("data", readable(message), hint)
 
@@ -71,23 +64,20 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
     return build_preview(recipe, num_shown)
 
 
-def picture(preview: Preview) -> list[RenderableType]:
-    """Draw the samples, each part below its name, and the figures."""
-    from rich.rule import Rule
-    from rich.text import Text
-
-    things: list[RenderableType] = []
+def picture(preview: Preview) -> str:
+    """Write the samples, each part below its name, and the figures, with rules between them."""
+    lines = []
     for number, sample in enumerate(preview.samples, 1):
         title = f"{'row' if preview.packed else 'sample'} {number}, {sample.tokens:,} tokens"
         if not preview.classes:
             title += f", {sample.trained_tokens:,} {trained_word(preview)}"
-        things.append(Rule(title, align="left", style="", characters="━"))
+        lines.append(f"{title} ".ljust(RULE, "━"))
         for part in sample.parts:
-            if part.name:
-                things.append(Rule(Text(part.name, style="dim"), align="left", style="dim"))
-            things.append(text_of(part))
-    title = f"[bold]{preview.name}[/] ({preview.task})"
-    return [*things, Rule(title, align="left", style="cyan", characters="━"), summary(preview)]
+            lines += [f"{part.name} ".ljust(RULE, "─")] * bool(part.name) + [text_of(part)]
+    lines.append(f"{preview.name} ({preview.task}) ".ljust(RULE, "━"))
+    rows = figures(preview)
+    names = max(map(len, rows))
+    return "\n".join([*lines, *(f"{name:<{names}}  {said}" for name, said in rows.items())])
 
 
 def trained_word(preview: Preview) -> str:
@@ -95,21 +85,13 @@ def trained_word(preview: Preview) -> str:
     return "hidden" if preview.task == "mlm" else "trained"
 
 
-def text_of(part: Part) -> Text:
+def text_of(part: Part) -> str:
     """Write a part with its trained tokens in brackets, and in colour where there is any."""
-    from rich.text import Text
-
-    text = Text(overflow="fold")
+    text = ""
     for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.trained):
-        opening, closing = BRACKETS if is_trained else ("", "")
-        text.append(opening)
-        for piece in run:
-            text.append(readable(piece.text), TRAINED if is_trained else SPECIAL * piece.special)
-        text.append(closing)
-    if text.plain.endswith("\n"):
-        text.right_crop()
-    text.highlight_regex(NEWLINE, "dim")
-    return text
+        said = "".join(readable(piece.text) for piece in run)
+        text += out.paint(TRAINED, said.join(BRACKETS), sys.stdout) if is_trained else said
+    return text.removesuffix("\n")
 
 
 def readable(text: str) -> str:
@@ -123,56 +105,26 @@ def readable(text: str) -> str:
     return "".join(steers.get(char) or shown(char) for char in text)
 
 
-def summary(preview: Preview) -> Table:
-    """Say in a table what was counted: a few words for each name."""
-    from rich.table import Table
-    from rich.text import Text
-
+def figures(preview: Preview) -> dict[str, str]:
+    """Say what was counted: a few words for each name."""
     from trahiv_cli.recipe.schema import section_of
 
     looked_at, total, lengths = preview.looked_at, preview.num_samples, preview.lengths
     seen = f", the first {looked_at:,} looked at" if total is None or looked_at < total else ""
-    rows = {"samples": Text((f"{total:,}" if total is not None else "a stream") + seen)}
+    rows = {"samples": (f"{total:,}" if total is not None else "a stream") + seen}
     if preview.packed:
-        rows["packed"] = Text(f"into rows of at most {preview.max_length:,} tokens: {preview.rows:,}")
+        rows["packed"] = f"into rows of at most {preview.max_length:,} tokens: {preview.rows:,}"
     elif preview.rows < looked_at:
-        rows["left out"] = Text(f"{looked_at - preview.rows:,} that would train nothing once they are cut")
+        rows["left out"] = f"{looked_at - preview.rows:,} that would train nothing once they are cut"
     if preview.trained_tokens is not None:
         share = 100 * preview.trained_tokens / max(preview.tokens, 1)
-        said = f"{share:.1f} % of the tokens ({preview.trained_tokens:,} of {preview.tokens:,}), "
-        rows[trained_word(preview)] = Text.assemble(said, ("like this".join(BRACKETS), TRAINED))
+        said = f"{share:.1f} % of the tokens ({preview.trained_tokens:,} of {preview.tokens:,})"
+        rows[trained_word(preview)] = f"{said}, {'like this'.join(BRACKETS)}"
     if lengths:
         half = f"half of them up to {lengths['median']:,}"
-        rows["lengths"] = Text(f"{lengths['shortest']:,} to {lengths['longest']:,} tokens, {half}")
+        rows["lengths"] = f"{lengths['shortest']:,} to {lengths['longest']:,} tokens, {half}"
         limit = f"{preview.max_length:,} tokens ({section_of(preview.task)}.max_length)"
-        rows["full"] = Text(f"{preview.full_samples:,} have {limit}, and longer ones are cut")
+        rows["full"] = f"{preview.full_samples:,} have {limit}, and longer ones are cut"
     if preview.classes:
-        rows["classes"] = Text(", ".join(f"{readable(name)} {n:,}" for name, n in preview.classes.items()))
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(Text(name, style="dim"), value)
-    return table
-
-
-def bar(part: int, whole: int, colour: str) -> Bar:
-    """Make a bar that fills its column by a share; nothing but nothing is empty."""
-    from rich.bar import Bar
-
-    return Bar(whole or 1, 0, max(part, whole / 100) if part else 0, color=colour)
-
-
-def draw(*things: RenderableType, width: int, is_coloured: bool) -> str:
-    """Draw things below each other in `width` columns, whatever the real terminal is."""
-    from rich.console import Console
-
-    screen = io.StringIO()
-    console = Console(
-        file=screen,
-        width=width,
-        color_system="standard" if is_coloured else None,
-        force_terminal=is_coloured,
-        legacy_windows=False,
-        _environ={},
-    )
-    console.print(*things)
-    return screen.getvalue().rstrip("\n")
+        rows["classes"] = ", ".join(f"{readable(name)} {n:,}" for name, n in preview.classes.items())
+    return rows

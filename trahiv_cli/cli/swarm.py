@@ -181,8 +181,7 @@ def agreed(
     from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.record import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.train.folder import read_run
-    from trahiv_cli.train.joining import known_identity, known_run, require_same_agreement, scout
+    from trahiv_cli.train.folder import known_identity, known_run, read_run, require_same_agreement, scout
 
     invitation, identity, reached = options.invitation, options.identity, 0
     known = known_run(invitation.addresses, options.output_dir)
@@ -210,9 +209,6 @@ def agreed(
         document.replace(overrides)
         require_sound(ours, document)
     return ours, replace(options, reached_step=reached)
-
-
-# -- what both do ---------------------------------------------------------------------------------
 
 
 def options_of(
@@ -255,7 +251,6 @@ def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
     quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.telemetry.events import Events
-    from trahiv_cli.telemetry.lines import go_on
     from trahiv_cli.train.leaving import Leaving
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
@@ -265,7 +260,8 @@ def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
 
             def leave_at_once() -> None:
                 give_terminal_back()
-                out.say(f"stopped at once, without a checkpoint\n{go_on(leaving.resume or options.resume)}")
+                again = leaving.resume or options.resume
+                out.say(f"stopped at once, without a checkpoint\nto go on: {again}")
 
             leaving = Leaving(at_once=leave_at_once)
             with leaving.installed():
@@ -306,9 +302,6 @@ def rehearse(recipe: Recipe) -> None:
 
     show(recipe)
     show_estimate(recipe)
-
-
-# -- again ----------------------------------------------------------------------------------------
 
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:

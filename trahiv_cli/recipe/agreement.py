@@ -117,7 +117,7 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
 def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     """Return an agreement, maybe a stranger's, without names that only people read.
 
-    These are of local data whose content is known, and of model folders, as `assets/likeness.py` compares
+    These are of local data whose content is known, and of model folders, as `train/comparison.py` compares
     what was loaded from those.
     """
     nameless = copy.deepcopy(shared)

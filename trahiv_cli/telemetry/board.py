@@ -8,7 +8,6 @@ from collections import deque
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,7 +18,7 @@ from trahiv_cli.telemetry.events import Event, short_name
 HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"
 MAX_PEERS_SHOWN = 12
-OTHER_ROWS = 21
+OTHER_ROWS = 20
 """Rows of the board besides those of peers, at most."""
 
 MIN_COLUMNS, MIN_ROWS = 60, OTHER_ROWS + 1
@@ -34,13 +33,6 @@ ECHO_COLUMNS = 4
 """Columns that stay free at the right of the board: a terminal writes ^C where the cursor is, at the end of
 the last line, and on a line of its own that would push the board down."""
 LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 20, 46, 24
-
-SOURCES = {
-    "fresh": "a fresh start",
-    "swarm": "with the swarm's state",
-    "checkpoint": "from this peer's checkpoint",
-}
-"""What a run began with, in words."""
 
 
 def sparkline(values: list[float]) -> str:
@@ -73,7 +65,7 @@ class Board:
             case "ready":
                 self.phase = "loading the model"
             case "joined":
-                self.phase = f"training from step {event['step']} ({SOURCES[event['source']]})"
+                self.phase = f"training from step {event['step']}"
                 if event.get("why"):
                     self.notes.append(event["why"])
             case "step" if event["loss"] is not None:
@@ -91,10 +83,10 @@ class Board:
         """Draw it, as wide as there is room."""
         outer = max(8, options.max_width - ECHO_COLUMNS)
         width = outer - 4  # within the frame
-        rows: list[RenderableType] = [self._head()]
+        rows: list[RenderableType] = [self._steps(width)]
         if progress := self.last.get("progress"):
             room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
-            rows += [_towards_next_step(progress, width), _peers(progress["peers"], room)]
+            rows.append(_peers(progress["peers"], room))
         rows.append(self._numbers())
         if wait := self.waiting:
             left = max(0.0, wait["until_seconds"] - wait["seconds"] - (time.time() - wait["t"]))
@@ -109,24 +101,34 @@ class Board:
         title = f"[bold]{ready['run_id']}[/]"
         yield Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=outer)
 
-    def _head(self) -> RenderableType:
+    def _steps(self, width: int) -> RenderableType:
+        """Draw how far the run is, and how far the next step, of which each peer has a part."""
         ready, progress = self.last.get("ready"), self.last.get("progress")
         newest = progress or self.last.get("step")
         if not ready or not newest:
             return Text(self.phase)
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(width=LABEL_COLUMNS, no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", width=FIGURES_COLUMNS)
         done, total, time_left = newest["step"], ready["max_steps"], ""
         pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
         if progress and pace > 1e-6:
             samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
             minutes, seconds = divmod(round(samples / pace), 60)
             time_left = f"about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
-        line = _row()
-        line.add_row(
-            Text(f"step {done} of {total}", style="bold"),
-            ProgressBar(total=total, completed=done, complete_style="cyan"),
-            Text(time_left, style="dim"),
-        )
-        return line
+        label = Text(f"step {done} of {total}", style="bold")
+        whole = ProgressBar(total=total, completed=done, complete_style="cyan")
+        grid.add_row(label, whole, Text(time_left, style="dim"))
+        if progress:
+            bar, target, samples = Text(), progress["target"], progress["samples"]
+            width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
+            for index, peer in enumerate(progress["peers"]):
+                blocks = round(width * min(1.0, peer["samples"] / target))
+                bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
+            bar.append("░" * (width - len(bar)), style="dim")
+            grid.add_row("next step", bar, f"{min(samples, target)} of {target} samples")
+        return grid
 
     def _numbers(self) -> RenderableType:
         grid = Table.grid(padding=(0, 3))
@@ -148,55 +150,6 @@ class Board:
                 said = f"{len(last['group'])} peers, {last['seconds']:.2f} s, {traffic}"
             grid.add_row("last round", said)
         return grid
-
-
-class LiveBoard:
-    """A listener for events that keeps a board on the terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self.board = Board()
-        self._live = Live(self.board, console=console, refresh_per_second=4, transient=False)
-
-    def __call__(self, event: Event) -> None:
-        """Take note of one event; from `ready` on, the board is on the screen, until the run has ended."""
-        self.board(event)
-        if event["event"] == "ready":
-            self._live.start()
-        elif event["event"] in ("done", "error"):
-            self.stop()
-        elif event["event"] == "sample" and self.has_begun:
-            if event["step"] >= self.board.last["ready"]["max_steps"]:  # it is of the finished model
-                self.stop()
-
-    @property
-    def has_begun(self) -> bool:
-        """Tell whether the board was on the screen."""
-        return "ready" in self.board.last
-
-    def stop(self) -> None:
-        """Leave the last picture on the screen and give the cursor back. Safe to call twice."""
-        self._live.stop()
-
-
-def _row() -> Table:
-    line = Table.grid(expand=True, padding=(0, 1))
-    line.add_column(width=LABEL_COLUMNS, no_wrap=True)
-    line.add_column(ratio=1)
-    line.add_column(justify="right", width=FIGURES_COLUMNS)
-    return line
-
-
-def _towards_next_step(progress: Event, width: int) -> RenderableType:
-    line, bar, target = _row(), Text(), progress["target"]
-    width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
-    for index, peer in enumerate(progress["peers"]):
-        blocks = round(width * min(1.0, peer["samples"] / target))
-        bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
-    bar.append("░" * (width - len(bar)), style="dim")
-    line.add_row("next step", bar, Text(f"{min(progress['samples'], target)} of {target} samples"))
-    if progress["samples"] > target:
-        line.add_row("", "", Text(f"{progress['samples'] - target} more already trained", style="dim"))
-    return line
 
 
 def _peers(peers: list[dict[str, Any]], room: int) -> RenderableType:

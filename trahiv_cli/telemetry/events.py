@@ -7,7 +7,6 @@ listener or a file that fails is dropped, once, with a warning.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import math
@@ -15,7 +14,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -27,12 +25,6 @@ Listener = Callable[[Event], None]
 VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
-
-BACKLOG = 10_000
-"""Events, of a few hundred bytes each, that wait for room on the disk; then the oldest are dropped."""
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What the system says where a disk, a quota or a file is full."""
 
 MAX_BYTES = 32 * 2**20
 """Of one file. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
@@ -123,8 +115,9 @@ class Events:
 class RotatingFile(RotatingFileHandler):
     """`RotatingFileHandler` of a file in which all processes of a peer write, each with its own copy of this.
 
-    One that finds the file renamed by another goes on in the new one. Two that rename it in the same moment
-    leave one that is short. What a full disk does not take is lost.
+    The newest records are in that file; of older ones `OLDER_FILES` files are kept beside it. A process that
+    finds the file renamed by another goes on in the new one. Two that rename it in the same moment leave one
+    that is short. Records that a full disk does not take are lost, but for the first of them.
 
     Args:
         path: its folder must exist; what it holds already is kept.
@@ -145,47 +138,26 @@ class RotatingFile(RotatingFileHandler):
         return bool(super().shouldRollover(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name is logging's
-        """Say what went wrong with a record, unless the disk is full: that record is lost."""
-        error = sys.exc_info()[1]
-        if not (isinstance(error, OSError) and error.errno in FULL):
+        """Say what went wrong with a record, unless the disk does not take it: that record is lost."""
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        """Close the file. Safe to call twice, and on a full disk."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 class EventFile:
-    """Appends each event as a line of JSON to a file, except the transient ones.
-
-    The newest events are in that file; of older ones `OLDER_FILES` files are kept beside it. What a
-    full disk does not take waits, up to `BACKLOG` events, and is written when there is room again.
-
-    Args:
-        path: its folder must exist; what it holds already is kept.
-    """
+    """Appends each event as a line of JSON to a `RotatingFile`, at once, except the transient ones."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._rotating = path, RotatingFile(path)
-        self._file = path.open("ab", buffering=0)
-        self._unwritten: deque[bytes] = deque(maxlen=BACKLOG)
+        self._file = RotatingFile(path)
 
     def __call__(self, event: Event) -> None:
         """Write one line and hand it to the system, so that a crash loses nothing."""
-        if event["event"] in TRANSIENT:
-            return
-        self._unwritten.append((to_json(event) + "\n").encode())
-        while self._unwritten and self._write(self._unwritten[0]):
-            self._unwritten.popleft()
-
-    def _write(self, line: bytes) -> bool:
-        """Write a whole line or nothing of it; say whether it is there."""
-        end = self._file.seek(0, os.SEEK_END)
-        with contextlib.suppress(OSError):
-            if end + len(line) > self._rotating.maxBytes:
-                self._rotating.doRollover()
-                full, self._file, end = self._file, self._path.open("ab", buffering=0), 0
-                full.close()
-            if self._file.write(line) == len(line):
-                return True
-        self._file.truncate(end)
-        return False
+        if event["event"] not in TRANSIENT:
+            self._file.emit(logging.makeLogRecord({"msg": to_json(event)}))
 
     def close(self) -> None:
         """Close the file. Safe to call twice."""

@@ -49,7 +49,7 @@ def line(event: Event) -> str | None:
         case "done" if event["had_ended"]:
             return f"nothing to do: step {event['step']} of {event['step']}, the model is in {event['path']}"
         case "done":
-            again = f"\n{go_on(event['resume'])}" if event["resume"] else ""
+            again = f"\nto go on: {event['resume']}" if event["resume"] else ""
             if not (event["step"] or event["path"]):
                 return f"stopped before the first step ({event['reason']}): there is nothing to save{again}"
             where = event["path"] or "the checkpoint could not be written"
@@ -75,8 +75,3 @@ def ready(event: Event) -> str:
     else:
         how = ["To join, type on another machine:", event["join"]]
     return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
-
-
-def go_on(command: str) -> str:
-    """Say what to type to go on after a stop."""
-    return f"to go on: {command}"

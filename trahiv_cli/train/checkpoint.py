@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterable
@@ -35,7 +34,7 @@ from hivemind.optim.state_averager import dump_optimizer_state
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from trahiv_cli.assets.export import sync
+from trahiv_cli.assets.export import replacing
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import adopt_optimizer_state
@@ -133,14 +132,12 @@ class CheckpointData:
         return cls(State(history, ledger, pace, layout, rounds, own_steps, random_states()), files)
 
     def write(self, folder: Path) -> None:
-        """Write all files, the manifest last, and return when the disk holds them."""
+        """Write all files, the manifest last."""
         for name, tensors in self.files.items():
             save_file(tensors, folder / name)
         (folder / STATE).write_text(json.dumps(self.state.to_data()))
         files = {path.name: _print_of(path) for path in sorted(folder.iterdir())}
         (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
-        for path in (*folder.iterdir(), folder):
-            sync(path)
 
 
 @dataclass(frozen=True)
@@ -266,16 +263,8 @@ class Checkpoints:
             return final
         for left in self.folder.glob(".step-*"):  # by a killed process: no other one writes here now
             shutil.rmtree(left, ignore_errors=True)
-        aside = self.folder / f".step-{step}.{os.getpid()}"
-        try:
-            aside.mkdir(parents=True)
+        with replacing(final) as aside:  # one that is damaged, or of a history that the swarm has not kept
             data.write(aside)
-            shutil.rmtree(final, ignore_errors=True)  # damaged, or of a history that the swarm has not kept
-            aside.rename(final)
-            sync(self.folder)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise OSError(str(error)) from error
         for old in self.all()[: -self._keep] if self._keep else ():
             shutil.rmtree(old.path, ignore_errors=True)
         return final
@@ -319,9 +308,6 @@ def _print_of(path: Path) -> list[int | str]:
     """Return a file's length and SHA-256."""
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-
-
-# -- random numbers -------------------------------------------------------------------------------
 
 
 def random_states() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The folder of a run: who owns it while a peer runs there, which one a peer takes, and what is kept in it.
+"""The folder of a run: who owns it, which one a peer takes, what is kept in it, and the way into its swarm.
 
 Two peers in one folder would be the same peer to the swarm, and overwrite each other's checkpoints. So a peer
 locks its folder before it writes anything there, and keeps the lock while it runs.
@@ -13,23 +13,29 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trahiv_cli.errors import FolderTaken, RecipeError, SetupError, TrahivError
-from trahiv_cli.recipe.agreement import run_id, what_changed
+from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
+from trahiv_cli.recipe.agreement import agreement, differences, renamed, run_id, what_changed
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.swarm.identity import write_whole
+from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
+from trahiv_cli.swarm.addresses import require_peer_address
+from trahiv_cli.swarm.exchange import PublishedRun, fetch_offer
+from trahiv_cli.swarm.identity import IDENTITY_FILE, write_whole
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     INVITED_BY_FILE,
     OWNER_FILE,
     Invitation,
+    find_standing,
     join_by,
     passing_standing,
+    read_invitation,
 )
 from trahiv_cli.swarm.membership import Membership
+from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.telemetry.events import EventFile, Events, RotatingFile
 from trahiv_cli.train.checkpoint import saved_in
 
@@ -81,6 +87,38 @@ def owned(folder: Path) -> Iterator[Path]:
             _held.discard(resolved)
 
 
+def require_free(folder: Path) -> None:
+    """Raise `FolderTaken` if a peer runs in a folder."""
+    if (pid := holder_of(folder)) is not None:
+        raise _taken(folder, pid)
+
+
+def holder_of(folder: Path) -> int | None:
+    """Return the process whose peer runs in a folder; 0: one elsewhere, None: nobody does."""
+    if folder.resolve() in _held:  # the kernel is not asked: closing the file would drop the lock
+        return os.getpid()
+    try:
+        with (folder / LOCK_FILE).open() as file:
+            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+    except OSError:
+        return None
+    return int(found[4]) if found[0] != fcntl.F_UNLCK else None
+
+
+def _taken(folder: Path, pid: int | None) -> FolderTaken:
+    file = folder / INVITATION_FILE
+    line = join_by(file) if file.exists() else "the `trahiv join` line that it printed"
+    return FolderTaken(
+        f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
+        hint=f"to train with that peer, type: {line}; for anything else, name another folder with "
+        "--output-dir DIR (in Python: output_dir)",
+    )
+
+
+# -- which one a peer takes -------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
     """Own, as `owned` does, the folder in `runs` of a peer that joins a run, in which no other peer runs.
@@ -112,33 +150,34 @@ def membership_in(folder: Path) -> Membership | None:
     return standing.membership if standing is not None else None
 
 
-def require_free(folder: Path) -> None:
-    """Raise `FolderTaken` if a peer runs in a folder."""
-    if (pid := holder_of(folder)) is not None:
-        raise _taken(folder, pid)
+def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
+    """Find the newest folder of a run that was trained here with one of these peers, and can be resumed."""
+    named = {address.rpartition("/p2p/")[2] for address in addresses}
+    for folder in _resting(output_dir):
+        is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
+        if is_meant and saved_in(folder):
+            return folder
+    return None
 
 
-def holder_of(folder: Path) -> int | None:
-    """Return the process whose peer runs in a folder; 0: one elsewhere, None: nobody does."""
-    if folder.resolve() in _held:  # the kernel is not asked: closing the file would drop the lock
-        return os.getpid()
-    try:
-        with (folder / LOCK_FILE).open() as file:
-            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
-    except OSError:
-        return None
-    return int(found[4]) if found[0] != fcntl.F_UNLCK else None
+def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
+    """Find the key file of a peer that joined with this invitation before, where `known_run` searches.
+
+    That peer may be let in where a newcomer is not. Raises `SetupError` if others can read its secrets.
+    """
+    for folder in _resting(output_dir) if invitation.membership else ():
+        if membership_in(folder) == invitation.membership:
+            own = folder / IDENTITY_FILE
+            return own if own.exists() else None
+    return None
 
 
-def _taken(folder: Path, pid: int | None) -> FolderTaken:
-    file = folder / INVITATION_FILE
-    line = join_by(file) if file.exists() else "the `trahiv join` line that it printed"
-    return FolderTaken(
-        f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
-        hint=f"to train with that peer, type: {line}; for anything else, name another folder with "
-        "--output-dir DIR (in Python: output_dir)",
-    )
+def _resting(output_dir: Path | None) -> list[Path]:
+    """List `output_dir`, or the free folders of `runs`, the newest first; swarms started here come last."""
+    if output_dir is not None:
+        return [output_dir]
+    free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
+    return sorted(free, key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
 
 
 # -- what is kept in it -----------------------------------------------------------------------------
@@ -223,3 +262,74 @@ def log_to(path: Path, *, is_verbose: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if is_verbose else logging.WARNING)
+
+
+# -- the way into the swarm -------------------------------------------------------------------------
+
+
+def scout(
+    invitation: Invitation,
+    preferred_run: str | None = None,
+    known: Path | None = None,
+    identity: Path | None = None,
+) -> PublishedRun:
+    """Visit a swarm, only to see what it trains.
+
+    `preferred_run` is meant if the swarm has several and the invitation is to none of them. Of a run that was
+    trained here before, `known` is the folder, which says where peers were, and `identity` the key file.
+
+    Raises:
+        Unreachable, NotAdmitted: see `Node`; also if no peer publishes a run.
+        RecipeMismatch: it is not clear which run is meant, or it is not what this peer was invited to.
+    """
+    for address in invitation.addresses:
+        require_peer_address(address)
+    named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
+    met = Acquaintances.remembered(known and known / FILE)
+    with visiting(invitation.addresses, passing_standing(known, invitation), met, identity) as node:
+        offer = fetch_offer(node, named, preferred_run or invitation.run_id)
+    if not offer.fingerprint.startswith(invitation.fingerprint):
+        raise RecipeMismatch(
+            f"The swarm trains {offer.run_id} with fingerprint {offer.fingerprint[:12]}; the invitation is "
+            f"to {invitation.run_id} with {invitation.fingerprint[:12]}. Nothing was changed.",
+            hint="ask whoever invited you for a fresh line",
+        )
+    return offer
+
+
+def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> Recipe:
+    """Return the recipe under the swarm's run_id; raises `RecipeMismatch` with all that differs."""
+    if recipe.hivemind_config.opt.run_id is None:
+        recipe = renamed(recipe, offer.run_id)
+    if different := differences(agreement(recipe), offer.wire["shared"]):
+        raise RecipeMismatch(
+            f"The swarm trains another recipe: it differs in {len(different)} of the fields that all share.",
+            hint="join without RECIPE to take the swarm's, or change these fields",
+            differences=different,
+        )
+    return recipe
+
+
+def start_node(
+    section: DhtSection,
+    folder: Path,
+    invitation: Invitation,
+    *,
+    identity: Path | None = None,
+    is_public: bool = False,
+) -> Node:
+    """Start the network part of a peer; one that has a checkpoint starts also if nobody answers.
+
+    Without addresses in the invitation, `section.initial_peers` says whom it joins. `is_public`: the swarm
+    that it starts is. Raises what `Node` does.
+    """
+    if not invitation.addresses:
+        invitation = read_invitation(section.initial_peers)
+    return Node(
+        section,
+        identity or Path(section.identity_path or folder / IDENTITY_FILE),
+        invitation.addresses,
+        met=Acquaintances(folder / FILE),
+        must_reach=not saved_in(folder),
+        standing=find_standing(folder, invitation, is_public=is_public),
+    )

@@ -1,7 +1,7 @@
 """One peer's life: `run_peer` tells it in order.
 
 1. It owns the run's folder, and keeps the recipe there (`folder.py`). A finished run has nothing to do.
-2. It starts its node, through which the others know it (`joining.py`).
+2. It starts its node, through which the others know it.
 3. It loads the libraries, the tokenizer and the data, and makes sure that they and this machine are sound.
 4. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
 5. It loads the model, enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trahiv_cli.assets import hub
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
@@ -33,8 +33,15 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import announce, progress_told, published
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
-from trahiv_cli.train.folder import RUNS, keep_recipe, owned, owned_to_join, recorded, warn_of_edited_data
-from trahiv_cli.train.joining import start_node
+from trahiv_cli.train.folder import (
+    RUNS,
+    keep_recipe,
+    owned,
+    owned_to_join,
+    recorded,
+    start_node,
+    warn_of_edited_data,
+)
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 
 if TYPE_CHECKING:
@@ -205,18 +212,7 @@ def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: P
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:
         trainer.evaluate()
-    base = recipe.model.model_name_or_path
-    card = model_card(
-        recipe_name=recipe.name,
-        base=base if hub.is_of_hub(base) else None,
-        run_id=run_id(recipe),
-        fingerprint=fingerprint(agreement(recipe)),
-        step=recipe.training.max_steps,
-        samples=callback.samples_seen,
-        peers=callback.most_peers,
-        dataset_names=[one.path for one in recipe.data.datasets if hub.is_of_hub(one.path)],
-        peft=recipe.peft is not None,
-    )
+    card = model_card(recipe, samples=callback.samples_seen, peers=callback.most_peers)
     with optimizer.agreed_weights():
         write_final(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder / FINAL, card)
         show_sample(trainer, tokenizer, recipe, step, events)

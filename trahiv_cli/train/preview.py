@@ -41,9 +41,6 @@ Tokens = list[tuple[int, bool]]
 """What the model takes at once: each token's id, and whether it is trained."""
 
 
-# -- what a preview says: the fields of the `preview` event ----------------------------------------
-
-
 @dataclass(frozen=True)
 class Piece:
     """Some text of a sample: all of it trained or none, and all of it special tokens or none."""
@@ -90,9 +87,6 @@ class Preview:
     full_samples: int  # of `max_length` tokens: what is longer was cut to that
     classes: dict[str, int]  # class -> samples of it; for `seq-cls` alone
     samples: tuple[Sample, ...]
-
-
-# -- how it is made -------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -236,9 +230,6 @@ def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
         trained[:, 0] = False
     rows = zip(ids.tolist(), trained.tolist(), lengths, strict=True)
     return [list(zip(numbers, mask, strict=True))[:length] for numbers, mask, length in rows]
-
-
-# -- from tokens to text --------------------------------------------------------------------------
 
 
 def parts_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[Part, ...]:

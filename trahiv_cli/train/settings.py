@@ -21,7 +21,6 @@ from transformers.trainer_utils import SaveStrategy, has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
 from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.recipe.foreign import REFUSED_CHOICES
 from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
 
 _Section = TypeVar("_Section", bound=Section)
@@ -114,12 +113,7 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
     try:
         return section.model_validate({key: value for key, value in plain.items() if value is not None})
     except ValidationError as error:
-        wrong = []
-        for one in error.errors():
-            name, value, message = ".".join(map(str, (path, *one["loc"]))), one["input"], one["msg"]
-            if isinstance(value, str) and (refused := REFUSED_CHOICES.get(name, {}).get(value)):
-                message = f"{value!r} can't work in a swarm: {refused[0]}; {refused[1]}"
-            wrong.append(f"{name}: {message}")
+        wrong = [f"{'.'.join(map(str, (path, *one['loc'])))}: {one['msg']}" for one in error.errors()]
         raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
 
 
@@ -172,9 +166,6 @@ def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str
     given = named.bind_partial(None, *args).arguments
     del given["self"]
     return dict(**given, **kwargs)
-
-
-# -- the inner optimizer --------------------------------------------------------------------------
 
 
 def training_keywords(

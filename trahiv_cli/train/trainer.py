@@ -27,7 +27,6 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import has_length
 
-from trahiv_cli.assets.likeness import likeness
 from trahiv_cli.errors import RecipeError, SwarmError
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -46,11 +45,10 @@ from trahiv_cli.train.checkpoint import (
     derive_peer_seed,
     set_random_states,
 )
-from trahiv_cli.train.comparison import Comparison
+from trahiv_cli.train.comparison import Comparison, likeness
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
-from trahiv_cli.train.folder import owned
-from trahiv_cli.train.joining import start_node
+from trahiv_cli.train.folder import owned, start_node
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.train.settings import (
     SwarmSettings,
@@ -381,10 +379,17 @@ class SwarmTrainerMixin(_Host):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the weights that all peers agree on, which this peer's own may be ahead of."""
+        evaluate = partial(super().evaluate, *args, **kwargs)
         if self.swarm_optimizer is None:
-            return super().evaluate(*args, **kwargs)
-        with self.swarm_optimizer.agreed_weights(), self._counting_swarm_steps():
-            return self._batches.evaluate(partial(super().evaluate, *args, **kwargs))
+            return evaluate()
+
+        def evaluate_alike() -> Any:
+            torch.default_generator.manual_seed(self.swarm_args.seed)  # `mlm` hides the same words each time
+            return evaluate()
+
+        agreed = self.swarm_optimizer.agreed_weights()
+        with agreed, self._counting_swarm_steps(), torch.random.fork_rng([]):
+            return self._batches.evaluate(evaluate_alike)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log under the swarm's step, as all peers do, and beside a training loss the swarm's figures."""

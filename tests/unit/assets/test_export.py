@@ -1,12 +1,14 @@
 """What a run leaves behind: a folder that is whole or as it was, its card, and a sample."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.unit.assets.conftest import LORA, are_equal, built, recipe
+from tests.unit.assets.conftest import LORA, TINY_LLAMA, are_equal, built, recipe
 from trahiv_cli.assets.export import model_card, sample_text, write_final
 from trahiv_cli.errors import SetupError
 
@@ -57,15 +59,19 @@ def test_what_was_there_is_replaced_or_if_writing_fails_left_as_it_was(tmp_path,
     assert (tmp_path / "final" / "README.md").read_text() == "first"
 
 
-def test_the_card_is_one_that_the_hub_reads():
-    figures = {"fingerprint": "ab" * 32, "step": 1200, "samples": 76800, "peers": 5, "run_id": "run-1"}
-    for base, datasets, peft in (("owner/base", ["owner/corpus"], True), (None, [], False)):
-        text = model_card(recipe_name="spanish", base=base, dataset_names=datasets, peft=peft, **figures)
-        front = ModelCard(text).data
-        assert front.library_name == ("peft" if peft else "transformers") and "trahiv" in front.tags
-        assert front.base_model == base and front.datasets == (datasets or None)
-        assert ("base_model" in text) == ("datasets:" in text) == bool(base)
-        assert all(word in text for word in ("# spanish", "1,200", "76,800", "ab" * 32))
+@pytest.mark.parametrize(
+    ("model", "dataset", "peft"), [(Path("owner/base"), "owner/corpus", LORA), (TINY_LLAMA, "rows.csv", None)]
+)
+def test_the_card_is_one_that_the_hub_reads(model, dataset, peft):
+    opt = {"opt": {"run_id": "run-1"}}
+    data = {"datasets": [{"path": dataset}]}
+    wanted = recipe(model=model, data=data, peft=peft, training={"max_steps": 1200}, hivemind_config=opt)
+    text = model_card(wanted, samples=76800, peers=5)
+    front = ModelCard(text).data
+    assert front.library_name == ("peft" if peft else "transformers") and "trahiv" in front.tags
+    assert (front.base_model, front.datasets) == (("owner/base", ["owner/corpus"]) if peft else (None, None))
+    assert ("base_model" in text) == ("datasets:" in text) == bool(peft)
+    assert all(word in text for word in ("# test", "`run-1`", "1,200", "76,800"))
 
 
 @pytest.mark.parametrize(("peft", "prompt"), [(None, ""), (ADAPTERS, "def ")], ids=["full", "lora"])

@@ -11,33 +11,20 @@ from tests.unit.assets.conftest import INT8, LORA, NF4, TINY_LLAMA, built, recip
 from trahiv_cli.assets.memory import (
     FLOAT32_BYTES,
     OFFLOADED_OPTIMIZERS,
+    Count,
+    activation_bytes,
     state_bytes,
     translated_out_of_memory,
 )
 from trahiv_cli.assets.model import build_outline, estimate, require_memory
-from trahiv_cli.assets.rehearsal import Count, activation_bytes
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.recipe.schema import OptimName, TrainingSection
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Let this machine pass for one with a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-
-
 def copies(needed, num_bytes):
     """How many float32 copies of the trained weights that is."""
     return num_bytes / (FLOAT32_BYTES * needed.num_trainable)
-
-
-def estimated(wanted):
-    return estimate(wanted, length=16)
-
-
-# -- weights and the optimizer --------------------------------------------------------------------
 
 
 def test_adapters_take_less_than_training_every_weight():
@@ -106,9 +93,6 @@ def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings():
     assert needed.optimizer_bytes > 2 * FLOAT32_BYTES * 4096 * 32
 
 
-# -- the swarm's copies ---------------------------------------------------------------------------
-
-
 def test_a_cpu_peer_pays_for_everything_in_ram():
     needed = require_memory(recipe(swarm={"mode": "sync"}))
     held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
@@ -129,35 +113,28 @@ def test_a_cpu_peer_pays_for_everything_in_ram():
         ({"mode": "diloco"}, {}, 0, 3),
         ({"mode": "streaming"}, {}, 0, 3),
         ({"mode": "auto"}, {}, 2, 4),
+        ({"mode": "sync"}, {"grad_compression": "float16"}, 0, 1),
     ],
-    ids=["sync", "sync, not offloaded", "overlap, offloaded", "overlap", "diloco", "streaming", "auto"],
 )
-def test_a_gpu_peer_pays_for_the_model_there_and_for_copies_of_its_mode(gpu, swarm, opt, on_device, on_host):
-    needed = estimated(recipe(swarm=swarm, hivemind_config={"opt": opt}))
+def test_a_gpu_peer_pays_for_the_model_there_and_for_copies_of_its_mode(
+    monkeypatch, swarm, opt, on_device, on_host
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    scaler = {"fp16": "grad_compression" in opt}
+    needed = estimate(recipe(swarm=swarm, hivemind_config={"opt": opt}, training=scaler), length=16)
     assert copies(needed, needed.mode_device_bytes) == on_device
     assert copies(needed, needed.mode_host_bytes) == on_host
     # guesses and local steps are taken where the model is
     assert needed.is_offloaded is opt.get("offload_optimizer", swarm["mode"] == "sync")
     assert copies(needed, needed.copy_bytes) == needed.is_offloaded
-    moments, what_codecs_lose = 2, swarm["mode"] == "auto"
+    moments, what_codecs_lose = 2, swarm["mode"] == "auto" or "grad_compression" in opt
     in_ram = on_host + 2 + what_codecs_lose / 2 + (moments + 1) * needed.is_offloaded
     assert copies(needed, needed.held_on_host - needed.libraries_bytes) == in_ram
-    assert copies(needed, needed.held_on_device) == 2 + on_device + moments * (not needed.is_offloaded)
-    assert needed.device_bytes == needed.held_on_device + needed.working_bytes
+    gradients = 1 + scaler["fp16"]  # a scaler's own
+    of_optimizer = moments * (not needed.is_offloaded)
+    assert copies(needed, needed.held_on_device) == 1 + gradients + on_device + of_optimizer
     assert needed.host_bytes == needed.held_on_host + needed.moment_bytes
-
-
-def test_a_lossy_codec_keeps_what_it_lost_and_a_scaler_a_second_gradient(gpu):
-    exact, lossy, scaled = (
-        estimated(recipe(swarm={"mode": "sync"}, training={"fp16": fp16}, hivemind_config={"opt": opt}))
-        for opt, fp16 in (({}, False), ({"grad_compression": "float16"}, False), ({}, True))
-    )
-    assert copies(exact, exact.residual_bytes) == 0 and copies(lossy, lossy.residual_bytes) == 1
-    assert copies(exact, exact.averaged_bytes) == 2 and copies(lossy, lossy.averaged_bytes) == 1.5
-    assert copies(exact, exact.gradient_bytes) == 1 and copies(scaled, scaled.gradient_bytes) == 2
-
-
-# -- activations ----------------------------------------------------------------------------------
 
 
 def rehearsed(task="clm", model=TINY_LLAMA, *, rows=2, length=32, dtype=torch.float32, training=None, **more):
@@ -174,7 +151,6 @@ def rehearsed(task="clm", model=TINY_LLAMA, *, rows=2, length=32, dtype=torch.fl
         (None, True, torch.float32),
         (None, False, torch.bfloat16),
     ],
-    ids=["full", "lora", "checkpoints", "bf16"],
 )
 def test_the_rehearsal_counts_what_the_real_pass_holds(peft, has_checkpoints, dtype):
     deep = TINY_LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": True}
@@ -199,11 +175,9 @@ def test_a_tiled_head_holds_no_logits_but_tiles(monkeypatch):
     assert rehearsed("sft", large, rows=16, length=512) < 16 * 512 * 200_000 * 4 / 4
 
 
-@pytest.mark.parametrize(
-    ("task", "kind"), [("sft", "llama"), ("dpo", "llama"), ("mlm", "bert"), ("seq-cls", "bert")]
-)
-def test_every_task_can_be_rehearsed_also_with_another_attention(task, kind, request):
-    wanted = recipe(task, request.getfixturevalue(f"{kind}_folder"))
+@pytest.mark.parametrize("task", ["sft", "dpo", "mlm", "seq-cls"])
+def test_every_task_can_be_rehearsed_also_with_another_attention(task, llama_folder, bert_folder):
+    wanted = recipe(task, llama_folder if task in ("sft", "dpo") else bert_folder)
     outline, _ = build_outline(wanted)
     expected = activation_bytes(outline, wanted, 16, torch.float32)
     outline.config._attn_implementation = "flash_attention_2"
@@ -213,11 +187,10 @@ def test_every_task_can_be_rehearsed_also_with_another_attention(task, kind, req
 def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unknown_sum(llama_folder):
     one, both = (rehearsed(task, llama_folder, length=64, peft=LORA) for task in ("sft", "dpo"))
     assert both == pytest.approx(2 * one, rel=0.2)
-    needed = estimated(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}))
-    assert needed.activation_bytes is None and needed.working_bytes == needed.moment_bytes
-
-
-# -- when it runs out -----------------------------------------------------------------------------
+    needed = estimate(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}), length=16)
+    assert (
+        needed.activation_bytes is None and needed.device_bytes == needed.held_on_device + needed.moment_bytes
+    )
 
 
 @pytest.mark.parametrize(

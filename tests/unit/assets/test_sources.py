@@ -28,15 +28,12 @@ def folder(tmp_path):
 
 def write(file, texts=TEXTS):
     """Write `texts` as `file.suffix` wants them; a text file takes the first alone."""
-    rows = [{"text": text, "length": len(text)} for text in texts]
-    match file.suffix:
-        case ".txt":
-            file.write_text(texts[0])
-        case ".json":
-            file.write_text(json.dumps(rows))
-        case suffix:
-            data = Dataset.from_list(rows)
-            {".jsonl": data.to_json, ".csv": data.to_csv, ".parquet": data.to_parquet}[suffix](str(file))
+    rows = Dataset.from_list([{"text": text, "length": len(text)} for text in texts])
+    writers = {".jsonl": rows.to_json, ".csv": rows.to_csv, ".parquet": rows.to_parquet}
+    if file.suffix in writers:
+        writers[file.suffix](str(file))
+    else:
+        file.write_text(texts[0] if file.suffix == ".txt" else json.dumps(rows.to_list()))
     return str(file)
 
 
@@ -110,8 +107,6 @@ def test_a_column_that_holds_no_text_later_is_refused(write_rows, streaming):
         require_text(there, "mixed", "clm.dataset_text_field")
 
 
-# -- broken files ---------------------------------------------------------------------------------
-
 ROW = '{"text": "fine"}\n'
 PARQUET = b"PAR1" + bytes(500) + b"PAR1"
 
@@ -163,9 +158,6 @@ def test_a_stream_stops_at_the_broken_place_when_it_is_reached(tmp_path):
     assert next(rows) == {"text": "a", "n": 1}
     with pytest.raises(AssetError, match=r"data\.csv could not be read: .* in line 12002, saw 3"):
         list(rows)
-
-
-# -- streams and the hub --------------------------------------------------------------------------
 
 
 def test_workers_share_the_files_of_a_stream(tmp_path, monkeypatch):

@@ -1,10 +1,11 @@
-"""What `init` says of this machine, of data that only the libraries can judge, and of runs that were there.
+"""What `init` and `join` say of this machine, of data that only the libraries can judge, of runs and recipes.
 
-It says so after its node has started, of which there is a stand-in here, and before anybody is invited.
+They say so after a node has started, of which there is a stand-in here, and before anybody is invited.
 What `trahiv check` knows is in `test_broken_recipes.py`, some of this with real processes in
 `tests/swarm/test_exit_codes.py`.
 """
 
+import contextlib
 import json
 import re
 import time
@@ -16,14 +17,16 @@ from transformers import trainer_optimizer
 
 from tests.kit.fakes import FakeNode
 from tests.kit.recipes import write_tiny
+from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli import swarm
 from trahiv_cli.optim.history import History
 from trahiv_cli.recipe import content
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
+from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.telemetry import events as telemetry
-from trahiv_cli.train import peer
+from trahiv_cli.train import folder, peer
 from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
 from trahiv_cli.train.leaving import Left
 
@@ -67,9 +70,6 @@ def test_large_data_files_are_not_read_in_silence(events, tmp_path, monkeypatch)
     monkeypatch.setattr(swarm, "live", lambda *_: None)
     code, (waiting, *_) = events("init", write_tiny(tmp_path))
     assert (code, waiting["event"], waiting["what"]) == (0, "waiting", "the data files to be read")
-
-
-# -- runs that were there before -------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -131,3 +131,46 @@ def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(events, tmp_path
     hint = "^bring the old text.txt back to go on with it, or choose another place"
     require_error(events("init", "tiny.yaml"), 3, message, hint)
     assert bytes_of(run) == kept | {run / "lock": b""}
+
+
+@pytest.fixture
+def publish(here, nothing_starts, monkeypatch):
+    """`publish()` has a swarm publish the tiny recipe; until then, one of its peers answers and has none."""
+    node = FakeNode("QmStarter")
+    monkeypatch.setattr(folder, "visiting", lambda *_: contextlib.nullcontext(node.neighbour("QmNew")))
+
+    def publish():
+        theirs = resolve(load_recipe(write_tiny(here)).recipe)
+        publish_recipe(node, theirs, run_id(theirs), 3)
+
+    return publish
+
+
+@pytest.mark.usefixtures("publish")
+def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
+    code, (error,) = events("join", "--peer", ADDRESS, "--yes")
+    assert (code, error["code"]) == (4, "nothing-published")
+    assert "nobody publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
+
+
+def test_what_is_wrong_with_a_value_of_ones_own_is_not_said_of_the_swarm(events, publish, here):
+    publish()
+    own = ["--set", "training.report_to=[azure]"]
+    code, (error,) = events("join", "--peer", ADDRESS, "--yes", "--files", here, *own)
+    assert (code, error["path"], error["file"]) == (2, "training.report_to.0", " ".join(own))
+
+
+def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, events, publish, here):
+    publish()
+    recipe = write_tiny(here, training__learning_rate=0.5)
+    code, (error,) = events("join", recipe, "--peer", ADDRESS, "--yes")
+    assert (code, error["differences"]) == (5, [["training.learning_rate", 0.5, 0.001]])
+    code, out, err = trahiv("join", recipe, "--set", "clm.max_length=64", "--peer", ADDRESS)
+    assert (code, out, (here / "runs").exists()) == (5, "", False)
+    assert re.search("^error: .* trains another recipe: it differs in 2", err)
+    assert re.findall(r"^  (\S+) +(.+?) {2,}(.+)$", err, re.MULTILINE) == [
+        ("field", "here", "in the swarm"),
+        ("clm.max_length", "64", "32"),
+        ("training.learning_rate", "0.5", "0.001"),
+    ]
+    assert re.search("\nhint: join without RECIPE.*\n$", err)

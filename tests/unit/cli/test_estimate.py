@@ -4,29 +4,25 @@ import re
 
 import pytest
 import torch
-from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES
-from hivemind.compression import CompressionInfo
 
 from tests.kit.recipes import write_tiny
 from tests.unit.assets.conftest import LORA, recipe
 from trahiv_cli.assets.model import estimate, require_memory
-from trahiv_cli.cli.estimate import TIME_UNITS, encoded_bytes, size, traffic_of
+from trahiv_cli.cli.estimate import TIME_UNITS, size, traffic_of
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.swarm.codecs import CODECS
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture
-def drawn(nothing_starts, here, trahiv, monkeypatch):
-    """`drawn(peft={"r": 4})` gives the text of a dry run's picture, without its frame."""
-    monkeypatch.setenv("COLUMNS", "80")
+def drawn(nothing_starts, here, trahiv):
+    """`drawn(lines, peft={"r": 4})` gives the text of a dry run, which must have these lines."""
 
-    def drawn(**changes):
+    def drawn(*lines, **changes):
         code, out, _ = trahiv("init", write_tiny(here, **changes), "--dry-run", "--format", "human")
-        assert (code, {len(line) for line in out.splitlines()}, "\x1b" in out) == (0, {80}, False)
-        return "\n".join(line.strip("│╭╮╰╯─ ") for line in out.splitlines())
+        assert code == 0 and all(re.search(rf"^{line}$", out, re.MULTILINE) for line in lines), out
+        return out
 
     return drawn
 
@@ -58,15 +54,14 @@ OF_AUTO = [f"{name}, many" for name in (*CODECS_BY_LOSS, "a fragment")]
     ],
 )
 def test_a_dry_run_is_drawn_as_a_mode_takes_it(drawn, mode, rounds):
-    text = drawn(swarm__mode=mode)
-    for line in (
+    text = drawn(
         r"trained weights +[\d.]+ KiB +[\d.]+k, float32",
         r"activations +[\d.]+ .iB +2 x 32 tokens",
         rf"mode {mode} +[\d.]+ .iB +copies, at most",
         r"free here +[\d.]+ GiB",
-    ):
-        assert re.search(rf"^{line}$", text, re.MULTILINE), line
-    told = text.partition("1000 Mbit/s\n")[2].strip().splitlines()
+        swarm__mode=mode,
+    )
+    told = text.partition("1000 Mbit/s\n")[2].splitlines()
     assert [re.split(r" {2,}", line)[0] for line in told] == [*rounds, "to join"]
 
 
@@ -74,14 +69,14 @@ def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
-    text = drawn(peft={"r": 4}, training__optim="paged_adamw_8bit")
-    for line in (
-        "GPU +RAM",
+    drawn(
+        " +GPU +RAM",
         r"optimizer state +[\d.]+ KiB +- +paged_adamw_8bit",
         r"libraries +- +[\d.]+ MiB +in all processes",
         r"free here +16.0 GiB +[\d.]+ GiB",
-    ):
-        assert re.search(rf"^{line}$", text, re.MULTILINE), line
+        peft={"r": 4},
+        training__optim="paged_adamw_8bit",
+    )
 
 
 def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahiv, monkeypatch):
@@ -90,7 +85,7 @@ def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahi
     code, out, err = trahiv("init", write_tiny(here), "--dry-run", *words)
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert "fingerprint" in err and not (here / "runs").exists(), "the short summary, and nothing else"
-    assert re.search("error: Training would not fit into the RAM: .* are needed, and 1.0 MiB are free", err)
+    assert re.search(r"error: Training needs \d\.\d GiB of RAM, and 0\.0 GiB are free", err)
 
 
 def test_sizes_and_times_have_a_unit_that_fits():
@@ -100,44 +95,19 @@ def test_sizes_and_times_have_a_unit_that_fits():
     assert [size(seconds, TIME_UNITS) for seconds in times] == list(times.values())
 
 
-# -- traffic --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_encoded_tensors_are_as_long_as_hivemind_makes_them(codec):
-    tensors = [torch.randn(shape) for shape in ((300, 1000), (700, 1000), (64,))]
-    make = CODECS[codec]()
-    ratio = make.estimate_compression_ratio(CompressionInfo.from_tensor(tensors[0]))
-    parts = [part for one in tensors for part in one.view(-1).split(int(DEFAULT_PART_SIZE_BYTES / 4 / ratio))]
-    length = sum(len(make.compress(one, CompressionInfo.from_tensor(one)).buffer) for one in parts)
-    assert encoded_bytes(tuple(tensor.numel() for tensor in tensors), codec) == length
-
-
-def sent_by(**sections):
-    """The traffic of a recipe, and what is known of its memory."""
-    wanted = recipe(**sections)
-    needed = require_memory(wanted)
-    return traffic_of(wanted, needed), needed
-
-
 @pytest.mark.parametrize(
     ("mode", "steps", "fragments", "copies_to_join"),
     [("sync", 1, 1, 3), ("auto", 1, 1, 4), ("diloco", 50, 1, 2.5), ("streaming", 13, 4, 2.5)],
 )
 def test_modes_with_local_steps_exchange_less_and_give_a_joiner_more(mode, steps, fragments, copies_to_join):
     """With local steps it gets momentum, too, and statistics in 8 bits."""
-    traffic, needed = sent_by(swarm={"mode": mode}, hivemind_config={"opt": {"grad_compression": "none"}})
+    opt = {"opt": {"grad_compression": "none"}}
+    wanted = recipe(swarm={"mode": mode}, hivemind_config=opt, peft=LORA)
+    needed = require_memory(wanted)
+    traffic = traffic_of(wanted, needed)
     assert list(traffic.by_choice) == (["none", "a fragment"] if mode == "auto" else [])
     assert (traffic.steps_per_round, traffic.num_fragments) == (steps, fragments)
     sizes = traffic.sent()
     sent = [fragments * sizes[name] / needed.trainable_bytes for name in ("round_of_2", "round_of_many")]
     assert sent == pytest.approx([1, 2], abs=1e-4), "many peers send it almost twice"
     assert traffic.state_bytes / needed.trainable_bytes == pytest.approx(copies_to_join, abs=0.05)
-
-
-def test_only_what_is_trained_travels():
-    opt = {"opt": {"grad_compression": "float16", "load_state_compression": "float16"}}
-    how = {"swarm": {"mode": "overlap"}, "training": {"optim": "adamw_8bit"}}
-    traffic, needed = sent_by(peft=LORA, hivemind_config=opt, **how)
-    assert 2 * needed.num_trainable < traffic.gradient_bytes < 2.02 * needed.num_trainable < needed.num_frozen
-    assert traffic.state_bytes == traffic.gradient_bytes + needed.optimizer_bytes

@@ -37,7 +37,9 @@ def shown(monkeypatch, tmp_path, **environment):
         events.emit("waiting", what="the libraries to load", seconds=5.0, until_seconds=120)
         events.emit("ready", join=f"trahiv join --peer @{file}", invitation=str(file), **READY)
         events.emit("joined", step=0, peers=1, source="fresh", why="Begins.")
+        events.emit("sample", step=0, prompt="d", text="nonsense")
         events.emit("checkpoint", step=2, path="run-1/checkpoints/step-2")
+        events.emit("sample", step=2, prompt="d", text="ef")
         events.emit("done", **DONE)
     return screen.getvalue()
 
@@ -48,8 +50,12 @@ def test_the_live_view_is_between_the_join_line_and_how_the_run_ended(monkeypatc
     assert "waiting for the libraries to load: 5 s so far" in above
     assert f"\ntrahiv join --peer {INVITATION}\n" in above
     board, below = last.rsplit("╯", 1)
-    assert "checkpoint at step 2" in board
-    assert below.strip() == "done at step 2 (signal): run-1/final\nto go on: trahiv init r"
+    assert "checkpoint at step 2" in board and "nonsense" in plain.rpartition("╭─ run-1")[0]
+    assert below.strip().splitlines() == [
+        "at step 2 the model continues 'd' with 'ef'",
+        "done at step 2 (signal): run-1/final",
+        "to go on: trahiv init r",
+    ]
 
 
 @pytest.mark.parametrize("lacking", [{"TERM": "dumb"}, {"COLUMNS": "59"}, {"LINES": "19"}])

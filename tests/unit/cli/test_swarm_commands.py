@@ -13,8 +13,6 @@ from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli.swarm import RESTARTS_VARIABLE, restart, restarts, seconds_spent
 from trahiv_cli.errors import PeerBroken
 
-JOIN = ("join", "--peer", ADDRESS)
-
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(nothing_starts, tmp_path):
@@ -27,7 +25,6 @@ def nothing_is_left(nothing_starts, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("join",), "--peer: paste the line that `trahiv init` printed"),
         (("join", "tiny.yaml"), "--peer: paste the line that `trahiv init` printed"),
         (("init", "--dry-run"), "name the recipe whose run would be shown"),
         (("init", "--no-train", "--budget", "5 steps"), "--budget: a peer that does not train takes a time"),
@@ -35,7 +32,10 @@ def nothing_is_left(nothing_starts, tmp_path):
         (("init", "--wait", "5 steps"), "'--wait': '5 steps' is not a time; write one like 10m"),
         (("init", "--wait", "0s"), "'--wait': '0s' is not a time"),
         (("init", "--host-maddr", "x:80"), "'--host-maddr': 'x:80' is not a multiaddr; write one like"),
-        ((*JOIN, "--announce-maddr", "x:80"), "'--announce-maddr': 'x:80' is not a multiaddr"),
+        (
+            ("join", "--peer", ADDRESS, "--announce-maddr", "x:80"),
+            "'--announce-maddr': 'x:80' is not a multiaddr",
+        ),
         (("invite", "--watch", "--once"), "--once: who watches leaves no trace: give a time, --expires 1d"),
     ],
 )
@@ -63,9 +63,6 @@ def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, mo
     assert max(map(len, commands)) <= 80
     for name in (command.split()[0] for command in commands):
         assert trahiv(name, "-h")[1].startswith(f"Usage: trahiv {name} ")
-
-
-# -- again ----------------------------------------------------------------------------------------
 
 
 def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes(monkeypatch):

@@ -1,21 +1,17 @@
-"""The live view, drawn from a fixed log and compared with a picture; no terminal, no clock."""
+"""Events as lines of text, and as the live view, which is compared with a picture; no terminal, no clock."""
 
 import io
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
+from trahiv_cli.swarm.addresses import Reach
 from trahiv_cli.telemetry import board
-from trahiv_cli.telemetry.board import (
-    ECHO_COLUMNS,
-    MAX_PEERS_SHOWN,
-    NOTES_SHOWN,
-    OTHER_ROWS,
-    Board,
-    LiveBoard,
-)
+from trahiv_cli.telemetry.board import ECHO_COLUMNS, MAX_PEERS_SHOWN, NOTES_SHOWN, OTHER_ROWS, Board
+from trahiv_cli.telemetry.lines import REACH, line
 
 PICTURE = Path(__file__).with_name("board.txt")
 ROUND = {"group": ["A", "B"], "seconds": 0.31, "bytes_sent": 3 * 2**20, "bytes_received": 5 * 2**19}
@@ -43,9 +39,19 @@ def step(number, **fields):
     } | fields
 
 
-READY = {"event": "ready", "run_id": "quickstart-0123abcd", "max_steps": 40}
+READY = {
+    "event": "ready",
+    "run_id": "quickstart-0123abcd",
+    "peer_id": "QmPeer",
+    "maddrs": ["/ip4/8.8.8.8/tcp/1/p2p/QmPeer", "/ip4/192.168.1.7/tcp/1/p2p/QmPeer"],
+    "reach": ["internet", "local network"],
+    "join": "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+    "invitation": None,
+    "fingerprint": "0123456789abcdef",
+    "max_steps": 40,
+}
 WAITING = {"event": "waiting", "what": "a round", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0}
-WARNING = {"event": "warning", "code": "round", "hint": ""}
+WARNING = {"event": "warning", "code": "round", "hint": "do nothing"}
 LOG = [
     READY,
     {"event": "joined", "step": 0, "peers": 2, "source": "fresh"},
@@ -61,6 +67,61 @@ LOG = [
     ),
     WAITING | {"what": "a round for step 8"},
 ]
+
+
+NO_STEP = {"loss": None, "learning_rate": None, "samples": None, "my_samples": 0, "round": None}
+PACE = {"event": "pace", "message": "From step 2 on."}
+
+REST = "samples 64 (24 mine), peers 2, 11.3 samples/s"
+STOPPED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": False}
+STOPPED["resume"] = "trahiv init quickstart"
+LOST = STOPPED | {"path": None, "resume": None}
+EVAL = {"event": "eval", "step": 20, "epoch": 0.5, "eval_loss": 2.0, "eval_runtime": 1.23456}
+SAMPLE = {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[2J"}
+
+SAID = [
+    ({"event": "joined", "step": 7, "peers": 2, "why": "It began."}, "joined at step 7, peers 2. It began."),
+    (step(7), f"step 7, loss 2.2500, lr 0.0003, {REST}, round of 2 in 0.31 s"),
+    (step(7, **NO_STEP), "step 7, loss -, lr -, samples - (0 mine), peers 2, 11.3 samples/s"),
+    (EVAL, "eval at step 20: eval_loss=2 eval_runtime=1.235"),
+    ({"event": "checkpoint", "step": 20, "path": "a/step-20"}, "checkpoint: a/step-20"),
+    (WAITING, "waiting for a round: 5 s so far, at most 30 s"),
+    (SAMPLE, r"at step 40 the model continues 'def f' with '(x):\n\x1b[2J'"),
+    (PACE, "pace: From step 2 on."),
+    ({"event": "folder", "message": "It goes on."}, "It goes on."),
+    (WARNING | {"message": "It failed."}, "warning [round]: It failed. (do nothing)"),
+    (STOPPED | {"had_ended": True}, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
+    (STOPPED, "done at step 40 (signal): runs/run-1/final\nto go on: trahiv init quickstart"),
+    (LOST, "done at step 40 (signal): the checkpoint could not be written"),
+    (LOST | {"step": 0}, "stopped before the first step (signal): there is nothing to save"),
+    *(({"event": name}, None) for name in ("progress", "an event of a later version")),
+]
+
+
+@pytest.mark.parametrize(("event", "said"), SAID, ids=[event["event"] for event, _ in SAID])
+def test_an_event_is_said_in_words_unless_a_log_does_not_need_it(event, said):
+    assert line(event) == said
+
+
+def test_the_join_line_is_last_and_alone_and_who_can_not_be_joined_by_one_says_how_else():
+    said = line(READY)
+    assert said.splitlines() == [
+        "run quickstart-0123abcd, fingerprint 0123456789ab, peer QmPeer",
+        "  from the internet  /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+        "  from this network  /ip4/192.168.1.7/tcp/1/p2p/QmPeer",
+        "",
+        "To join, type on another machine:",
+        "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
+    ]
+    file = "/runs/run-1/invitation"
+    *_, how, join = line(READY | {"join": f"trahiv join --peer @{file}", "invitation": file}).splitlines()
+    assert how == "To join elsewhere, copy this private file there, chmod 600, and type with its place:"
+    assert join == f"trahiv join --peer @{file}"
+    said = line(READY | {"maddrs": [], "reach": [], "join": ""})
+    assert "This peer only dials out." in said and "trahiv join" not in said
+    assert "can invite others" in line(READY | {"join": ""})
+    assert line(READY | {"run_id": None, "fingerprint": None}).startswith("bootstrap only, peer QmPeer\n")
+    assert set(REACH) == set(get_args(Reach))
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +160,6 @@ def test_the_board_can_be_drawn_at_any_time_and_leaves_room_for_what_a_terminal_
 
 
 JOINED = {"event": "joined", "step": 3, "peers": 1}
-NO_STEP = {"loss": None, "samples": None, "my_samples": 0, "round": None, "learning_rate": None}
 WAIT = "waiting for a round (at most 23 s more)"
 INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
 
@@ -109,7 +169,7 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
     [
         ((), "starting", "events"),
         ((READY,), "loading the model", "invite"),
-        ((READY, JOINED | {"source": "swarm"}), "training from step 3 (with the swarm's state)", "loading"),
+        ((READY, JOINED | {"source": "swarm"}), "training from step 3", "loading"),
         ((READY, WAITING | {"event": "download"}, {"event": "checkpoint", "step": 7}), WAIT, "download"),
         ((READY, WAITING, step(7)), "7", "waiting"),
         ((READY, WAITING, JOINED | {"source": "fresh", "why": "It began."}), "It began.", "waiting"),
@@ -121,7 +181,9 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
         ((READY | INVITE,), "to invite others: trahiv invite", "/a/file"),
         ((READY | INVITE | {"invite": None},), "to invite others, send them what is in /a/file", "trahiv"),
         ((READY, WARNING | {"message": "[bold]not bold[/] [/]"}), "[round] [bold]not bold[/] [/]", "?"),
-        ((READY, {"event": "pace", "message": "From step 2 on."}), "From step 2 on.", "?"),
+        ((READY, PACE), "From step 2 on.", "?"),
+        ((READY, progress(peer("QmA"), samples=0)), "0 of 64 samples", "█"),
+        ((READY, progress(*(peer("QmA", samples=96),) * 2, samples=192)), "64 of 64 samples", "░"),
     ],
 )
 def test_the_board_shows_what_there_is(log, shown, hidden):
@@ -139,30 +201,3 @@ def test_a_crowd_is_counted_and_leaves_room_for_the_rest_of_the_board():
         picture = drawn(told(*log), 80, height)
         assert picture.count("●") == height - OTHER_ROWS and len(picture.splitlines()) <= height
         assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture
-
-
-@pytest.mark.parametrize("width", [60, 120])
-def test_samples_beyond_the_next_step_are_told_apart(width):
-    for samples, held in ((0, 0), (64, 64), (192, 64)):
-        ours, theirs = (peer(name, samples=samples // 2) for name in ("QmA", "QmB"))
-        picture = drawn(told(READY, progress(ours, theirs, samples=samples)), width)
-        assert f"{held} of 64 samples" in picture and "…" not in picture
-        assert ("128 more already trained" in picture) == (samples == 192)
-        assert (picture.count("░") == 0) == (picture.count("█") > 0) == (samples > 0)
-
-
-SHOW_CURSOR = "\x1b[?25h"
-
-
-@pytest.mark.parametrize(
-    "last", [{"event": "done", "step": 40}, {"event": "error"}, {"event": "sample", "step": 40}]
-)
-def test_the_view_ends_with_the_run_and_not_before(last):
-    screen = io.StringIO()
-    live = LiveBoard(Console(file=screen, width=100, force_terminal=True, _environ={}))
-    for event in (READY, {"event": "sample", "step": 0}):
-        live(event)
-    assert SHOW_CURSOR not in screen.getvalue()
-    live(last)
-    assert SHOW_CURSOR in screen.getvalue()
-    live.stop()

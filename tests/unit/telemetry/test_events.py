@@ -7,9 +7,9 @@ import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import hivemind
 import pytest
 
+from tests.unit.cli.conftest import left_as_it_was
 from trahiv_cli.telemetry import events
 from trahiv_cli.telemetry.events import OLDER_FILES, TRANSIENT, EventFile, Events, RotatingFile, to_json
 from trahiv_cli.train.folder import log_to
@@ -36,9 +36,6 @@ def test_an_event_is_one_line_and_readable_and_a_number_that_json_lacks_is_null(
     assert json.loads(line) == read | {"text": "für\nalle \u2028 \x1b[2J"}
 
 
-# -- files ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """Where a file may be as long as 200 bytes."""
@@ -48,15 +45,6 @@ def path(tmp_path, monkeypatch):
 
 def lines_of(path, key="step"):
     return [json.loads(line)[key] for line in path.read_text().splitlines()]
-
-
-def require_bounded(path, key="step"):
-    """All that was written lately is in the newest file and in those that were full, in its order."""
-    files = [*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path]
-    assert sorted(path.parent.iterdir()) == sorted(files)
-    assert all(one.stat().st_size <= 200 for one in files)
-    numbers = [number for one in files for number in lines_of(one, key)]
-    assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
 
 
 def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path):
@@ -71,58 +59,43 @@ def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path
     assert (lines_of(path, "event"), lines_of(path, "loss")) == (["step"] * 2, [None] * 2)
 
 
-def test_files_that_are_full_are_kept_beside_the_newest_and_the_oldest_go(path):
-    file = EventFile(path)
+def test_full_files_are_kept_beside_the_newest_into_which_all_processes_write_and_the_oldest_go(path):
+    processes = EventFile(path), EventFile(path)
     for step in range(100):
-        file({"event": "step", "step": step})  # 29 or 30 bytes
+        processes[step % 2]({"event": "step", "step": step})  # 29 or 30 bytes
         assert lines_of(path)[-1] == step
-    file.close()
-    require_bounded(path)
-
-
-def test_the_log_of_several_processes_stays_within_its_bound_and_all_write_into_the_newest_file(path):
-    files = RotatingFile(path), RotatingFile(path)
-    for step in range(100):
-        files[step % 2].emit(logging.makeLogRecord({"msg": json.dumps({"step": step})}))
-        assert lines_of(path)[-1] == step
-    for file in files:
+    for file in processes:
         file.close()
-    require_bounded(path)
+    files = [*(path.with_name(f"{path.name}.{number}") for number in range(OLDER_FILES, 0, -1)), path]
+    assert sorted(path.parent.iterdir()) == sorted(files)
+    assert all(one.stat().st_size <= 200 for one in files)
+    numbers = [number for one in files for number in lines_of(one)]
+    assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
 
 
-def test_a_peer_s_log_is_such_a_file(path, monkeypatch):
-    root = logging.getLogger()
-    monkeypatch.setattr(root, "handlers", [])
-    monkeypatch.setattr(hivemind.utils.logging, "use_hivemind_log_handler", lambda where: None)
-    level = root.level
-    try:
+def test_a_peer_s_log_is_such_a_file(path):
+    with left_as_it_was():
         log_to(path, is_verbose=False)
-        [handler] = root.handlers
+        [handler] = logging.getLogger().handlers
         logging.getLogger("a.library").warning("something")
-    finally:
-        root.setLevel(level)
-        logging.captureWarnings(False)
-    handler.close()
     assert isinstance(handler, RotatingFile) and path.read_text().endswith("something\n")
 
 
-def test_what_a_full_disk_does_not_take_is_written_when_there_is_room(path):
+def test_a_full_disk_is_no_error_and_whole_events_go_on_when_there_is_room(path, capfd):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = EventFile(path)
+    file, lost = EventFile(path), EventFile(path.with_name("lost"))
     file({"event": "step", "step": 0})
     try:  # a file may become so long, as on a disk that fills up: not enough for a line
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))
-        for step in range(1, 4):
+        for step in (1, 2, 3):
             file({"event": "step", "step": step})
-        assert lines_of(path) == [0]
+        lost({"event": "step", "text": "x" * 100})
+        lost.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     file({"event": "step", "step": 4})
     file.close()
-    assert lines_of(path) == [0, 1, 2, 3, 4]
-
-
-# -- listeners ------------------------------------------------------------------------------------
+    assert lines_of(path) == [0, 1, 4] and capfd.readouterr().err == ""
 
 
 def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(path):
@@ -150,8 +123,6 @@ def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(p
     assert {event["code"] for event in warnings} == {"telemetry"} and all(event["hint"] for event in warnings)
     assert warnings[0]["message"] == "Screen failed (no space left); it gets no more events."
     assert warnings[-1]["message"].startswith("EventFile failed")
-    all_fail = Events(lambda event: 1 / 0)
-    all_fail.emit("step", step=1)
 
 
 def test_events_of_several_threads_arrive_one_at_a_time():
@@ -159,22 +130,13 @@ def test_events_of_several_threads_arrive_one_at_a_time():
 
     def listener(event):
         assert inside.acquire(blocking=False), "another thread is told at the same time"
-        record.append((event["thread"], event["index"]))
+        record.append(event["step"])
         inside.release()
 
     stream = Events(listener)
-
-    def emit(number):
-        for index in range(50):
-            stream.emit("step", thread=number, index=index)
-
     with ThreadPoolExecutor(4) as threads:
-        list(threads.map(emit, range(4)))
-    assert sorted(record) == sorted(record, key=lambda each: each[0]), "each thread's are in its order"
-    assert len(record) == 200
-
-
-# -- waits ----------------------------------------------------------------------------------------
+        list(threads.map(lambda step: stream.emit("step", step=step), range(200)))
+    assert sorted(record) == list(range(200))
 
 
 def test_a_long_wait_is_talked_about_again_and_again_and_news_of_it_at_once(monkeypatch):

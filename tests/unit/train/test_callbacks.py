@@ -76,9 +76,6 @@ def swarm(monkeypatch):
     return lambda **more: Swarm(monkeypatch, **more)
 
 
-# -- what is due ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("steps", "strategy", "every"),
     [(4, "steps", 4), (0.5, "steps", 20), (0.001, "steps", 1), (4, "no", 0), (4, "epoch", 0)],
@@ -137,9 +134,6 @@ def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
     assert not it.callback.has_spent_budget
     it.swarm_step(17)
     assert it.callback.has_spent_budget
-
-
-# -- what is told ---------------------------------------------------------------------------------
 
 
 def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):

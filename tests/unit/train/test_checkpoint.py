@@ -14,7 +14,7 @@ from hivemind.utils.nested import nested_flatten
 from transformers import Trainer, TrainingArguments, get_scheduler
 
 from trahiv_cli.errors import AssetError
-from trahiv_cli.optim.history import History
+from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import OuterState
@@ -84,12 +84,9 @@ def bits(a_model, optimizer):
     return [(str(one.dtype), one.tolist()) if isinstance(one, torch.Tensor) else one for one in flat]
 
 
-def at(step, branch=b""):
-    """The history of so many steps of 10 samples; another `branch` is another history."""
-    history = History()
-    for number in range(step):
-        history = history.extend(samples=10, proof=b"%d" % number + branch)
-    return history
+def at(step, branch=b"?"):
+    """A history of so many steps; another `branch` is another one."""
+    return History(step, 10 * step, branch * DIGEST_BYTES)
 
 
 def data_of(a_model, optimizer, history, outer=None, **swarm):
@@ -117,9 +114,6 @@ def restored(checkpoint, name="adamw_torch"):
     fresh = optimizer_of(again, name)
     checkpoint.load_optimizer(fresh)
     return again, fresh
-
-
-# -- there and back -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -160,9 +154,6 @@ def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed
     assert theirs.rounds == 0
 
 
-# -- which are there ------------------------------------------------------------------------------
-
-
 def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is_left_as_it_is(tmp_path):
     store, trained, optimizer = saved(tmp_path)
     assert {entry.name for entry in (tmp_path / "step-3").iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
@@ -191,9 +182,6 @@ def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_
         Checkpoints(tmp_path, keep).save(data_of(trained, optimizer, at(step)))
         assert [(found.path.name, found.step) for found in store.all()] == [(f"step-{n}", n) for n in left]
     assert not list(tmp_path.glob(".step-*"))
-
-
-# -- what is damaged, or of another model ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -236,9 +224,6 @@ def test_what_is_damaged_or_of_another_model_or_optimizer_is_refused_and_nothing
             Checkpoint(newest.path, 3).load_optimizer(theirs)
     assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
     assert bits(their_model, theirs) == before
-
-
-# -- beside training, and on a full disk ------------------------------------------------------------
 
 
 def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_last_that_waits_is(tmp_path):

@@ -6,11 +6,14 @@ What a liar publishes turns nobody away: `tests/simulation/test_records_of_a_lia
 from types import SimpleNamespace
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.assets.likeness import INITIAL
+from tests.kit.stand_ins import CHATML_MARKED, chat_tokenizer, write_llama
 from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.train.comparison import SAMPLES, Comparison
+from trahiv_cli.train.comparison import FROZEN, INITIAL, SAMPLES, TOKENIZER, TRAINABLE, Comparison, likeness
 
 OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64, SAMPLES: "800", INITIAL: "d" * 64}
 ME, ONE, TWO, ANOTHER = (SimpleNamespace(peer_id=name) for name in ("me", "one", "two", "another"))
@@ -36,8 +39,8 @@ def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_sch
 def test_initial_weights_may_differ_in_a_run_that_has_begun():
     node = FakeNode("me")
     ours, theirs = (
-        Comparison(one, "run", OURS | {INITIAL: value})
-        for one, value in ((node, "d"), (node.neighbour("one"), "e"))
+        Comparison(node, "run", OURS),
+        Comparison(node.neighbour("one"), "run", OURS | {INITIAL: "e"}),
     )
     ours.require_alike([ONE], has_begun=True)
     assert ours.schema == theirs.schema
@@ -45,26 +48,69 @@ def test_initial_weights_may_differ_in_a_run_that_has_begun():
         ours.require_alike([ONE], has_begun=False)
 
 
-class DeafNode(FakeNode):
-    """A node whose DHT does not answer while it is deaf."""
+def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves(monkeypatch):
+    def no_answer(*_):
+        raise SwarmError("no answer")
 
-    is_deaf = False
-
-    def fetch(self, key):
-        if self.is_deaf:
-            raise SwarmError("no answer")
-        return super().fetch(key)
-
-
-def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves():
-    first = DeafNode("me")
+    first = FakeNode("me")
     ours = Comparison(first.neighbour("one"), "run", OURS | {"tokenizer": "e" * 64})
     theirs = Comparison(first, "run", OURS)
     theirs.repeat([ONE])  # one of two is enough
     with pytest.raises(RecipeMismatch, match="tokenizer"):
         ours.repeat([ME])
-    first.is_deaf = True
-    theirs.repeat([ONE, ONE])
-    first.is_deaf = False
+    with monkeypatch.context() as deaf:
+        deaf.setattr(FakeNode, "fetch", no_answer)
+        theirs.repeat([ONE, ONE])
     with pytest.raises(RecipeMismatch):
         theirs.repeat([ONE, ONE])
+
+
+@pytest.fixture(scope="module")
+def llama_folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+def digests(folder, r=4, tokenizer=None, **options):
+    """The digests of a model with fresh adapters."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    lora = LoraConfig(r=r, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return likeness(get_peft_model(model, lora) if r else model, tokenizer)
+
+
+def test_what_adapters_begin_with_does_not_count_but_every_frozen_number_and_their_shape_do(
+    llama_folder, tmp_path
+):
+    torch.manual_seed(1)
+    expected = digests(llama_folder)
+    torch.manual_seed(2)
+    assert digests(llama_folder) == expected and INITIAL not in expected
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3, 5] += 1e-3
+    model.save_pretrained(tmp_path)
+    other = digests(tmp_path)
+    assert other[FROZEN] != expected[FROZEN] and other[TRAINABLE] == expected[TRAINABLE]
+    assert digests(llama_folder, dtype=torch.bfloat16)[FROZEN] != expected[FROZEN]
+    assert digests(llama_folder, r=8)[TRAINABLE] != expected[TRAINABLE]
+
+
+def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):
+    longer = chat_tokenizer()
+    longer.add_tokens(["<more>"])
+    tokenizers = (chat_tokenizer(), chat_tokenizer(), chat_tokenizer(CHATML_MARKED), longer)
+    first, *others = (digests(llama_folder, tokenizer=tokenizer)[TOKENIZER] for tokenizer in tokenizers)
+    assert others[0] == first and len({first, *others}) == 3
+
+
+def test_quantized_weights_are_known_by_their_files_and_trained_ones_by_their_beginning(
+    llama_folder, tmp_path
+):
+    other_folder = write_llama(tmp_path, seed=1)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    folders = (llama_folder, llama_folder, other_folder)
+    ours, again, other = (digests(folder, quantization_config=nf4)[FROZEN] for folder in folders)
+    assert ours == again != other
+    assert ours != digests(llama_folder)[FROZEN]
+    one, two = digests(llama_folder, r=0), digests(other_folder, r=0)
+    assert one[INITIAL] != two[INITIAL]
+    assert {**one, INITIAL: ""} == {**two, INITIAL: ""}

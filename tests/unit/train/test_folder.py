@@ -9,8 +9,7 @@ from trahiv_cli.errors import FolderTaken, SetupError
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE, Invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
-from trahiv_cli.train.folder import owned, owned_to_join, require_free
-from trahiv_cli.train.joining import known_identity
+from trahiv_cli.train.folder import known_identity, owned, owned_to_join, require_free
 
 OWNER = Owner(bytes(KEY_BYTES))
 OURS, OF_ANOTHER = OWNER.invite(), OWNER.invite()

@@ -1,5 +1,6 @@
 """What a trainer refuses, keeps and saves in a swarm; without one it is transformers' Trainer."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -33,12 +34,19 @@ def test_what_must_not_be_is_refused_before_a_node_is_started(trainer, tmp_path)
         trainer.push_to_hub()
 
 
-def test_a_run_without_an_end_logs_steps_of_the_swarm_and_keeps_its_newest_logs(trainer):
-    trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9)
+def test_an_evaluation_draws_the_same_each_time_and_is_logged_at_the_swarm_s_step_among_the_newest_logs(
+    trainer, samples
+):
+    trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9, agreed_weights=nullcontext)
     trainer.state.log_history[:] = [{"step": 0}] * trainer_module.LOGS_KEPT
-    trainer.log({"eval_loss": 1.5})
-    assert len(trainer.state.log_history) == trainer_module.LOGS_KEPT
-    assert trainer.state.log_history[-1].items() >= {"eval_loss": 1.5, "step": 7}.items()
+    collate, before, drawn = trainer.data_collator, torch.get_rng_state(), []
+    trainer.data_collator = lambda rows: drawn.append(torch.rand(3).tolist()) or collate(rows)
+    for _ in range(2):
+        trainer.evaluate(samples)
+    assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
+    assert torch.equal(torch.get_rng_state(), before), "training goes on with it"
+    *_, log = history = trainer.state.log_history
+    assert len(history) == trainer_module.LOGS_KEPT and log["step"] == 7 and "eval_loss" in log
 
 
 class Ending:
