@@ -97,30 +97,6 @@ class drop_peer:
 
 
 @dataclass(frozen=True)
-class give_state_slowly:
-    """Between two messages of its state the peer pauses; after so many, the manifest among them, it dies."""
-
-    pace_s: float
-    dies_after: int = 10**6
-
-    def install(self) -> None:
-        send, num_sent = ExactStateAverager.rpc_send_state, 0
-
-        @functools.wraps(send)
-        async def sends_so(averager: ExactStateAverager, request: Any, context: Any) -> Any:
-            nonlocal num_sent
-            async with aclosing(send(averager, request, context)) as messages:  # type: ignore[type-var]
-                async for message in messages:
-                    await asyncio.sleep(self.pace_s)
-                    num_sent += 1
-                    if num_sent > self.dies_after:
-                        os.killpg(os.getpgrp(), signal.SIGKILL)
-                    yield message
-
-        ExactStateAverager.rpc_send_state = sends_so  # type: ignore[method-assign]
-
-
-@dataclass(frozen=True)
 class ask_too_much:
     """In each round the peer asks all others, many times at once and whatever they answer.
 

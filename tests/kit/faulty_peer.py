@@ -54,9 +54,6 @@ class Settings:
     """What a peer does, apart from its faults."""
 
     num_peers: int = 3
-    hidden: int | None = None
-    """Of the model, in place of `HIDDEN`."""
-
     batches: int = 2
     """Of each peer of the swarm in a step."""
 
@@ -65,9 +62,6 @@ class Settings:
 
     optimizer: str = "adam"
     """Or `adamw_8bit`: bitsandbytes', with paged statistics."""
-
-    offload: bool | None = None
-    """Whether the optimizer steps a copy on the CPU; None: as the product decides."""
 
     learning_rate: float = 3e-3
     codec: str | None = None
@@ -90,7 +84,6 @@ class Settings:
             "next_chunk_timeout": 4.0,
             "load_state_timeout": 10.0,
             "grad_compression": self.codec,
-            "offload_optimizer": self.offload,
             "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
             "tracker_opts": {"metadata_expiration": self.metadata_expiration},
         }
@@ -152,8 +145,7 @@ class Peer:
         self._number, self._settings = number, settings
         self._leases: Leases | None = None
         torch.manual_seed(0)
-        hidden = settings.hidden or HIDDEN
-        layers = torch.nn.Linear(WIDTH, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, WIDTH)
+        layers = torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
         self._model = torch.nn.Sequential(*layers)
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
@@ -184,7 +176,7 @@ class Peer:
         if settings.num_samples:
             self._leases = optimizer.divide_data(Leases, settings.num_samples)
         self._enter(optimizer, is_first)
-        self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
+        self.say("ready", peer=node.peer_id, maddrs=[address], **self._where(optimizer))
         self._wait_for_go()
         self._train(optimizer)
 

@@ -2,37 +2,17 @@
 
     PYTHONHASHSEED=0 python -m tests.simulation --peers 5 --rounds 200 --seed 7 [--runs 10] [--every 8]
 
-Of a run that fails it prints the shortest list of faults with which that still fails. Python orders its sets
-of strings anew in each process unless PYTHONHASHSEED says how; a run depends on that as well as on its seed.
+Python orders its sets of strings anew in each process unless PYTHONHASHSEED says how; a run depends on that
+as well as on its seed.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 
-from tests.simulation.faults import Fault, draw, shortest
+from tests.simulation.faults import draw
 from tests.simulation.swarm import Plan, Wrong, simulate
-
-
-def explain(plan: Plan, seed: int, wrong: Wrong, patience_s: float = math.inf) -> str:
-    """Say how a run that failed is played again, and which of its faults matter, if that is known in time."""
-
-    def fails(faults: Sequence[Fault]) -> bool:
-        try:
-            simulate(replace(plan, faults=faults), seed)
-        except Wrong:
-            return True
-        return False
-
-    left = "\n".join(f"  {fault}" for fault in shortest(plan.faults, fails, patience_s))
-    hashes = os.environ.get("PYTHONHASHSEED", "(not set, so that it may be another run)")
-    again = f"python -m tests.simulation --peers {plan.num_peers} --rounds {plan.rounds} --seed {seed}"
-    return f"{wrong}\nPYTHONHASHSEED={hashes} {again} fails already with\n{left}"
 
 
 def main() -> int:
@@ -50,7 +30,7 @@ def main() -> int:
             run = simulate(plan, seed)
             came_of = f"{run.world.furthest} rounds, {run.failed} tries undone; {dict(run.struck)}"
         except Wrong as wrong:
-            has_failed, came_of = True, explain(plan, seed, wrong)
+            has_failed, came_of = True, str(wrong)
         print(f"seed {seed}: {came_of}", flush=True)
     return int(has_failed)
 

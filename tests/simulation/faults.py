@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated swarm, as data: drawn by a seed, struck as planned, cut down if a run fails.
+"""What goes wrong in a simulated swarm, as data: drawn by a seed, struck as planned.
 
 A fault strikes once the swarm has reached `at_step`: at once, or when its peer sends the next message of a
 kind (`moment`), which hits the phases of a round.
@@ -6,12 +6,8 @@ kind (`moment`), which hits the phases of a round.
 
 from __future__ import annotations
 
-import math
 import random
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 SHARES = {
     "kill": 6, "late": 1, "cut": 3, "halve": 1, "stall": 3, "slow": 1,
@@ -72,26 +68,3 @@ def draw(seed: int, num_peers: int, rounds: int, every: int) -> list[Fault]:
         faults.append(fault)
         step += dice.randrange(every // 2, 3 * every // 2 + 1)
     return faults
-
-
-def shortest(
-    faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], Any], patience_s: float = math.inf
-) -> list[Fault]:
-    """Leave out faults as long as a run of them still fails: first the half, then less and less.
-
-    After `patience_s`, what is left then is given; the run fails with that.
-    """
-    left, size, until = list(faults), max(1, len(faults) // 2), time.monotonic() + patience_s
-    while True:
-        start = 0
-        while start < len(left):
-            if time.monotonic() > until:
-                return left
-            fewer = left[:start] + left[start + size :]
-            if fails(fewer):
-                left = fewer
-            else:
-                start += size
-        if size == 1:
-            return left
-        size //= 2

@@ -23,7 +23,6 @@ STORIES = (
     "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
     "test_faults.py::test_who_asks_too_much_and_is_deaf_stops_nobody",
     "test_closed_swarm.py::test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitted",
-    "test_faults.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
     "test_nodes.py::test_a_node_reads_what_the_other_published[tcp]",
     "test_nodes.py::test_peers_that_start_again_alone_find_each_other",
     "test_restarts.py::test_a_peer_whose_process_fails_starts_again_and_trains_along[dht-killed]",
