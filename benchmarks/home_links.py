@@ -53,19 +53,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 
 from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
 from benchmarks.kit.paced_peers import LORA, POLL_S, SIDES, Peers
+from benchmarks.kit.tables import counted, median_of, spread, table
 from tests.kit.figures import (
     Adapted,
     Joint,
     Told,
     blocked_s,
     calls_in,
-    counted,
     find_joint,
     find_window,
-    median_of,
     reasons_of,
-    spread,
-    table,
     utilisation,
 )
 from trahiv_cli.swarm.codecs import CODECS

@@ -2,11 +2,18 @@
 
 In `tests/swarm/test_faults.py` it is a command with real averagers and sockets, and says it in JSON lines; in
 `tests.simulation` it lives in memory. `tests.kit.promises` judges what it says.
+
+Faults of the command are data: `drop_peer("before-vote")` says what shall happen, and to nobody yet. The peer
+calls `install` of its faults before it builds its optimizer, so that processes which that forks inherit them.
+They wrap methods at the edges: where a peer looks for a group, sends, votes, is called. What lies between is
+under test and does not know of them. What needs neither processes nor sockets is in `tests.simulation`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -15,20 +22,27 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
+from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.rounds import Round
+from trahiv_cli.optim.rounds import Outcome, Round
+from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
@@ -276,6 +290,97 @@ class Peer:
                 "weights": digest_of(self._model.parameters()).hex()[:16],
                 "loss": float(torch.nn.functional.mse_loss(self._model(inputs), targets)),
             }
+
+
+# -- what goes wrong in a real one ----------------------------------------------------------------
+
+
+def say_struck(fault: Any) -> None:
+    """Have the peer say that a fault strikes; from any of its processes."""
+    said = {"v": 1, "event": "fault", "time": time.monotonic(), "fault": type(fault).__name__}
+    os.write(1, (json.dumps(said | asdict(fault)) + "\n").encode())
+
+
+PHASES: dict[str, tuple[Any, str, int]] = {
+    "matchmaking": (GroupFinder, "look_for_group", 1),
+    "first-part": (ExactAllReduce, "_generate_input_for_peer", 1),
+    "half-way": (ExactAllReduce, "_encode", 4),
+    "before-vote": (ExactAverager, "_hold_vote", 1),
+    "after-vote": (Outcome, "of_claims", 1),
+}
+"""Moments of a round: it begins; the group stands and nothing was sent; some parts were averaged; this peer
+holds the average and has told nobody; it has voted and not applied anything. Each is a method's n-th call."""
+
+
+@dataclass(frozen=True)
+class drop_peer:
+    """All processes die by SIGKILL at one moment of the round for which the peer looks for the n-th group."""
+
+    phase: str
+    searches: int = 2
+
+    def install(self) -> None:
+        owner, name, calls = PHASES[self.phase]
+        method, searches = getattr(owner, name), 0
+
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls -= searches >= self.searches
+            if calls == 0:
+                say_struck(self)
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, dies)
+        look_for_group = GroupFinder.look_for_group
+
+        def looks(*args: Any) -> Any:
+            nonlocal searches
+            searches += 1
+            return look_for_group(*args)
+
+        GroupFinder.look_for_group = looks  # type: ignore[method-assign]
+
+
+CALLS = 160
+"""Of each kind, to each peer, in one round of `ask_too_much`."""
+
+
+@dataclass(frozen=True)
+class ask_too_much:
+    """In each round the peer asks all others, many times at once and whatever they answer.
+
+    It votes in rounds that do not exist, and asks for a state that is further than any. To votes of others it
+    does not answer.
+    """
+
+    def install(self) -> None:
+        hold_vote = ExactAverager._hold_vote
+        asking: set[Any] = set()
+
+        async def ask(averager: ExactAverager, peer: PeerID) -> None:
+            votes = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
+            request = averaging_pb2.JoinRequest(schema_hash=os.urandom(20), gather=b"a vote")
+            states = averager.prefix.replace("grad", "state")
+            stub = ExactStateAverager.get_stub(averager._p2p, peer, namespace=states)
+            wish = MSGPackSerializer.dumps([b"", [2**61, b""], 0])
+            offer = stub.rpc_offer_state(averaging_pb2.DownloadData(metadata=wish))
+            await asyncio.gather(votes.rpc_vote(request), offer, return_exceptions=True)
+
+        async def asking_vote(averager: ExactAverager, group_info: Any, *args: Any, **kwargs: Any) -> Any:
+            say_struck(self)
+            others = [peer for peer in group_info.peer_ids if peer != averager.peer_id]
+            running = asyncio.gather(*(ask(averager, peer) for peer in others for _ in range(CALLS)))
+            asking.add(running)
+            running.add_done_callback(asking.discard)
+            return await hold_vote(averager, group_info, *args, **kwargs)
+
+        @functools.wraps(ExactAverager.rpc_vote)
+        async def deaf(averager: ExactAverager, request: Any, context: Any) -> Any:
+            await asyncio.sleep(3600)
+
+        ExactAverager._hold_vote = asking_vote  # type: ignore[method-assign]
+        ExactAverager.rpc_vote = deaf  # type: ignore[method-assign]
 
 
 def main() -> None:

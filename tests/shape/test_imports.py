@@ -3,12 +3,15 @@
     cli > train > optim | assets > swarm > recipe > telemetry > errors
 
 An upper room may import a lower one; rooms on one line never import each other. Imports for the type checker
-alone do not count; imports inside functions do. What may be imported early is in `test_laziness`.
+alone do not count; imports inside functions do. What stays light is told by which modules are loaded, not by
+the clock.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -169,3 +172,46 @@ def test_the_rules_catch_what_is_forbidden_and_nothing_else() -> None:
     circle = {"p": "", "p.a": "def f():\n    from p import b", "p.b": "import p.c", "p.c": "from .a import x"}
     with pytest.raises(CycleError):
         TopologicalSorter(edges(circle)).prepare()
+
+
+# -- what stays light ------------------------------------------------------------------------------
+
+HEAVY = {"torch", "transformers", "hivemind", "peft", "datasets", "trl", "bitsandbytes"}
+UNNEEDED_FOR_HELP = {"pydantic", "yaml"}
+
+RUN = f"""
+import json, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+if sys.argv[1:] == ["import"]:
+    import trahiv_cli
+else:
+    try:
+        runpy.run_module("trahiv_cli", run_name="__main__")
+    except SystemExit as stop:
+        assert not stop.code
+print(json.dumps([*sys.modules]), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "import",
+        "--help",
+        "init --help",
+        "join --help",
+        "new",
+        "check quickstart",
+        "show quickstart",
+        "schema",
+    ],
+)
+def test_the_face_help_and_looking_at_recipes_load_nothing_heavy(words: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, *words.split()]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    # typer itself loads pydantic for the help of a command, but not for the list of commands
+    unwanted = HEAVY | UNNEEDED_FOR_HELP if words in ("import", "--help") else HEAVY
+    assert unwanted.isdisjoint(json.loads(done.stderr.splitlines()[-1]))

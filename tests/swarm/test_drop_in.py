@@ -13,32 +13,20 @@ import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     DataCollatorForLanguageModeling,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
 from tests.kit.commands import left_by, wait_until
-from tests.kit.stand_ins import DROP_IN, write_llama
+from tests.kit.stand_ins import Blocks, model_of_blocks, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 
 pytestmark = pytest.mark.timeout(180)
-
-
-class Blocks(Dataset):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 TRACKED = {"samples": [16, 16, 16], "peers": [1, 1, 1]}
@@ -51,16 +39,13 @@ class OwnTrainer(SwarmTrainerMixin, Trainer):
 def test_hivemind_config_is_all_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As a keyword of a trainer of the user's own; below it is in the arguments of `SwarmTrainer`."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     config = {"dht": {}, "opt": {"run_id": "spanish_qlora", "target_batch_size": 16, "verbose": True}}
     args = TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, warmup_steps=2,
         learning_rate=1e-2, logging_steps=1, report_to=["tensorboard"], save_strategy="no",
         dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = OwnTrainer(model=model, args=args, train_dataset=Blocks(), hivemind_config=config)
+    trainer = OwnTrainer(model=model_of_blocks(), args=args, train_dataset=Blocks(), hivemind_config=config)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
         result = trainer.train()
@@ -83,17 +68,12 @@ def test_hivemind_config_is_all_it_takes(tmp_path: Path, caplog: pytest.LogCaptu
     assert swarm == TRACKED, "a tracker gets the swarm's figures, too"
 
 
-SCRIPT = (
-    DROP_IN
-    + """
-import multiprocessing
-import os
-import sys
-import time
+SCRIPT = """
+import multiprocessing, os, sys, time
+from tests.kit.stand_ins import Blocks, model_of_blocks
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
 
 multiprocessing.set_start_method("spawn", force=True)  # as programs do that use CUDA in their workers
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
 output_dir, max_steps, *initial_peers = sys.argv[1:]
 args = SwarmTrainingArguments(
     output_dir=output_dir,
@@ -115,11 +95,10 @@ class Paced(SwarmTrainer):
 print("the libraries are loaded", file=sys.stderr)
 while not all(os.path.exists(one[1:]) for one in initial_peers):
     time.sleep(0.05)
-trainer = Paced(model=model, args=args, train_dataset=Blocks())
+trainer = Paced(model=model_of_blocks(), args=args, train_dataset=Blocks())
 assert trainer.train().global_step == args.max_steps
 assert multiprocessing.get_start_method() == "spawn"
 """
-)
 
 
 def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace: Any) -> None:
@@ -190,10 +169,10 @@ def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> Non
     assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
 
 
-NOTEBOOK = (
-    DROP_IN
-    + """
+NOTEBOOK = """
 import json, signal, psutil
+from tests.kit.stand_ins import Blocks, model_of_blocks
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
 
 def say(event, **fields):
     print(json.dumps({"v": 1, "event": event, **fields}), flush=True)
@@ -208,8 +187,7 @@ args = SwarmTrainingArguments(
     dataloader_pin_memory=False,
     hivemind_config={"dht": {"initial_peers": []}, "opt": {"run_id": "spanish", "target_batch_size": 8}},
 )
-model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
+trainer = SwarmTrainer(model=model_of_blocks(), args=args, train_dataset=Blocks())
 for cell in range(3):
     say("cell", number=cell)
     if cell == 2:
@@ -228,7 +206,6 @@ for cell in range(3):
             is_handler_back=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         )
 """
-)
 
 
 def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace: Any) -> None:

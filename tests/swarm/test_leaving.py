@@ -19,7 +19,7 @@ LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0
 
 
-def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues(
+def test_a_signal_ends_training_with_a_checkpoint_to_go_on_from_and_no_child_outlives_a_kill(
     start_paced: Callable[..., Peer], endless: Callable[..., Path]
 ) -> None:
     command = ("init", endless(), "--output-dir", "run")
@@ -46,6 +46,9 @@ def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continue
     joined = again.wait_for("joined", timeout=60)
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
     again.wait_for("step", timeout=30, step=done["step"] + 1)
+    assert len(children_of(again.pid)) >= 2, "the DHT's process and p2pd"
+    again.kill()
+    assert_children_die(again.pid)
 
 
 def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> None:
@@ -99,19 +102,51 @@ def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
     assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
 
 
-def test_no_child_outlives_a_killed_peer(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
-    peer = start_paced("init", endless(), "--output-dir", "run")
-    peer.wait_for("step", timeout=60, step=1)
-    assert len(children_of(peer.pid)) >= 2, "the DHT's process and p2pd"
-    peer.kill()
-    assert_children_die(peer.pid)
-
-
 def assert_children_die(pid: int) -> None:
     """A process that could not clean up takes its children along; its sockets go at the next start."""
     deadline = time.monotonic() + CHILDREN_DIE_WITHIN_S
     while (children := children_of(pid)) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=0.1)
     assert [process.cmdline() for process in children] == []
+
+
+# -- what a process must do after it was forked, before it has threads of its own ----------------------
+
+FORKS, THREADS = 10, 8
+
+FORK = """
+import json, os, sys, threading
+import torch
+from trahiv_cli.swarm.corrections.processes import renew_thread_pool
+
+def add(start, failed):
+    start.wait()
+    try:
+        torch.zeros(200_000).add_(1.0)
+    except RuntimeError as error:
+        failed.append(error)
+
+torch.set_num_threads(torch.get_num_threads())
+failed_in = 0
+for _ in range(int(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        if sys.argv[3] == "renewed":
+            renew_thread_pool()
+        start, failed = threading.Barrier(int(sys.argv[2])), []
+        threads = [threading.Thread(target=add, args=(start, failed)) for _ in range(int(sys.argv[2]))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(bool(failed))
+    failed_in += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(json.dumps({"v": 1, "event": "failed", "in": failed_in}))
+"""
+
+
+@pytest.mark.parametrize("pool", ["renewed", "inherited"])
+def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(workplace: Any, pool: str) -> None:
+    """When none fails with the pool that it has inherited, `renew_thread_pool` can go."""
+    failed_in = workplace.start_script(FORK, FORKS, THREADS, pool).wait_for("failed", timeout=100)["in"]
+    assert (failed_in > 0) == (pool == "inherited")

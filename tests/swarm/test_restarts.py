@@ -127,19 +127,6 @@ def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
     assert recorded[-1]["event"] == "done" and recorded[-1]["step"] == done["step"]
 
 
-def test_no_fresh_model_takes_the_place_of_a_trained_one_whose_checkpoints_are_damaged(
-    trahiv: Callable[..., Any], endless: Callable[..., Path], tmp_path: Path
-) -> None:
-    """That damaged ones are passed over is in `tests/unit/train/test_checkpoint.py`."""
-    command = ("init", endless(**SAVING), "--output-dir", "run", *LOOPBACK)
-    assert trahiv(*command, "--budget", "2 steps").code == 0
-    [state] = (tmp_path / "run" / "checkpoints").glob("step-*/state.json")
-    state.write_text("{}")
-    refused = trahiv(*command)
-    assert refused.code == 3
-    assert "All checkpoints in run are damaged" in refused.err
-
-
 def test_the_first_step_waits_for_the_peers_that_the_recipe_wants_and_says_if_they_do_not_come(
     start_paced: Callable[..., Peer], endless: Callable[..., Path]
 ) -> None:
@@ -211,16 +198,22 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
     assert steps == sorted(set(steps))
 
 
-def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint(
-    start: Callable[..., Peer], tmp_path: Path
+def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint_that_no_fresh_model_replaces(
+    start: Callable[..., Peer], trahiv: Callable[..., Any], tmp_path: Path
 ) -> None:
+    """That damaged checkpoints are passed over is in `tests/unit/train/test_checkpoint.py`."""
     recipe = write_tiny(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
     now = time.time()
     recent = " ".join(str(now - seconds) for seconds in (700.0, 300.0, 200.0, 100.0))
-    peer = start("init", recipe, "--output-dir", "run", *LOOPBACK, env={"TRAHIV_RESTARTS": recent})
+    command = ("init", recipe, "--output-dir", "run", *LOOPBACK)
+    peer = start(*command, env={"TRAHIV_RESTARTS": recent})
     peer.wait_for("step", 60, step=2)
     parts(peer)["dht"].kill()
     error = peer.wait_for("error", 30)
     assert error["code"] == "broken" and "started again 3 times within 10 minutes" in error["message"]
     assert peer.exit_code(20) == 1
     assert [one for one in peer.events if one["event"] == "checkpoint"]
+    for state in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
+        state.write_text("{}")
+    refused = trahiv(*command)
+    assert refused.code == 3 and "All checkpoints in run are damaged" in refused.err
