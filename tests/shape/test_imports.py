@@ -113,7 +113,7 @@ def edges(sources: dict[str, str]) -> dict[str, set[str]]:
     return graph
 
 
-def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing() -> None:
+def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing():
     for path in FILES:
         module, source = module_of(path), path.read_text(encoding="utf-8")
         assert room_of(module) in (*LEVELS, "face", "__main__"), "a new room: give it a line in LEVELS"
@@ -122,7 +122,7 @@ def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing()
             assert len(ast.parse(source).body) == 1, f"{path} holds more than a docstring"
 
 
-def test_no_import_goes_in_a_circle() -> None:
+def test_no_import_goes_in_a_circle():
     sources = {module_of(path): path.read_text(encoding="utf-8") for path in FILES}
     try:
         TopologicalSorter(edges(sources)).prepare()
@@ -130,7 +130,7 @@ def test_no_import_goes_in_a_circle() -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-def test_tests_and_benchmarks_meet_in_the_kit_alone() -> None:
+def test_tests_and_benchmarks_meet_in_the_kit_alone():
     benchmarks, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "tests"))
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     for path in (*benchmarks, *tests):
@@ -166,7 +166,7 @@ ALLOWED = [
 ]
 
 
-def test_the_rules_catch_what_is_forbidden_and_nothing_else() -> None:
+def test_the_rules_catch_what_is_forbidden_and_nothing_else():
     assert all(violations(source, module) for module, source in FORBIDDEN)
     assert not any(violations(source, module) for module, source in ALLOWED)
     circle = {"p": "", "p.a": "def f():\n    from p import b", "p.b": "import p.c", "p.c": "from .a import x"}
@@ -206,7 +206,7 @@ print(json.dumps([*sys.modules]), file=sys.stderr)
         "schema",
     ],
 )
-def test_the_face_help_and_looking_at_recipes_load_nothing_heavy(words: str, tmp_path: Path) -> None:
+def test_the_face_help_and_looking_at_recipes_load_nothing_heavy(words, tmp_path):
     command = [sys.executable, "-c", RUN, *words.split()]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL

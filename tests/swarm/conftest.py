@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 STORIES = (
     "test_two_peers.py::test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time",
     "test_exit_codes.py::test_a_usage_error_ends_with_2_and_names_the_help",
-    "test_leaving.py::test_a_signal_ends_training_with_a_checkpoint_to_go_on_from_and_no_child_outlives_a_kill",
+    "test_leaving.py::test_a_signal_ends_training_with_a_checkpoint_and_no_child_outlives_a_kill",
     "test_restarts.py::test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved[saving]",
     "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
     "test_faults.py::test_who_asks_too_much_and_is_deaf_stops_nobody",

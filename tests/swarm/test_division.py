@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.kit.commands import LOOPBACK, Peer
+from tests.kit.commands import LOOPBACK
 from tests.kit.recipes import write_tiny
 from tests.kit.verdicts import furthest_of
 from trahiv_cli.optim.ledger import SHARD
@@ -22,9 +19,7 @@ STEPS = 12
 SHARDS, LINES = 6, 60
 
 
-def test_a_run_that_was_interrupted_equals_one_that_was_not(
-    trahiv: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_that_was_interrupted_equals_one_that_was_not(trahiv, tmp_path):
     """What each mode keeps in a checkpoint is in `tests/unit/train/test_checkpoint.py`."""
     recipe = write_tiny(
         tmp_path,
@@ -48,9 +43,7 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(
     assert disagreements == [], "they have trained the same samples"
 
 
-def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed_and_come_back(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed(start_paced, endless, tmp_path):
     """Samples of data that is no stream are looked after by all tests of `tests/simulation`."""
     for number in range(SHARDS):
         lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))

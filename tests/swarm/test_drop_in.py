@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -36,7 +35,7 @@ class OwnTrainer(SwarmTrainerMixin, Trainer):
     """What a user makes of any other trainer."""
 
 
-def test_hivemind_config_is_all_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hivemind_config_is_all_it_takes(tmp_path, caplog):
     """As a keyword of a trainer of the user's own; below it is in the arguments of `SwarmTrainer`."""
     torch.set_num_threads(1)
     config = {"dht": {}, "opt": {"run_id": "spanish_qlora", "target_batch_size": 16, "verbose": True}}
@@ -101,7 +100,7 @@ assert multiprocessing.get_start_method() == "spawn"
 """
 
 
-def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace: Any) -> None:
+def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace):
     invitation = workplace.folder / "first" / "invitation"
     first = workplace.start_script(SCRIPT, "first", 40)
     second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}")
@@ -116,7 +115,7 @@ def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace: Any) -> 
         assert left_by(peer.pid) == []
 
 
-def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> None:
+def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path):
     torch.set_num_threads(1)
     model_id = str(write_llama(tmp_path / "model"))
     quotes = tmp_path / "quotes.jsonl"
@@ -208,7 +207,7 @@ for cell in range(3):
 """
 
 
-def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace: Any) -> None:
+def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace):
     """A kernel's SIGINT is a KeyboardInterrupt in the cell, and the process lives on; a second one leaves."""
     kernel = workplace.start_script(NOTEBOOK)
     stops: list[dict[str, Any]] = []

@@ -78,7 +78,7 @@ def wait_until_equal(*peers: Peer, timeout_s: float, beyond: int) -> None:
     wait_until(lambda: bool(set.intersection(*map(digests, peers))), timeout_s)
 
 
-def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(tmp_path: Path) -> None:
+def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(tmp_path):
     with Swarm(tmp_path) as swarm:
         survivors = swarm.join(0), swarm.join(1)
         swarm.go()
@@ -97,7 +97,7 @@ def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(tmp_path: Pat
         swarm.require_promises()
 
 
-def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_died(tmp_path: Path) -> None:
+def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_died(tmp_path):
     """In `tests/simulation` a run has one thread; `diloco` is this mode, but that it waits."""
     settings = MODES_BESIDE_TRAINING["streaming"]
     with Swarm(tmp_path, settings) as swarm:
@@ -120,7 +120,7 @@ def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_d
         swarm.require_promises()
 
 
-def test_who_asks_too_much_and_is_deaf_stops_nobody(tmp_path: Path) -> None:
+def test_who_asks_too_much_and_is_deaf_stops_nobody(tmp_path):
     """Lies in reports, claims, votes, states and parts are in `tests/simulation`."""
     steps, limit_s = 3, 8.0
     settings = Settings(num_peers=4, num_samples=100_000, averaging_timeout=limit_s)

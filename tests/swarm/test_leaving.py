@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.kit.commands import Peer, children_of, left_by
+from tests.kit.commands import children_of, left_by
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -19,9 +17,7 @@ LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0
 
 
-def test_a_signal_ends_training_with_a_checkpoint_to_go_on_from_and_no_child_outlives_a_kill(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
+def test_a_signal_ends_training_with_a_checkpoint_and_no_child_outlives_a_kill(start_paced, endless):
     command = ("init", endless(), "--output-dir", "run")
     peer = start_paced(*command)
     peer.wait_for("step", timeout=60, step=2)
@@ -51,7 +47,7 @@ def test_a_signal_ends_training_with_a_checkpoint_to_go_on_from_and_no_child_out
     assert_children_die(again.pid)
 
 
-def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> None:
+def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair):
     first, second, *_ = pair
     hung = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in hung:
@@ -66,9 +62,7 @@ def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> Non
             process.resume()
 
 
-def test_a_second_signal_leaves_at_once(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
+def test_a_second_signal_leaves_at_once(start_paced, endless):
     recipe = endless()
     peer = start_paced("init", recipe, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
@@ -94,9 +88,7 @@ print(json.dumps({"v": 1, "event": "started", "name": manager.name(), "blocked":
 
 
 @pytest.mark.parametrize(("how", "is_blocked"), [("corrected", True), ("by torch", False)])
-def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
-    workplace: Any, how: str, is_blocked: bool
-) -> None:
+def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(workplace, how, is_blocked):
     """When torch blocks it by itself, `start_memory_manager` can go."""
     started = workplace.start_script(MANAGER, how).wait_for("started", timeout=60)
     assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
@@ -146,7 +138,7 @@ print(json.dumps({"v": 1, "event": "failed", "in": failed_in}))
 
 
 @pytest.mark.parametrize("pool", ["renewed", "inherited"])
-def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(workplace: Any, pool: str) -> None:
+def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(workplace, pool):
     """When none fails with the pool that it has inherited, `renew_thread_pool` can go."""
     failed_in = workplace.start_script(FORK, FORKS, THREADS, pool).wait_for("failed", timeout=100)["in"]
     assert (failed_in > 0) == (pool == "inherited")

@@ -26,9 +26,7 @@ def together(*peers: Peer, more: int = 3) -> None:
         peer.wait_for_group(len(peers), 120, step=lambda step: step >= before + more)
 
 
-def test_invitations_are_closed_and_who_is_taken_out_is_out_everywhere_and_after_restarts(
-    pair: Any, start_paced: Command, trahiv: Command
-) -> None:
+def test_invitations_are_closed_and_who_is_taken_out_stays_out(pair, start_paced, trahiv):
     first, second, _, join = pair
     joins = ("join", "--yes", *LOOPBACK, "--output-dir")
     made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")

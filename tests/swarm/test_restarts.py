@@ -7,7 +7,7 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,7 @@ def id_of(peer: Peer) -> str:
 
 
 @saving_pair
-def test_a_peer_finds_the_swarm_that_went_on_without_it_and_goes_on_alone_when_nobody_is_left(
-    start_paced: Callable[..., Peer], pair: Any
-) -> None:
+def test_a_peer_finds_the_swarm_again_and_goes_on_alone_when_nobody_is_left(start_paced, pair):
     first, second, init, join = pair
     require_saved_and_met(pair)
     first.kill()
@@ -74,9 +72,7 @@ def test_a_peer_finds_the_swarm_that_went_on_without_it_and_goes_on_alone_when_n
 
 
 @saving_pair
-def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
-    start_paced: Callable[..., Peer], pair: Any
-) -> None:
+def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(start_paced, pair):
     first, second, init, join = pair
     require_saved_and_met(pair)
     for peer in (first, second):
@@ -105,9 +101,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path], small_disk: Path
-) -> None:
+def test_a_full_disk_is_said_and_training_goes_on_until_there_is_room(start_paced, endless, small_disk):
     peer = start_paced("init", endless(**SAVING), "--output-dir", small_disk / "run", *LOOPBACK)
     peer.wait_for("checkpoint", 60)
     filler = small_disk / "filler"
@@ -127,9 +121,7 @@ def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
     assert recorded[-1]["event"] == "done" and recorded[-1]["step"] == done["step"]
 
 
-def test_the_first_step_waits_for_the_peers_that_the_recipe_wants_and_says_if_they_do_not_come(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
+def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(start_paced, endless):
     """That two begin together is in `test_recipes.py`."""
     alone = start_paced(
         "init", endless(swarm__min_peers=2), "--output-dir", "alone", "--wait", "3s", *LOOPBACK
@@ -158,9 +150,7 @@ def lives(process: psutil.Process) -> bool:
     ("broken", "how"),
     [pytest.param(0, signal.SIGSTOP, id="dht-stopped"), pytest.param(1, signal.SIGKILL, id="dht-killed")],
 )
-def test_a_peer_whose_process_fails_starts_again_and_trains_along(
-    pair: Any, broken: int, how: signal.Signals
-) -> None:
+def test_a_peer_whose_process_fails_starts_again_and_trains_along(pair, broken, how):
     broken, other = pair[broken], pair[1 - broken]
     address, before = broken.maddr, parts(broken)
     before["dht"].send_signal(how)
@@ -180,7 +170,7 @@ def test_a_peer_whose_process_fails_starts_again_and_trains_along(
         assert left_by(peer.pid) == []
 
 
-def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair: Any) -> None:
+def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair):
     first, second, *_ = pair
     sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in sleeper:
@@ -198,9 +188,7 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
     assert steps == sorted(set(steps))
 
 
-def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint_that_no_fresh_model_replaces(
-    start: Callable[..., Peer], trahiv: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start, trahiv, tmp_path):
     """That damaged checkpoints are passed over is in `tests/unit/train/test_checkpoint.py`."""
     recipe = write_tiny(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
     now = time.time()
