@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.control import StepControl
 from hivemind.p2p import P2P
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
@@ -52,31 +53,6 @@ TRIES = 6
 
 Edit = Callable[[bytes], list[bytes] | None]
 """What comes of a message's content; see `Tamper`."""
-
-
-class Control(asyncio.Future):
-    """What the optimizer's process holds of a round; see hivemind's `StepControl`."""
-
-    allow_retries = triggered = False
-    stage: Any = None
-    weight = 1.0
-
-    def __init__(self, claim: bytes, deadline: float) -> None:
-        super().__init__()
-        self._data_for_gather, self.deadline = claim, deadline
-
-    @property
-    def data_for_gather(self) -> bytes:
-        return self._data_for_gather
-
-    def attach(self, *_: Any) -> None:
-        pass
-
-    async def wait_for_trigger(self) -> None:
-        pass
-
-    async def wait_for_cancel(self) -> None:
-        await asyncio.get_running_loop().create_future()
 
 
 class Member:
@@ -121,8 +97,9 @@ class Member:
         with averager.get_tensors() as [tensor]:
             tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
         own = Claim(SAMPLES, float(SAMPLES), 0.0, bytes(8), self.quorum).to_bytes()
-        control = Control(claim or own, swarm_time() + AVERAGING_TIMEOUT_S)
-        init = SimpleNamespace(set_result=lambda _: None, set_exception=lambda _: None)
+        now = swarm_time()
+        control = StepControl(now, now + AVERAGING_TIMEOUT_S, False, float(SAMPLES), claim or own)
+        init = SimpleNamespace(set_result=lambda _: control.allow_allreduce(), set_exception=lambda _: None)
         try:
             if claim is None:
                 await averager._step(exchange, step=control, future_for_init=init)
@@ -241,6 +218,7 @@ def swarm() -> Iterator[Swarm]:
         for module in (group_finder, blame):
             patch.setattr(module, "time", clock)
         patch.setattr(P2P, "receive_protobuf", staticmethod(streams.receive_protobuf))
+        patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)  # this process is all of them
         yield Swarm()
     gc.collect()  # what waited for ever, and would tell of that in the midst of something else
 
