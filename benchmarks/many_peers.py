@@ -44,16 +44,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 from benchmarks.kit.cells import Cell, run_cells
 from benchmarks.kit.paced_peers import OURS, SIDES, Peers, Workload
 from benchmarks.kit.processes import cpu_s, memory_bytes
-from benchmarks.kit.tables import counted, table
-from tests.kit.figures import (
-    PeerEnded,
-    blocked_s,
-    calls_in,
-    find_joint,
-    find_window,
-    reasons_of,
-    utilisation,
-)
+from benchmarks.kit.tables import blocked_s, calls_in, counted, reasons_of, table
+from tests.kit.figures import PeerEnded, find_joint, find_window, utilisation
 from tests.kit.wan import PROCESSES
 from trahiv_cli.swarm.codecs import CODECS
 

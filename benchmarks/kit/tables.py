@@ -1,4 +1,4 @@
-"""How figures are told to a person."""
+"""What else is told of a run, and how figures are told to a person."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
+
+from tests.kit.figures import Told, Window
+
+
+def calls_in(window: Window, told: Told) -> list[float]:
+    """Return what is in the window of each of a peer's calls of `step()`, in seconds."""
+    ended = (call for call in told.calls if window.start < call[0] <= window.end)
+    return [min(took, at - window.start) for at, took in ended]
+
+
+def blocked_s(calls: Sequence[float]) -> float:
+    """Return how long calls took together, each beyond the median."""
+    usual = statistics.median(calls) if calls else 0.0
+    return sum(max(0.0, took - usual) for took in calls)
+
+
+def reasons_of(told: Iterable[Told]) -> list[str]:
+    """Say why rounds failed, as all peers tell it: one may be told of by several."""
+    fell_behind = "it fell behind, and took over the others' state"
+    return [why for one in told for why in (*one.failures, *(fell_behind for _ in one.adopted))]
 
 
 def median_of(values: Iterable[float | None]) -> float:

@@ -350,7 +350,7 @@ class Workplace:
 
     def start_script(self, script: str, *args: object, env: Mapping[str, str] | None = None) -> Peer:
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
-        return self._started([sys.executable, "-u", "-c", script, *map(str, args)], env=env)
+        return self._started([sys.executable, "-c", script, *map(str, args)], env=env)
 
     def _started(
         self,

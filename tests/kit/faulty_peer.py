@@ -47,18 +47,16 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.checkpoint import Checkpoint
+from trahiv_cli.train.entry import enter_swarm
 
 WIDTH, HIDDEN = 40, 256
 """20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
 
 BATCH = 8
 HELD_OUT = 512
-JOIN_S = 20.0
 AVERAGING_TIMEOUT_S = 20.0
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-
-GO = "go"
-"""File whose presence lets peers of a folder train: those that start together begin together."""
 
 Event = dict[str, Any]
 
@@ -74,9 +72,7 @@ class Settings:
     seconds_per_batch: float = 0.1
     """So long that peers mostly sleep: the machine carries several."""
 
-    optimizer: str = "adam"
-    """Or `adamw_8bit`: bitsandbytes', with paged statistics."""
-
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
     learning_rate: float = 3e-3
     codec: str | None = None
     averaging_timeout: float = AVERAGING_TIMEOUT_S
@@ -101,14 +97,6 @@ class Settings:
             "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
             "tracker_opts": {"metadata_expiration": self.metadata_expiration},
         }
-
-    def build_inner(self, groups: Any) -> torch.optim.Optimizer:
-        """The optimizer that the swarm's steps with."""
-        if self.optimizer == "adam":
-            return torch.optim.Adam(groups, lr=self.learning_rate)
-        from bitsandbytes.optim import AdamW
-
-        return AdamW(groups, lr=self.learning_rate, optim_bits=8, is_paged=True)
 
 
 QUICK_S = 0.05
@@ -155,8 +143,13 @@ class Notices(Events):
 class Peer:
     """One peer's life, as it tells it."""
 
-    def __init__(self, number: int, settings: Settings) -> None:
+    newest: Checkpoint | None = None
+    """What it goes on from."""
+
+    def __init__(self, number: int, settings: Settings, reached: Callable[[], int]) -> None:
         self._number, self._settings = number, settings
+        self._reached = reached
+        """Says how far the swarm has come that it joins."""
         self._leases: Leases | None = None
         torch.manual_seed(0)
         layers = torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
@@ -171,14 +164,14 @@ class Peer:
     def say(self, event: str, **fields: Any) -> None:
         print(json.dumps({"v": 1, "event": event, "time": time.monotonic()} | fields), flush=True)
 
-    def live(self, node: Node, is_first: bool) -> None:
+    def live(self, node: Node) -> None:
         """Train until the process is ended."""
         settings, address = self._settings, node.addresses()[0].maddr
         optimizer = build_optimizer(
             settings.options(),
             dht=node.dht,
             params=[{"params": list(self._model.parameters())}],
-            optimizer=settings.build_inner,
+            optimizer=functools.partial(settings.optimizer, lr=settings.learning_rate),
             scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
             samples_per_step=BATCH,
             max_grad_norm=0.0,
@@ -189,24 +182,17 @@ class Peer:
         self._listen(optimizer)
         if settings.num_samples:
             self._leases = optimizer.divide_data(Leases, settings.num_samples)
-        self._enter(optimizer, is_first)
+        self._enter(optimizer)
         self.say("ready", peer=node.peer_id, maddrs=[address], **self._where(optimizer))
-        self._wait_for_go()
         self._train(optimizer)
 
-    def _wait_for_go(self) -> None:
-        while not Path(GO).exists():
-            time.sleep(0.05)
-
-    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
-        deadline = time.monotonic() + JOIN_S
-        while not is_first and time.monotonic() < deadline:
-            optimizer.tracker.refresh()
-            if optimizer.tracker.others:
-                with contextlib.suppress(RoundFailed):
-                    if optimizer.load_state_from_peers(JOIN_S):
-                        return
-        optimizer.enter_step(History())
+    def _enter(self, optimizer: SwarmOptimizer) -> None:
+        while True:
+            try:
+                enter_swarm(optimizer, self.newest, self._reached())
+                return
+            except RoundFailed:  # a person would type the command again
+                time.sleep(1.0)
 
     def _listen(self, optimizer: SwarmOptimizer) -> None:
         position, seeker = optimizer.position, optimizer.seeker
@@ -393,7 +379,7 @@ def main() -> None:
         fault.install()
     try:
         node = Node(DHT, Path(f"{number}.key"), tuple(initial_peers))
-        Peer(int(number), settings).live(node, is_first=not initial_peers)
+        Peer(int(number), settings, lambda: bool(initial_peers)).live(node)  # those train already
     finally:  # an error: threads would keep the process, and who waits for it would not hear of it
         traceback.print_exc()
         os.killpg(os.getpgrp(), signal.SIGKILL)

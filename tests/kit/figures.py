@@ -187,24 +187,6 @@ def find_window(joint: Sequence[Joint], seconds: float, began: float, now: float
     return Window(first.at, end, max(0, samples), len(counted)), last is not None
 
 
-def calls_in(window: Window, told: Told) -> list[float]:
-    """Return what is in the window of each of a peer's calls of `step()`, in seconds."""
-    ended = (call for call in told.calls if window.start < call[0] <= window.end)
-    return [min(took, at - window.start) for at, took in ended]
-
-
 def utilisation(window: Window, paces_s: Iterable[float]) -> float:
     """Return the window's samples over those that peers of these paces compute in it without an optimizer."""
     return window.samples / sum((window.end - window.start) / pace_s for pace_s in paces_s)
-
-
-def blocked_s(calls: Sequence[float]) -> float:
-    """Return how long calls took together, each beyond the median."""
-    usual = statistics.median(calls) if calls else 0.0
-    return sum(max(0.0, took - usual) for took in calls)
-
-
-def reasons_of(told: Iterable[Told]) -> list[str]:
-    """Say why rounds failed, as all peers tell it: one may be told of by several."""
-    fell_behind = "it fell behind, and took over the others' state"
-    return [why for one in told for why in (*one.failures, *(fell_behind for _ in one.adopted))]

@@ -33,11 +33,9 @@ from tests.simulation.liars import Lie
 from tests.simulation.network import Message, Tamper, VirtualLoop
 from tests.simulation.strands import Strand
 from tests.simulation.world import DELAY_S, OWNER, Dht, World
-from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
-from trahiv_cli.train.entry import enter_swarm
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5
@@ -66,7 +64,7 @@ class Peer(faulty_peer.Peer):
         can_be_called: bool = True,
         lies: Sequence[Lie] = (),
     ) -> None:
-        super().__init__(number, settings)
+        super().__init__(number, settings, lambda: world.furthest)
         self.name, self.number, self.world, self._lies = name, number, world, lies
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.strands: list[Strand] = []
@@ -94,10 +92,10 @@ class Peer(faulty_peer.Peer):
         context.run(self.world.strands.spawn, self._run)
 
     def _run(self) -> None:
-        self._newest = self._checkpoints.newest()
-        if self._newest is not None:
-            self._newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
-        self.live(self, is_first=False)
+        self.newest = self._checkpoints.newest()
+        if self.newest is not None:
+            self.newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
+        self.live(self)
 
     def kill(self) -> None:
         """End at once, without a goodbye."""
@@ -114,19 +112,11 @@ class Peer(faulty_peer.Peer):
     def save(self) -> None:
         self._checkpoints.save(CheckpointData.of(self._model, self.optimizer))
 
-    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
+    def _enter(self, optimizer: SwarmOptimizer) -> None:
         self.optimizer = optimizer
         for lie in self._lies:
             lie(self)
-        while True:
-            try:
-                enter_swarm(optimizer, self._newest, self.world.furthest)
-                return
-            except RoundFailed:  # a person would type the command again
-                time.sleep(1.0)
-
-    def _wait_for_go(self) -> None:
-        pass
+        super()._enter(optimizer)
 
     def _compute(self) -> None:
         time.sleep(self.slowness * self._settings.seconds_per_batch)

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
@@ -231,7 +232,8 @@ def test_a_download_is_finished_from_the_other_donor_when_one_dies(as_on_machine
 
 
 def test_replicas_with_statistics_in_8_bits_are_equal_and_a_latecomer_becomes_one(as_on_machines):
-    run = play(Fault("late", AT_STEP, 0), num_peers=2, settings=Settings(optimizer="adamw_8bit"))
+    settings = Settings(optimizer=partial(AdamW, optim_bits=8, is_paged=True))
+    run = play(Fault("late", AT_STEP, 0), num_peers=2, settings=settings)
     assert len(run.steps("2 late")[-1]["group"]) == 3
 
 

@@ -46,12 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert len(rows) < 2, f"{story} is none of {rows}"  # of one row, another may have been asked for
 
 
-@pytest.fixture(scope="session")
-def open_workplace(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Workplace]:
-    """Make a `Workplace` that lives longer than a test: `with open_workplace("name") as place:`."""
-    return lambda name: Workplace(tmp_path_factory.mktemp(name))
-
-
 @pytest.fixture
 def workplace(tmp_path: Path) -> Iterator[Workplace]:
     """The folder of this test; what `start` started in it ends with the test."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -66,9 +66,9 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
 
 
 @pytest.fixture(scope="module")
-def place(open_workplace: Callable[[str], Workplace]) -> Iterator[Workplace]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     """Where the two peers of `pair` have their folders, `first` and `second`."""
-    with open_workplace("pair") as place:
+    with Workplace(tmp_path_factory.mktemp("pair")) as place:
         yield place
 
 

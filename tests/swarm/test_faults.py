@@ -16,7 +16,6 @@ import pytest
 from tests.kit.commands import Peer, Workplace, wait_until
 from tests.kit.faulty_peer import (
     AVERAGING_TIMEOUT_S,
-    GO,
     MODES_BESIDE_TRAINING,
     PHASES,
     Settings,
@@ -58,10 +57,6 @@ class Swarm(Workplace):
         peer.wait_for("ready", START_S)
         return peer
 
-    def go(self) -> None:
-        """Let those that are ready, and all that come, train."""
-        (self.folder / GO).touch()
-
     def require_promises(self, *peers: Peer) -> None:
         """Require that these peers (all) kept every promise, and that no step of theirs is lost."""
         said = {str(peer.pid): peer.events for peer in peers or self.peers}
@@ -81,7 +76,6 @@ def wait_until_equal(*peers: Peer, timeout_s: float, beyond: int) -> None:
 def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(tmp_path):
     with Swarm(tmp_path) as swarm:
         survivors = swarm.join(0), swarm.join(1)
-        swarm.go()
         for index, phase in enumerate(PHASES):
             if index in (2, 4):  # it comes back with another identity
                 (tmp_path / "2.key").unlink()
@@ -103,9 +97,8 @@ def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_d
     with Swarm(tmp_path, settings) as swarm:
         survivors = swarm.join(0), swarm.join(1)
         victim = swarm.join(2, drop_peer("half-way", searches=9))
-        swarm.go()
         victim.exit_code(STEP_S)
-        first, last = victim.wait_for("ready", 1), victim.steps[-1]
+        first, last = survivors[0].wait_for("ready", 1), victim.steps[-1]
         assert last["loss"] < 0.7 * first["loss"]
         for survivor in survivors:
             survivor.wait_for("step", AFTER_DEATH_S, step=lambda step: step > last["step"])
@@ -126,7 +119,6 @@ def test_who_asks_too_much_and_is_deaf_stops_nobody(tmp_path):
     settings = Settings(num_peers=4, num_samples=100_000, averaging_timeout=limit_s)
     with Swarm(tmp_path, settings) as swarm:
         peers = [swarm.join(number) for number in range(3)]
-        swarm.go()
         for peer in peers:
             peer.wait_for("step", STEP_S, step=steps)
         swarm.join(3, ask_too_much()).wait_for("fault", STEP_S)
