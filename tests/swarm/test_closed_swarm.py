@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,7 +37,7 @@ ATTACK_S = 40.0
 
 
 def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitted(tmp_path):
-    """Who was taken out, or came by a closed invitation, is in `test_owner.py`."""
+    """Who was taken out, or came by a closed invitation, is below."""
     others = {
         "is closed": None,
         "does not take this peer for a member": Credentials(OTHER.invite()),
@@ -67,13 +68,13 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    """Where the two peers of `pair` have their folders, `first` and `second`."""
+    """Where the two peers of `members` have their folders, `first` and `second`."""
     with Workplace(tmp_path_factory.mktemp("pair")) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
-def pair(place: Workplace) -> tuple[Peer, Peer]:
+def members(place: Workplace) -> tuple[Peer, Peer]:
     """Two peers that train together, and live through all that follows."""
     recipe = write_tiny(place.folder, training__max_steps=10_000, swarm__mode="sync")
     first = place.start("init", recipe, "--output-dir", "first", pace_s=0.1)
@@ -142,9 +143,9 @@ def certified(by: Membership, key: Path) -> bytes:
     return by.certify(PeerID.from_base58(ensure_identity(key)).to_bytes())
 
 
-def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(pair, place, tmp_path):
+def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(members, place, tmp_path):
     """What a member gets that lies is in `tests/simulation` and `tests/unit/swarm`."""
-    first, _ = pair
+    first, _ = members
     owner, home = read_owner(place.folder / "first"), read_invitation([first.address]).membership
     assert owner is not None and home is not None
     key = tmp_path / "member.key"
@@ -159,7 +160,7 @@ def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(pair, pl
         for name, outcome in attack(first, key, certificate).items():
             assert REFUSAL in outcome or outcome.startswith(closed_early), (name, outcome)
     reached = first.steps[-1]["step"]
-    for peer in pair:
+    for peer in members:
         peer.wait_for_group(step=lambda step: step >= reached + 5)
         together = peer.events[peer.events.index(peer.wait_for_group()) :]
         assert not [event for event in together if event["event"] in ("warning", "error")]
@@ -173,8 +174,8 @@ PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"
 """Files of a run's folder that hold secrets."""
 
 
-def test_the_secret_is_in_private_files_alone(pair, place):
-    first, second = pair
+def test_the_secret_is_in_private_files_alone(members, place):
+    first, second = members
     membership = read_invitation([first.address]).membership
     assert membership is not None
     owner = bytes.fromhex((place.folder / "first" / "owner.key").read_text())
@@ -182,7 +183,7 @@ def test_the_secret_is_in_private_files_alone(pair, place):
     for secret in (owner, membership.secret):
         secrets += [secret, secret.hex().encode()]
     said = []
-    for peer in pair:
+    for peer in members:
         for process in (psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)):
             is_p2pd = process.name().startswith("p2pd")
             said += [*process.cmdline(), *(process.environ().values() if is_p2pd else ())]
@@ -198,3 +199,59 @@ def test_the_secret_is_in_private_files_alone(pair, place):
             assert not any(secret in file.read_bytes() for secret in secrets), file
     (done,) = [event for event in second.events if event["event"] == "done"]
     assert done["resume"].endswith("--peer @second/invited-by")
+
+
+# -- the owner's hand: who is invited, who is taken out -------------------------------------------
+
+KICK_S = 30.0
+"""So soon a peer that is taken out is out everywhere."""
+
+
+def together(*peers: Peer, more: int = 3) -> None:
+    """Wait until all have taken a few more steps in one group."""
+    before = max(peer.steps[-1]["step"] if peer.steps else 0 for peer in peers)
+    for peer in peers:
+        peer.wait_for_group(len(peers), 120, step=lambda step: step >= before + more)
+
+
+@pytest.mark.timeout(400)
+def test_invitations_are_closed_and_who_is_taken_out_stays_out(pair, start_paced, trahiv):
+    first, second, _, join = pair
+    joins = ("join", "--yes", *LOOPBACK, "--output-dir")
+    made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")
+    [once] = [event for event in made.events if event["event"] == "invitation"]
+    assert once["once"] is True and "trahiv1:" not in made.out + made.err
+    third = start_paced(*joins, "third", "--peer", f"@{once['path']}")
+    together(first, second, third)
+
+    old = Path(first.address[1:]).read_text(encoding="ascii").strip()
+    made = trahiv("invite", "--close", "all", "--expires", "1h", "--output-dir", "first", "--format", "json")
+    [fresh] = [event for event in made.events if event["event"] == "invitation"]
+    together(first, second, third)
+    late = trahiv(*joins, "late", "--peer", old)
+    assert late.code == 5 and "closed" in late.err
+    second.stop()
+    second = start_paced(*joins, "second", "--peer", "@second/invited-by")
+    together(first, second, third)
+    listed = trahiv("members", "--peer", f"@{fresh['path']}", "--format", "json").events
+    there = {event["peer_id"] for event in listed if event["event"] == "member" and event["is_there"]}
+    assert there == {peer.wait_for("ready", 60)["peer_id"] for peer in (first, second, third)}
+
+    id_ = third.wait_for("ready", 60)["peer_id"]
+    kicked, at = trahiv("kick", id_[-6:], "--output-dir", "first"), time.monotonic()
+    assert kicked.code == 0 and id_ in kicked.out
+    assert third.exit_code(KICK_S + 30) == 5
+    assert time.monotonic() - at < KICK_S
+    [error] = [event for event in third.events if event["event"] == "error"]
+    assert error["code"] == "not-admitted" and "taken this peer out" in error["message"]
+    together(first, second)
+    after = first.steps[-1]["step"]
+    again, other = (trahiv(*joins, name, "--peer", "@third/invited-by") for name in ("third", "other"))
+    assert again.code == 5 and "taken this peer out" in again.err
+    assert other.code == 5 and "used before" in other.err, "under another name"
+    together(first, second)
+    for peer in (first, second):
+        assert all(id_ not in step["round"]["group"] for step in peer.steps if step["step"] > after)
+    for peer in (first, second, third):
+        assert all(step["round"]["committed"] for step in peer.steps if step["round"])
+    assert [event for event in first.events if event["event"] == "error"] == []

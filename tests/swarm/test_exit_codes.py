@@ -2,7 +2,7 @@
 
 One row for each code and each place that it comes from; the many other mistakes and their words are in
 `tests/unit/cli`. The codes of what happens in a swarm are where that is: 0 in `test_two_peers.py`, 1 in
-`test_restarts.py`, 5 in `test_own_files.py` and `test_owner.py`, 130 and 143 in `test_leaving.py`.
+`test_restarts.py`, 5 in `test_own_files.py` and `test_closed_swarm.py`, 130 and 143 in `test_leaving.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What nodes of the DHT ask and answer, and what they believe of others' answers.
 
-That no field of a message hurts whoever reads it is proven in `tests/simulation/test_nodes_of_a_liar.py`.
+That no field of a message hurts whoever reads it is proven in `tests/simulation/test_records_of_a_liar.py`.
 """
 
 import asyncio
