@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,26 +120,6 @@ def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.flip(-1)
 
 
-class Notices(Events):
-    """Tells `say` of downloads and of what a person should know; waits are no news, and take no thread."""
-
-    def __init__(self, say: Callable[..., None]) -> None:
-        def hear(event: dict[str, Any]) -> None:
-            if "message" in event:
-                say("notice", code=event.get("code", event["event"]), message=event["message"])
-
-        super().__init__(hear)
-        self._say = say
-
-    @contextlib.contextmanager
-    def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        def tell(event: str, what: str, until_s: float, **fields: Any) -> None:
-            if event == "download":
-                self._say(event, **fields)
-
-        yield tell
-
-
 class Peer:
     """One peer's life, as it tells it."""
 
@@ -164,6 +144,13 @@ class Peer:
     def say(self, event: str, **fields: Any) -> None:
         print(json.dumps({"v": 1, "event": event, "time": time.monotonic()} | fields), flush=True)
 
+    def _hear(self, event: Event) -> None:
+        """Tell of downloads, and of what a person should know."""
+        if event["event"] == "download":
+            self.say("download", **{name: event[name] for name in ("step", "bytes", "total", "donors")})
+        elif "message" in event:
+            self.say("notice", code=event.get("code", event["event"]), message=event["message"])
+
     def live(self, node: Node) -> None:
         """Train until the process is ended."""
         settings, address = self._settings, node.addresses()[0].maddr
@@ -177,7 +164,7 @@ class Peer:
             max_grad_norm=0.0,
             rules=settings.rules,
             pace=settings.pace,
-            events=Notices(self.say),
+            events=Events(self._hear),
         )
         self._listen(optimizer)
         if settings.num_samples:
