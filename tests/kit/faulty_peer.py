@@ -1,7 +1,7 @@
 """A peer that trains a tiny model, says what happens to it, and goes wrong as told.
 
 In `tests/swarm/test_faults.py` it is a command with real averagers and sockets, and says it in JSON lines; in
-`tests.simulation` it lives in memory. `tests.kit.promises` judges what it says.
+`tests.simulation` it lives in memory. `tests.kit.verdicts` judges what it says.
 
 Faults of the command are data: `drop_peer("before-vote")` says what shall happen, and to nobody yet. The peer
 calls `install` of its faults before it builds its optimizer, so that processes which that forks inherit them.

@@ -26,10 +26,8 @@ from hivemind.proto import averaging_pb2
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Event, Settings
-from tests.kit.promises import Promises, find_lost_steps
-from tests.simulation import liars
-from tests.simulation.faults import Fault
-from tests.simulation.liars import Lie
+from tests.kit.verdicts import Promises, find_lost_steps
+from tests.simulation.faults import Fault, Lie, claim, vote_twice
 from tests.simulation.network import Message, Tamper, VirtualLoop
 from tests.simulation.strands import Strand
 from tests.simulation.world import DELAY_S, OWNER, Dht, World
@@ -317,9 +315,9 @@ class Run:
                 self._promises.excuse(peer.name)  # what it drops it has trained
                 peer.spoils = math.nan if fault.kind == "nan" else 1e6
             case "two-votes" | "boast":
-                self._liars.add(peer.name)
-                boast = liars.claim({"samples": 10**6, "weight": 1e6}, rounds=1)
-                (liars.vote_twice if fault.kind == "two-votes" else boast)(peer)
+                self._add(peer.name)
+                boast = claim({"samples": 10**6, "weight": 1e6}, rounds=1)
+                (vote_twice if fault.kind == "two-votes" else boast)(peer)
 
     def _break(self, is_between: Callable[[Peer, Peer], bool], later: Callable[..., Any]) -> None:
         self._breaks.append(is_between)

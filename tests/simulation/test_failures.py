@@ -19,8 +19,7 @@ from bitsandbytes.optim import AdamW
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
 from tests.simulation import world
-from tests.simulation.faults import Fault
-from tests.simulation.liars import Lie, claim, fall_silent, poison
+from tests.simulation.faults import Fault, Lie, claim, fall_silent, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager

@@ -22,7 +22,7 @@ from tests.kit.faulty_peer import (
     ask_too_much,
     drop_peer,
 )
-from tests.kit.promises import find_broken_promises, find_lost_steps
+from tests.kit.verdicts import find_broken_promises, find_lost_steps
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -120,7 +120,7 @@ def test_who_asks_too_much_and_is_deaf_stops_nobody(tmp_path):
     with Swarm(tmp_path, settings) as swarm:
         peers = [swarm.join(number) for number in range(3)]
         for peer in peers:
-            peer.wait_for("step", STEP_S, step=steps)
+            peer.wait_for("step", STEP_S, group=lambda group: len(group) == len(peers))
         swarm.join(3, ask_too_much()).wait_for("fault", STEP_S)
         reached = max(peer.steps[-1]["step"] for peer in peers)
         for peer in peers:
