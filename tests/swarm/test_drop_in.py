@@ -28,9 +28,6 @@ from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 pytestmark = pytest.mark.timeout(180)
 
 
-COLD = {"PYTHONUNBUFFERED": "1"}
-"""Not the warm parent's environment: the script imports the libraries itself, as a user's does."""
-
 TRACKED = {"samples": [16, 16, 16], "peers": [1, 1, 1]}
 
 
@@ -105,8 +102,8 @@ assert multiprocessing.get_start_method() == "spawn"
 
 def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace):
     invitation = workplace.folder / "first" / "invitation"
-    first = workplace.start_script(SCRIPT, "first", 40, env=COLD)
-    second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}", env=COLD)
+    first = workplace.start_script(SCRIPT, "first", 40, is_cold=True)
+    second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}", is_cold=True)
     for peer, name in ((first, "first"), (second, "second")):
         assert peer.exit_code(timeout=90) == 0
         _, said = peer.err.split("the libraries are loaded\n")
@@ -212,7 +209,7 @@ for cell in range(3):
 
 def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace):
     """A kernel's SIGINT is a KeyboardInterrupt in the cell, and the process lives on; a second one leaves."""
-    kernel = workplace.start_script(NOTEBOOK, env=COLD)
+    kernel = workplace.start_script(NOTEBOOK, is_cold=True)
     stops: list[dict[str, Any]] = []
     for cell in range(2):
         kernel.wait_for("cell", timeout=60, number=cell)

@@ -140,6 +140,5 @@ print(json.dumps({"v": 1, "event": "failed", "in": failed_in}))
 @pytest.mark.parametrize("pool", ["renewed", "inherited"])
 def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(workplace, pool):
     """When none fails with the pool that it has inherited, `renew_thread_pool` can go."""
-    no_fork_itself = {"PYTHONUNBUFFERED": "1"}  # not the warm parent's environment
-    process = workplace.start_script(FORK, FORKS, THREADS, pool, env=no_fork_itself)
+    process = workplace.start_script(FORK, FORKS, THREADS, pool, is_cold=True)
     assert (process.wait_for("failed", timeout=100)["in"] > 0) == (pool == "inherited")
