@@ -315,7 +315,7 @@ class Run:
                 self._promises.excuse(peer.name)  # what it drops it has trained
                 peer.spoils = math.nan if fault.kind == "nan" else 1e6
             case "two-votes" | "boast":
-                self._add(peer.name)
+                self._liars.add(peer.name)
                 boast = claim({"samples": 10**6, "weight": 1e6}, rounds=1)
                 (vote_twice if fault.kind == "two-votes" else boast)(peer)
 
