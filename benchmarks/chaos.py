@@ -45,7 +45,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.keeper import NUM_PEERS, Keeper, KeptPeer, Stuck
-from tests.kit.figures import spread, table
+from benchmarks.kit.tables import spread, table
 from tests.kit.verdicts import (
     Event,
     back_after,

@@ -53,21 +53,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 
 from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
 from benchmarks.kit.paced_peers import LORA, POLL_S, SIDES, Peers
-from tests.kit.figures import (
-    Adapted,
-    Joint,
-    Told,
-    blocked_s,
-    calls_in,
-    counted,
-    find_joint,
-    find_window,
-    median_of,
-    reasons_of,
-    spread,
-    table,
-    utilisation,
-)
+from benchmarks.kit.tables import blocked_s, calls_in, counted, median_of, reasons_of, spread, table
+from tests.kit.figures import Adapted, Joint, Told, find_joint, find_window, utilisation
 from trahiv_cli.swarm.codecs import CODECS
 
 PATIENCE_S = 60.0

@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 
 from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
 from benchmarks.kit.paced_peers import LORA, SIDES, Peers
-from tests.kit.figures import Told, counted, find_joint, table
+from benchmarks.kit.tables import counted, table
+from tests.kit.figures import Told, find_joint
 from tests.kit.wan import address_of
 
 DONOR, JOINER = 0, 1

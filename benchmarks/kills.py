@@ -31,7 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.keeper import Keeper, KeptPeer
-from tests.kit.figures import spread, table
+from benchmarks.kit.tables import spread, table
 from tests.kit.verdicts import Event
 
 START_LIMIT_S = 180.0

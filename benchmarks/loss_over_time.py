@@ -50,7 +50,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 
 from benchmarks.kit.cells import Cell, Scenario, run_cells
 from benchmarks.kit.paced_peers import GO, OURS, Entry, OurPeer, Peers, Side, Workload, as_peer
-from tests.kit.figures import PeerEnded, counted, median_of, reasons_of, spread, table
+from benchmarks.kit.tables import counted, median_of, reasons_of, spread, table
+from tests.kit.figures import PeerEnded
 from tests.kit.wan import PROCESSES
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.load import load_recipe

@@ -43,18 +43,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 
 from benchmarks.kit.cells import Cell, run_cells
 from benchmarks.kit.paced_peers import OURS, SIDES, Peers, Workload
-from tests.kit.figures import (
-    PeerEnded,
-    blocked_s,
-    calls_in,
-    counted,
-    find_joint,
-    find_window,
-    reasons_of,
-    table,
-    utilisation,
-)
-from tests.kit.processes import cpu_s, memory_bytes
+from benchmarks.kit.processes import cpu_s, memory_bytes
+from benchmarks.kit.tables import blocked_s, calls_in, counted, reasons_of, table
+from tests.kit.figures import PeerEnded, find_joint, find_window, utilisation
 from tests.kit.wan import PROCESSES
 from trahiv_cli.swarm.codecs import CODECS
 

@@ -26,8 +26,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
+from benchmarks.kit.processes import memory_bytes, tree_of
 from tests.kit.commands import VANISH_S, Peer, Workplace
-from tests.kit.processes import memory_bytes, tree_of
 
 MIB = 2**20
 EVERY_S = 0.05

@@ -19,8 +19,8 @@ from typing import Self
 
 import psutil
 
+from benchmarks.kit.processes import tree_of
 from tests.kit.commands import VANISH_S, Peer, Workplace, left_by
-from tests.kit.processes import tree_of
 from tests.kit.recipes import tiny_llama, write_tiny
 from tests.kit.verdicts import Event, group_of
 from tests.kit.wan import Wan, address_of

@@ -28,8 +28,8 @@ import torch
 from hivemind import compression
 from hivemind.utils import MPFuture
 
+from benchmarks.kit.processes import tree_of
 from tests.kit.figures import LEARNING_RATE, Adapted, Committed, News, PeerEnded, Sample, Told
-from tests.kit.processes import tree_of
 from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.pace import Pace

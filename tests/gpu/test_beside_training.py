@@ -63,22 +63,20 @@ def digests(averager: Any) -> list[bytes]:
 
 
 @pytest.mark.parametrize("room", [host_copies.COPIED_BYTES, 1], ids=["at once", "one by one"])
-def test_weights_are_digested_beside_training(
-    averager: Any, monkeypatch: pytest.MonkeyPatch, room: int
-) -> None:
+def test_weights_are_digested_beside_training(averager, monkeypatch, room):
     monkeypatch.setattr(host_copies, "COPIED_BYTES", room)
     list(host_values(averager.common_tensors(), averager.lock_state.changes))  # pinned memory is there then
     expected = [digest_of([weight]) for weight in averager.weights]
     assert beside_work(lambda: digests(averager)) == expected
 
 
-def test_a_claim_s_digest_waits_for_no_batch(averager: Any) -> None:
+def test_a_claim_s_digest_waits_for_no_batch(averager):
     equality = Equality(averager, SimpleNamespace(attest=lambda history, common: None))
     digests(averager)
     assert beside_work(lambda: equality.digest(averager.common_tensors()))
 
 
-def test_a_state_is_copied_for_joiners_beside_training(averager: Any) -> None:
+def test_a_state_is_copied_for_joiners_beside_training(averager):
     averager.get_current_state()
     _, [flat], infos = beside_work(averager.get_current_state)
     _, tensors, _ = averager._live_state()
@@ -86,7 +84,7 @@ def test_a_state_is_copied_for_joiners_beside_training(averager: Any) -> None:
         assert torch.equal(given, held.cpu())
 
 
-def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager: Any) -> None:
+def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager):
     with averager.lock_state, torch.no_grad():
         torch.cuda._sleep(SHORT_CYCLES)
         for weight in averager.weights:
@@ -99,7 +97,7 @@ def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager: Any) ->
     assert all(bool((value == 7.0).all()) for value in values)
 
 
-def test_the_model_s_own_weights_wait_in_host_memory(averager: Any) -> None:
+def test_the_model_s_own_weights_wait_in_host_memory(averager):
     weights = averager.weights
     agreed = [torch.zeros_like(weight) for weight in weights]
     own = [weight.detach().clone() for weight in weights]

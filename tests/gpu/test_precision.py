@@ -65,7 +65,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_a_precision_trains(llama: Path, tmp_path: Path, name: str) -> None:
+def test_a_precision_trains(llama, tmp_path, name):
     trainer = train(llama, tmp_path, PRECISIONS[name])
     assert trainer.swarm_optimizer.local_epoch == 8
     assert losses(trainer)[-1] < losses(trainer)[0]
@@ -74,7 +74,7 @@ def test_a_precision_trains(llama: Path, tmp_path: Path, name: str) -> None:
         assert weight.dtype == torch.float32 or not weight.requires_grad
 
 
-def test_qlora_with_paged_8_bit_moments_trains(llama: Path, tmp_path: Path) -> None:
+def test_qlora_with_paged_8_bit_moments_trains(llama, tmp_path):
     trainer = train(llama, tmp_path, {"bf16": True, "activation_checkpointing": True}, qlora=True)
     assert losses(trainer)[-1] < losses(trainer)[0]
     states = trainer.swarm_optimizer.opt.state.values()

@@ -348,9 +348,15 @@ class Workplace:
         command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
         return self._started(command, cwd, env, is_cold)
 
-    def start_script(self, script: str, *args: object, env: Mapping[str, str] | None = None) -> Peer:
-        """Start a Python script that says events on stdout as `trahiv` does, and leave it running."""
-        return self._started([sys.executable, "-u", "-c", script, *map(str, args)], env=env)
+    def start_script(
+        self, script: str, *args: object, env: Mapping[str, str] | None = None, is_cold: bool = False
+    ) -> Peer:
+        """Start a Python script that says events on stdout as `trahiv` does, and leave it running.
+
+        If it `is_cold`, it is a new interpreter, and nothing of what it prints waits in a buffer.
+        """
+        options = ["-u", "-c"] if is_cold else ["-c"]
+        return self._started([sys.executable, *options, script, *map(str, args)], env=env, is_cold=is_cold)
 
     def _started(
         self,

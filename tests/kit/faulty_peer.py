@@ -1,12 +1,19 @@
 """A peer that trains a tiny model, says what happens to it, and goes wrong as told.
 
 In `tests/swarm/test_faults.py` it is a command with real averagers and sockets, and says it in JSON lines; in
-`tests.simulation` it lives in memory. `tests.kit.promises` judges what it says.
+`tests.simulation` it lives in memory. `tests.kit.verdicts` judges what it says.
+
+Faults of the command are data: `drop_peer("before-vote")` says what shall happen, and to nobody yet. The peer
+calls `install` of its faults before it builds its optimizer, so that processes which that forks inherit them.
+They wrap methods at the edges: where a peer looks for a group, sends, votes, is called. What lies between is
+under test and does not know of them. What needs neither processes nor sockets is in `tests.simulation`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -14,37 +21,42 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
+from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.rounds import Round
+from trahiv_cli.optim.rounds import Outcome, Round
+from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.checkpoint import Checkpoint
+from trahiv_cli.train.entry import enter_swarm
 
 WIDTH, HIDDEN = 40, 256
 """20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
 
 BATCH = 8
 HELD_OUT = 512
-JOIN_S = 20.0
 AVERAGING_TIMEOUT_S = 20.0
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-
-GO = "go"
-"""File whose presence lets peers of a folder train: those that start together begin together."""
 
 Event = dict[str, Any]
 
@@ -54,21 +66,13 @@ class Settings:
     """What a peer does, apart from its faults."""
 
     num_peers: int = 3
-    hidden: int | None = None
-    """Of the model, in place of `HIDDEN`."""
-
     batches: int = 2
     """Of each peer of the swarm in a step."""
 
     seconds_per_batch: float = 0.1
     """So long that peers mostly sleep: the machine carries several."""
 
-    optimizer: str = "adam"
-    """Or `adamw_8bit`: bitsandbytes', with paged statistics."""
-
-    offload: bool | None = None
-    """Whether the optimizer steps a copy on the CPU; None: as the product decides."""
-
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
     learning_rate: float = 3e-3
     codec: str | None = None
     averaging_timeout: float = AVERAGING_TIMEOUT_S
@@ -90,18 +94,9 @@ class Settings:
             "next_chunk_timeout": 4.0,
             "load_state_timeout": 10.0,
             "grad_compression": self.codec,
-            "offload_optimizer": self.offload,
             "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
             "tracker_opts": {"metadata_expiration": self.metadata_expiration},
         }
-
-    def build_inner(self, groups: Any) -> torch.optim.Optimizer:
-        """The optimizer that the swarm's steps with."""
-        if self.optimizer == "adam":
-            return torch.optim.Adam(groups, lr=self.learning_rate)
-        from bitsandbytes.optim import AdamW
-
-        return AdamW(groups, lr=self.learning_rate, optim_bits=8, is_paged=True)
 
 
 QUICK_S = 0.05
@@ -125,35 +120,19 @@ def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.flip(-1)
 
 
-class Notices(Events):
-    """Tells `say` of downloads and of what a person should know; waits are no news, and take no thread."""
-
-    def __init__(self, say: Callable[..., None]) -> None:
-        def hear(event: dict[str, Any]) -> None:
-            if "message" in event:
-                say("notice", code=event.get("code", event["event"]), message=event["message"])
-
-        super().__init__(hear)
-        self._say = say
-
-    @contextlib.contextmanager
-    def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        def tell(event: str, what: str, until_s: float, **fields: Any) -> None:
-            if event == "download":
-                self._say(event, **fields)
-
-        yield tell
-
-
 class Peer:
     """One peer's life, as it tells it."""
 
-    def __init__(self, number: int, settings: Settings) -> None:
+    newest: Checkpoint | None = None
+    """What it goes on from."""
+
+    def __init__(self, number: int, settings: Settings, reached: Callable[[], int]) -> None:
         self._number, self._settings = number, settings
+        self._reached = reached
+        """Says how far the swarm has come that it joins."""
         self._leases: Leases | None = None
         torch.manual_seed(0)
-        hidden = settings.hidden or HIDDEN
-        layers = torch.nn.Linear(WIDTH, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, WIDTH)
+        layers = torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
         self._model = torch.nn.Sequential(*layers)
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
@@ -165,42 +144,42 @@ class Peer:
     def say(self, event: str, **fields: Any) -> None:
         print(json.dumps({"v": 1, "event": event, "time": time.monotonic()} | fields), flush=True)
 
-    def live(self, node: Node, is_first: bool) -> None:
+    def _hear(self, event: Event) -> None:
+        """Tell of downloads, and of what a person should know."""
+        if event["event"] == "download":
+            self.say("download", **{name: event[name] for name in ("step", "bytes", "total", "donors")})
+        elif "message" in event:
+            self.say("notice", code=event.get("code", event["event"]), message=event["message"])
+
+    def live(self, node: Node) -> None:
         """Train until the process is ended."""
         settings, address = self._settings, node.own_addresses()[0]
         optimizer = build_optimizer(
             settings.options(),
             dht=node.dht,
             params=[{"params": list(self._model.parameters())}],
-            optimizer=settings.build_inner,
+            optimizer=functools.partial(settings.optimizer, lr=settings.learning_rate),
             scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
             samples_per_step=BATCH,
             max_grad_norm=0.0,
             rules=settings.rules,
             pace=settings.pace,
-            events=Notices(self.say),
+            events=Events(self._hear),
         )
         self._listen(optimizer)
         if settings.num_samples:
             self._leases = optimizer.divide_data(settings.num_samples)
-        self._enter(optimizer, is_first)
-        self.say("ready", peer=node.peer_id, maddr=address, **self._where(optimizer))
-        self._wait_for_go()
+        self._enter(optimizer)
+        self.say("ready", peer=node.peer_id, maddrs=[address], **self._where(optimizer))
         self._train(optimizer)
 
-    def _wait_for_go(self) -> None:
-        while not Path(GO).exists():
-            time.sleep(0.05)
-
-    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
-        deadline = time.monotonic() + JOIN_S
-        while not is_first and time.monotonic() < deadline:
-            optimizer.tracker.refresh()
-            if optimizer.tracker.others:
-                with contextlib.suppress(RoundFailed):
-                    if optimizer.load_state_from_peers(JOIN_S):
-                        return
-        optimizer.position.enter(History())
+    def _enter(self, optimizer: SwarmOptimizer) -> None:
+        while True:
+            try:
+                enter_swarm(optimizer, self.newest, self._reached())
+                return
+            except RoundFailed:  # a person would type the command again
+                time.sleep(1.0)
 
     def _listen(self, optimizer: SwarmOptimizer) -> None:
         position, seeker = optimizer.position, optimizer.seeker
@@ -287,6 +266,97 @@ class Peer:
             }
 
 
+# -- what goes wrong in a real one ----------------------------------------------------------------
+
+
+def say_struck(fault: Any) -> None:
+    """Have the peer say that a fault strikes; from any of its processes."""
+    said = {"v": 1, "event": "fault", "time": time.monotonic(), "fault": type(fault).__name__}
+    os.write(1, (json.dumps(said | asdict(fault)) + "\n").encode())
+
+
+PHASES: dict[str, tuple[Any, str, int]] = {
+    "matchmaking": (GroupFinder, "look_for_group", 1),
+    "first-part": (ExactAllReduce, "_generate_input_for_peer", 1),
+    "half-way": (ExactAllReduce, "_encode", 4),
+    "before-vote": (ExactAverager, "_hold_vote", 1),
+    "after-vote": (Outcome, "of_claims", 1),
+}
+"""Moments of a round: it begins; the group stands and nothing was sent; some parts were averaged; this peer
+holds the average and has told nobody; it has voted and not applied anything. Each is a method's n-th call."""
+
+
+@dataclass(frozen=True)
+class drop_peer:
+    """All processes die by SIGKILL at one moment of the round for which the peer looks for the n-th group."""
+
+    phase: str
+    searches: int = 2
+
+    def install(self) -> None:
+        owner, name, calls = PHASES[self.phase]
+        method, searches = getattr(owner, name), 0
+
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls -= searches >= self.searches
+            if calls == 0:
+                say_struck(self)
+                os.killpg(os.getpgrp(), signal.SIGKILL)
+            return method(*args, **kwargs)
+
+        setattr(owner, name, dies)
+        look_for_group = GroupFinder.look_for_group
+
+        def looks(*args: Any) -> Any:
+            nonlocal searches
+            searches += 1
+            return look_for_group(*args)
+
+        GroupFinder.look_for_group = looks  # type: ignore[method-assign]
+
+
+CALLS = 160
+"""Of each kind, to each peer, in one round of `ask_too_much`."""
+
+
+@dataclass(frozen=True)
+class ask_too_much:
+    """In each round the peer asks all others, many times at once and whatever they answer.
+
+    It votes in rounds that do not exist, and asks for a state that is further than any. To votes of others it
+    does not answer.
+    """
+
+    def install(self) -> None:
+        hold_vote = ExactAverager._hold_vote
+        asking: set[Any] = set()
+
+        async def ask(averager: ExactAverager, peer: PeerID) -> None:
+            votes = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
+            request = averaging_pb2.JoinRequest(schema_hash=os.urandom(20), gather=b"a vote")
+            states = averager.prefix.replace("grad", "state")
+            stub = ExactStateAverager.get_stub(averager._p2p, peer, namespace=states)
+            wish = MSGPackSerializer.dumps([b"", [2**61, b""], 0])
+            offer = stub.rpc_offer_state(averaging_pb2.DownloadData(metadata=wish))
+            await asyncio.gather(votes.rpc_vote(request), offer, return_exceptions=True)
+
+        async def asking_vote(averager: ExactAverager, group_info: Any, *args: Any, **kwargs: Any) -> Any:
+            say_struck(self)
+            others = [peer for peer in group_info.peer_ids if peer != averager.peer_id]
+            running = asyncio.gather(*(ask(averager, peer) for peer in others for _ in range(CALLS)))
+            asking.add(running)
+            running.add_done_callback(asking.discard)
+            return await hold_vote(averager, group_info, *args, **kwargs)
+
+        @functools.wraps(ExactAverager.rpc_vote)
+        async def deaf(averager: ExactAverager, request: Any, context: Any) -> Any:
+            await asyncio.sleep(3600)
+
+        ExactAverager._hold_vote = asking_vote  # type: ignore[method-assign]
+        ExactAverager.rpc_vote = deaf  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Be a peer: its number, what it does with what goes wrong, and addresses of others are the arguments."""
     die_with_parent()
@@ -297,7 +367,7 @@ def main() -> None:
         fault.install()
     try:
         node = Node(DHT, Path(f"{number}.key"), tuple(initial_peers))
-        Peer(int(number), settings).live(node, is_first=not initial_peers)
+        Peer(int(number), settings, lambda: bool(initial_peers)).live(node)  # those train already
     finally:  # an error: threads would keep the process, and who waits for it would not hear of it
         traceback.print_exc()
         os.killpg(os.getpgrp(), signal.SIGKILL)

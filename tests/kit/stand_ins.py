@@ -6,11 +6,14 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -99,19 +102,19 @@ def _bytes(special: list[str]) -> Tokenizer:
     return tokenizer
 
 
-DROP_IN = """
-import torch
-from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
-from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
+class Blocks(Dataset[dict[str, torch.Tensor]]):
+    """64 samples of 16 tokens."""
 
-class Blocks(Dataset):
-    def __len__(self):
+    def __len__(self) -> int:
         return 64
-    def __getitem__(self, index):
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
 
-sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-"""
-"""The beginning of a script that trains with the drop-in: its imports, 64 samples, a model's sizes."""
+
+def model_of_blocks() -> LlamaForCausalLM:
+    """A llama of one layer for `Blocks`; always the same one."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))

@@ -3,12 +3,15 @@
     cli > train > optim | assets > swarm > recipe > telemetry > errors
 
 An upper room may import a lower one; rooms on one line never import each other. Imports for the type checker
-alone do not count; imports inside functions do. What may be imported early is in `test_laziness`.
+alone do not count; imports inside functions do. What stays light is told by which modules are loaded, not by
+the clock.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -110,7 +113,7 @@ def edges(sources: dict[str, str]) -> dict[str, set[str]]:
     return graph
 
 
-def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing() -> None:
+def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing():
     for path in FILES:
         module, source = module_of(path), path.read_text(encoding="utf-8")
         assert room_of(module) in (*LEVELS, "face", "__main__"), "a new room: give it a line in LEVELS"
@@ -119,7 +122,7 @@ def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing()
             assert len(ast.parse(source).body) == 1, f"{path} holds more than a docstring"
 
 
-def test_no_import_goes_in_a_circle() -> None:
+def test_no_import_goes_in_a_circle():
     sources = {module_of(path): path.read_text(encoding="utf-8") for path in FILES}
     try:
         TopologicalSorter(edges(sources)).prepare()
@@ -127,7 +130,7 @@ def test_no_import_goes_in_a_circle() -> None:
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-def test_tests_and_benchmarks_meet_in_the_kit_alone() -> None:
+def test_tests_and_benchmarks_meet_in_the_kit_alone():
     benchmarks, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "tests"))
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     for path in (*benchmarks, *tests):
@@ -163,9 +166,52 @@ ALLOWED = [
 ]
 
 
-def test_the_rules_catch_what_is_forbidden_and_nothing_else() -> None:
+def test_the_rules_catch_what_is_forbidden_and_nothing_else():
     assert all(violations(source, module) for module, source in FORBIDDEN)
     assert not any(violations(source, module) for module, source in ALLOWED)
     circle = {"p": "", "p.a": "def f():\n    from p import b", "p.b": "import p.c", "p.c": "from .a import x"}
     with pytest.raises(CycleError):
         TopologicalSorter(edges(circle)).prepare()
+
+
+# -- what stays light ------------------------------------------------------------------------------
+
+HEAVY = {"torch", "transformers", "hivemind", "peft", "datasets", "trl", "bitsandbytes"}
+UNNEEDED_FOR_HELP = {"pydantic", "yaml"}
+
+RUN = f"""
+import json, runpy, sys
+sys.path.insert(0, {str(ROOT)!r})
+if sys.argv[1:] == ["import"]:
+    import trahiv_cli
+else:
+    try:
+        runpy.run_module("trahiv_cli", run_name="__main__")
+    except SystemExit as stop:
+        assert not stop.code
+print(json.dumps([*sys.modules]), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "import",
+        "--help",
+        "init --help",
+        "join --help",
+        "new",
+        "check quickstart",
+        "show quickstart",
+        "schema",
+    ],
+)
+def test_the_face_help_and_looking_at_recipes_load_nothing_heavy(words, tmp_path):
+    command = [sys.executable, "-c", RUN, *words.split()]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stderr
+    # typer itself loads pydantic for the help of a command, but not for the list of commands
+    unwanted = HEAVY | UNNEEDED_FOR_HELP if words in ("import", "--help") else HEAVY
+    assert unwanted.isdisjoint(json.loads(done.stderr.splitlines()[-1]))

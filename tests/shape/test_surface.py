@@ -37,7 +37,7 @@ def place(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def test_the_face_offers_exactly_this() -> None:
+def test_the_face_offers_exactly_this():
     trainers = {"SwarmDPOTrainer", "SwarmSFTTrainer", "SwarmTrainer", "SwarmTrainerMixin"}
     lazy = trainers | {"SwarmTrainingArguments", "load_recipe"}
     assert set(trahiv_cli.__all__) == lazy | {"__version__", "errors"}
@@ -76,14 +76,14 @@ def cli_surface() -> list[str]:
     return sorted(lines)
 
 
-def test_commands_and_options_are_the_listed_ones() -> None:
+def test_commands_and_options_are_the_listed_ones():
     if os.environ.get(REWRITE) == "1":
         SURFACE.write_text("\n".join(cli_surface()) + "\n", encoding="utf-8")
     listed = SURFACE.read_text(encoding="utf-8").splitlines()
     assert cli_surface() == listed, f"meant to change? {REWRITE}=1 writes {place(SURFACE)} anew"
 
 
-def test_every_command_and_option_that_is_named_anywhere_exists() -> None:
+def test_every_command_and_option_that_is_named_anywhere_exists():
     known = {
         name: {*options_of(command), "--help", *OPTIONS_OF_OTHERS} for name, command in commands().items()
     }
@@ -102,7 +102,7 @@ def test_every_command_and_option_that_is_named_anywhere_exists() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=place)
-def test_a_file_says_what_it_is_for_prints_nothing_and_names_what_it_catches(path: Path) -> None:
+def test_a_file_says_what_it_is_for_prints_nothing_and_names_what_it_catches(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     assert path.stem not in NAMES_THAT_SAY_NOTHING

@@ -189,9 +189,7 @@ class Daemon:
         asking = Writer(network, asked, theirs, ends)
         answered = replace(asked, sender=peer, receiver=self._peer, is_answer=True)
         answering = Writer(network, answered, ours, ends)
-        asking.serving = there._begin(
-            there.handlers[name](SimpleNamespace(peer_id=self._peer), theirs, answering)
-        )
+        there._begin(there.handlers[name](SimpleNamespace(peer_id=self._peer), theirs, answering))
         return SimpleNamespace(peer_id=peer), ours, asking
 
     def close(self) -> None:
@@ -207,8 +205,6 @@ class Writer:
         reader: at the other end.
         ends: the daemons of both; each resets it.
     """
-
-    serving: asyncio.Task[None] | None = None
 
     def __init__(
         self, network: Network, empty: Message, reader: asyncio.StreamReader, ends: tuple[Daemon, Daemon]

@@ -19,8 +19,6 @@ from typing import Any
 from unittest import mock
 
 from greenlet import GreenletExit, getcurrent, greenlet
-from hivemind.averaging.control import StepControl
-from hivemind.utils import MPFuture
 
 from tests.simulation.network import VirtualLoop
 
@@ -207,10 +205,6 @@ class PipeEnd:
 
     def send(self, message: Any) -> None:
         there = self.other
-        if isinstance(message, tuple) and isinstance(message[-1], dict):
-            call, given, named = message
-            copied = {k: Copy(v) if isinstance(v, StepControl) else v for k, v in named.items()}
-            message = call, given, copied
         there._came.append(message)
         for wake in there._waiting:
             wake()
@@ -228,32 +222,6 @@ class PipeEnd:
 
     def fileno(self) -> PipeEnd:
         return self
-
-
-class Copy:
-    """A step's control as a process has it that it was sent to: with its own futures; see `StepControl`."""
-
-    def __init__(self, control: StepControl) -> None:
-        vars(self).update(_control=control, _trigger=None, _cancel=None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._control, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._control, name, value)
-
-    def attach(self, trigger: MPFuture[None], cancel: MPFuture[None]) -> None:
-        vars(self).update(_trigger=trigger, _cancel=cancel)
-
-    @property
-    def triggered(self) -> bool:
-        return bool(self._trigger.done())
-
-    async def wait_for_trigger(self) -> None:
-        await self._trigger
-
-    async def wait_for_cancel(self) -> None:
-        await self._cancel
 
 
 class Loop:

@@ -25,18 +25,14 @@ from hivemind.proto import averaging_pb2
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Event, Settings
-from tests.kit.promises import Promises, find_lost_steps
-from tests.simulation import liars
-from tests.simulation.faults import Fault
-from tests.simulation.liars import Lie
+from tests.kit.verdicts import Promises, find_lost_steps
+from tests.simulation.faults import Fault, Lie, claim, vote_twice
 from tests.simulation.network import Message, Tamper, VirtualLoop
 from tests.simulation.strands import Strand
 from tests.simulation.world import DELAY_S, OWNER, Dht, World
-from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
-from trahiv_cli.train.entry import enter_swarm
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5
@@ -65,7 +61,7 @@ class Peer(faulty_peer.Peer):
         can_be_called: bool = True,
         lies: Sequence[Lie] = (),
     ) -> None:
-        super().__init__(number, settings)
+        super().__init__(number, settings, lambda: world.furthest)
         self.name, self.number, self.world, self._lies = name, number, world, lies
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self.strands: list[Strand] = []
@@ -93,10 +89,10 @@ class Peer(faulty_peer.Peer):
         context.run(self.world.strands.spawn, self._run)
 
     def _run(self) -> None:
-        self._newest = self._checkpoints.newest()
-        if self._newest is not None:
-            self._newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
-        self.live(self, is_first=False)
+        self.newest = self._checkpoints.newest()
+        if self.newest is not None:
+            self.newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
+        self.live(self)
 
     def kill(self) -> None:
         """End at once, without a goodbye."""
@@ -113,19 +109,11 @@ class Peer(faulty_peer.Peer):
     def save(self) -> None:
         self._checkpoints.save(CheckpointData.of(self._model, self.optimizer))
 
-    def _enter(self, optimizer: SwarmOptimizer, is_first: bool) -> None:
+    def _enter(self, optimizer: SwarmOptimizer) -> None:
         self.optimizer = optimizer
         for lie in self._lies:
             lie(self)
-        while True:
-            try:
-                enter_swarm(optimizer, self._newest, self.world.furthest)
-                return
-            except RoundFailed:  # a person would type the command again
-                time.sleep(1.0)
-
-    def _wait_for_go(self) -> None:
-        pass
+        super()._enter(optimizer)
 
     def _compute(self) -> None:
         time.sleep(self.slowness * self._settings.seconds_per_batch)
@@ -327,8 +315,8 @@ class Run:
                 peer.spoils = math.nan if fault.kind == "nan" else 1e6
             case "two-votes" | "boast":
                 self._liars.add(peer.name)
-                boast = liars.claim({"samples": 10**6, "weight": 1e6}, rounds=1)
-                (liars.vote_twice if fault.kind == "two-votes" else boast)(peer)
+                boast = claim({"samples": 10**6, "weight": 1e6}, rounds=1)
+                (vote_twice if fault.kind == "two-votes" else boast)(peer)
 
     def _break(self, is_between: Callable[[Peer, Peer], bool], later: Callable[..., Any]) -> None:
         self._breaks.append(is_between)

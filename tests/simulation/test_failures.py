@@ -9,16 +9,17 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW
 
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
 from tests.simulation import world
-from tests.simulation.faults import Fault
-from tests.simulation.liars import Lie, claim, fall_silent, poison
+from tests.simulation.faults import Fault, Lie, claim, fall_silent, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
@@ -212,6 +213,29 @@ def test_the_swarm_is_cut_in_two(side, rest):
     assert fewer <= most, "those that are fewer took no step of their own"
 
 
+@pytest.fixture
+def as_on_machines(monkeypatch):
+    """A model of several parts for each member, and of several chunks of 256 KiB for each donor."""
+    for name in ("WIDTH", "HIDDEN"):
+        monkeypatch.setattr(world, name, getattr(faulty_peer, name))
+    return partial(monkeypatch.setattr, world, "HIDDEN")
+
+
+def test_a_download_is_finished_from_the_other_donor_when_one_dies(as_on_machines):
+    as_on_machines(2000)
+    dies = replace(KILLED, moment="rpc_send_state", is_answer=True, skip=1)
+    run = play(dies, Fault("late", AT_STEP, 0), rounds=8)
+    [joined], told = run.said("ready", "3 late"), run.said("download", "3 late")
+    assert joined["step"] >= AT_STEP and told[-1]["bytes"] == told[-1]["total"]
+    assert not run.said("loaded", "3 late"), "it went through the steps that were taken meanwhile"
+
+
+def test_replicas_with_statistics_in_8_bits_are_equal_and_a_latecomer_becomes_one(as_on_machines):
+    settings = Settings(optimizer=partial(AdamW, optim_bits=8, is_paged=True))
+    run = play(Fault("late", AT_STEP, 0), num_peers=2, settings=settings)
+    assert len(run.steps("2 late")[-1]["group"]) == 3
+
+
 # -- modes in which training goes on during a round ------------------------------------------------
 
 
@@ -298,9 +322,7 @@ SILENT = fall_silent(from_step=4)
 
 
 @pytest.mark.parametrize("lies", [[SILENT], [SLOW, SILENT]], ids=["silent", "slow-and-silent"])
-def test_who_has_round_after_round_fail_is_let_into_no_more(lies, monkeypatch):
-    for name in ("WIDTH", "HIDDEN"):  # several parts for each member
-        monkeypatch.setattr(world, name, getattr(faulty_peer, name))
+def test_who_has_round_after_round_fail_is_let_into_no_more(lies, as_on_machines):
     run = play(num_peers=4, rounds=20, lies=lies)
     failed = [len(run.said("failed", name)) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"

@@ -29,6 +29,7 @@ import base58
 import torch
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
 from hivemind.averaging import averager as averager_module
+from hivemind.averaging.control import StepControl
 from hivemind.compression import serialization
 from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
@@ -197,6 +198,7 @@ class World:
             (averager_module, "mp", pipes),
             (averager_module, "switch_to_uvloop", partial(Loop, strands)),
             (os, "set_blocking", lambda end, is_blocking: None),  # a pipe here has all of a message at once
+            (StepControl, "attach", _attach),
             # What averagers set for their own processes, which this one is for all of them.
             (averager_module, "Matchmaking", averager_module.Matchmaking),
             (serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES),
@@ -231,6 +233,11 @@ class World:
             for owner, name, stands_in in patches:
                 stack.enter_context(mock.patch.object(owner, name, stands_in))
             yield
+
+
+def _attach(control: StepControl, trigger: MPFuture[None], cancel: MPFuture[None]) -> None:
+    """Attach the same futures twice: the two processes that have a control are one here."""
+    control._trigger, control._cancel = trigger, cancel
 
 
 def _note_owner(strand: Strand) -> None:

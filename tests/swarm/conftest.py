@@ -17,13 +17,11 @@ HERE = Path(__file__).parent
 STORIES = (
     "test_two_peers.py::test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time",
     "test_exit_codes.py::test_a_usage_error_ends_with_2_and_names_the_help",
-    "test_leaving.py::test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues",
-    "test_leaving.py::test_no_child_outlives_a_killed_peer",
+    "test_leaving.py::test_a_signal_ends_training_with_a_checkpoint_and_no_child_outlives_a_kill",
     "test_restarts.py::test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved[saving]",
     "test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies",
     "test_faults.py::test_who_asks_too_much_and_is_deaf_stops_nobody",
     "test_closed_swarm.py::test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitted",
-    "test_faults.py::test_a_download_is_finished_from_the_other_donor_when_one_dies",
     "test_nodes.py::test_a_node_reads_what_the_other_published[tcp]",
     "test_nodes.py::test_peers_that_start_again_alone_find_each_other",
     "test_restarts.py::test_a_peer_whose_process_fails_starts_again_and_trains_along[dht-killed]",
@@ -46,12 +44,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for story in set(STORIES) - set(names):
         rows = [name for name in names if name.startswith(story.partition("[")[0] + "[")]
         assert len(rows) < 2, f"{story} is none of {rows}"  # of one row, another may have been asked for
-
-
-@pytest.fixture(scope="session")
-def open_workplace(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Workplace]:
-    """Make a `Workplace` that lives longer than a test: `with open_workplace("name") as place:`."""
-    return lambda name: Workplace(tmp_path_factory.mktemp(name))
 
 
 @pytest.fixture

@@ -1,23 +1,20 @@
 """Strangers before a closed swarm: what they try comes to nothing, and the members train on as if alone.
 
-The attacks are made with plain hivemind, as somebody would who knows an address and how this works. A
-member's are answered: so it is known that they bite.
+The calls are made with plain hivemind, as somebody would who knows an address and how this works. A
+member's are answered: so it is known that they arrive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
-from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
-from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from tests.kit.commands import LOOPBACK, Peer, Workplace
 from tests.kit.recipes import write_tiny
@@ -37,11 +34,10 @@ CLIENT = LOCAL.model_copy(update={"client_mode": True})
 OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
 HOME = Credentials(OWNER.invite())
 ATTACK_S = 40.0
-DHT = "CorrectedProtocol"
 
 
-def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitted(tmp_path: Path) -> None:
-    """Who was taken out, or came by a closed invitation, is in `test_owner.py`."""
+def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitted(tmp_path):
+    """Who was taken out, or came by a closed invitation, is below."""
     others = {
         "is closed": None,
         "does not take this peer for a member": Credentials(OTHER.invite()),
@@ -71,14 +67,14 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
 
 
 @pytest.fixture(scope="module")
-def place(open_workplace: Callable[[str], Workplace]) -> Iterator[Workplace]:
-    """Where the two peers of `pair` have their folders, `first` and `second`."""
-    with open_workplace("pair") as place:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    """Where the two peers of `members` have their folders, `first` and `second`."""
+    with Workplace(tmp_path_factory.mktemp("pair")) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
-def pair(place: Workplace) -> tuple[Peer, Peer]:
+def members(place: Workplace) -> tuple[Peer, Peer]:
     """Two peers that train together, and live through all that follows."""
     recipe = write_tiny(place.folder, training__max_steps=10_000, swarm__mode="sync")
     first = place.start("init", recipe, "--output-dir", "first", pace_s=0.1)
@@ -91,87 +87,48 @@ def pair(place: Workplace) -> tuple[Peer, Peer]:
     return first, second
 
 
-class Attacker:
-    """Calls a victim's handlers with whatever it likes, after a certificate.
+async def call(p2p: P2P, victim: PeerID, handler: str, certificate: bytes) -> None:
+    """Call a handler with an empty message."""
+    await p2p._client.call_unary_handler(victim, handler, certificate)
 
-    It is plain hivemind: what is tested is not used to test it.
+
+async def stream(p2p: P2P, victim: PeerID, handler: str, certificate: bytes) -> None:
+    """Open a stream, send an empty message, and wait for what comes back."""
+    _, reader, writer = await p2p._client.stream_open(victim, [handler])
+    try:
+        writer.write(certificate + P2P.MESSAGE_MARKER + bytes(8))
+        await P2P.send_protobuf(P2P.END_OF_STREAM, writer)
+        kind = await reader.readexactly(1)
+        content = await reader.readexactly(int.from_bytes(await reader.readexactly(8), "big"))
+    finally:
+        writer.close()
+    if kind == P2P.ERROR_MARKER:
+        raise P2PHandlerError(content.decode(errors="replace"))
+
+
+def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
+    """Call all that a peer serves, with plain hivemind: what is tested is not used to test it.
+
+    Returns:
+        What came of each call: `answered`, or the error.
     """
-
-    def __init__(self, p2p: P2P, victim: PeerID, run: str, certificate: bytes) -> None:
-        self.p2p, self.victim, self.run, self.certificate = p2p, victim, run, certificate
-
-    async def call(self, handler: str, request: Any) -> bytes:
-        """Call a handler that takes one message."""
-        content = self.certificate + request.SerializeToString()
-        return bytes(await self.p2p._client.call_unary_handler(self.victim, handler, content))
-
-    async def stream(self, handler: str, request: Any) -> bytes:
-        """Open a stream, send a message, and return the first that comes back."""
-        _, reader, writer = await self.p2p._client.stream_open(self.victim, [handler])
-        try:
-            writer.write(self.certificate)
-            message = request.SerializeToString()
-            writer.write(P2P.MESSAGE_MARKER + len(message).to_bytes(8, "big") + message)
-            await P2P.send_protobuf(P2P.END_OF_STREAM, writer)
-            kind = await reader.readexactly(1)
-            content = await reader.readexactly(int.from_bytes(await reader.readexactly(8), "big"))
-        finally:
-            writer.close()
-        if kind == P2P.ERROR_MARKER:
-            raise P2PHandlerError(content.decode(errors="replace"))
-        return content
-
-    async def make(self, attack: str) -> None:
-        """Make an attack; an error says that it came to nothing."""
-        grads = f"{self.run}_grad_averager::ExactGradientAverager"
-        state = f"{self.run}_state_averager::ExactStateAverager"
-        key, until = bytes(DHTID.generate(source=f"{self.run}_progress").to_bytes()), get_dht_time() + 60
-        anybody = dht_pb2.NodeInfo()
-        match attack:
-            case "ping":
-                await self.call(f"{DHT}.rpc_ping", dht_pb2.PingRequest())
-            case "read_records":
-                await self.call(f"{DHT}.rpc_find", dht_pb2.FindRequest(keys=[key], peer=anybody))
-            case "write_a_record":  # that nobody has signed
-                place, value = map(MSGPackSerializer.dumps, (b"mine", 1))
-                record = {"keys": [key], "subkeys": [place], "values": [value], "expiration_time": [until]}
-                request = dht_pb2.StoreRequest(**record, in_cache=[False], peer=anybody)
-                answer = await self.call(f"{DHT}.rpc_store", request)
-                if not any(dht_pb2.StoreResponse.FromString(answer).store_ok):
-                    raise P2PHandlerError("the record was not kept")
-            case "take_the_state":
-                answer = await self.call(f"{state}.rpc_offer_state", _data(b"", [0, b""], 0))
-                offer = averaging_pb2.DownloadData.FromString(answer)
-                _, digest = MSGPackSerializer.loads(offer.metadata)
-                await self.stream(f"{state}.rpc_send_state", _data(digest, 0, 1))
-            case "join_a_group":
-                wish = averaging_pb2.JoinRequest(schema_hash=b"x", expiration=until)
-                await self.stream(f"{grads}.rpc_join_group", wish)
-            case "send_a_part":  # eight bytes that say that they are 64 MB
-                bomb = runtime_pb2.Tensor(size=[1], dtype="(2000000,)f8", buffer=bytes(8))
-                about = {"code": averaging_pb2.PART_FOR_AVERAGING, "group_id": b"x", "weight": 1e6}
-                part = averaging_pb2.AveragingData(**about, tensor_part=bomb)
-                await self.stream(f"{grads}.rpc_aggregate_part", part)
-
-
-def _data(*content: object) -> averaging_pb2.DownloadData:
-    return averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(list(content)))
-
-
-def attack(victim: Peer, key: Path, certificate: bytes, names: tuple[str, ...]) -> dict[str, str]:
-    """Make attacks, one after the other; return what came of each: `answered`, or the error."""
     run = victim.wait_for("ready", 60)["run_id"]
+    grads = f"{run}_grad_averager::ExactGradientAverager"
+    state = f"{run}_state_averager::ExactStateAverager"
+    calls = {f"CorrectedProtocol.rpc_{name}": call for name in ("ping", "find", "store")}
+    calls |= {f"{grads}.rpc_vote": call, f"{state}.rpc_offer_state": call, f"{state}.rpc_send_state": stream}
+    calls |= {f"{grads}.rpc_join_group": stream, f"{grads}.rpc_aggregate_part": stream}
 
     async def make() -> dict[str, str]:
         options = {"dht_mode": "client", "no_listen": True, "auto_nat": False}
         p2p = await P2P.create(initial_peers=[victim.maddr], identity_path=str(key), **options)
-        attacker = Attacker(p2p, PeerID.from_base58(victim.maddr.rpartition("/p2p/")[2]), run, certificate)
-        outcomes = {}
+        victim_id, outcomes = PeerID.from_base58(victim.maddr.rpartition("/p2p/")[2]), {}
         try:
-            for name in names:
+            for handler, make_call in calls.items():
+                name = handler.rpartition(".")[2]
                 try:
                     async with asyncio.timeout(ATTACK_S):
-                        await attacker.make(name)
+                        await make_call(p2p, victim_id, handler, certificate)
                     outcomes[name] = "answered"
                 except (P2PHandlerError, P2PDaemonError, TimeoutError, OSError, EOFError) as error:
                     outcomes[name] = f"{type(error).__name__}: {error}"
@@ -186,30 +143,24 @@ def certified(by: Membership, key: Path) -> bytes:
     return by.certify(PeerID.from_base58(ensure_identity(key)).to_bytes())
 
 
-READS = ("ping", "read_records", "take_the_state")
-STRANGER_S = (*READS, "join_a_group", "send_a_part", "write_a_record")
-"""What a stranger tries. What a member gets that lies is in `tests/simulation` and `tests/unit/swarm`."""
-
-
-def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(
-    pair: tuple[Peer, Peer], place: Workplace, tmp_path: Path
-) -> None:
-    first, _ = pair
+def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(members, place, tmp_path):
+    """What a member gets that lies is in `tests/simulation` and `tests/unit/swarm`."""
+    first, _ = members
     owner, home = read_owner(place.folder / "first"), read_invitation([first.address]).membership
     assert owner is not None and home is not None
     key = tmp_path / "member.key"
-    of_member = attack(first, key, certified(owner.invite(), key), (*READS, "write_a_record"))
-    not_kept = "P2PHandlerError: the record was not kept"
-    assert of_member == dict.fromkeys(READS, "answered") | {"write_a_record": not_kept}, "attacks bite"
+    of_member = attack(first, key, certified(owner.invite(), key))
+    assert not any(REFUSAL in outcome for outcome in of_member.values())
+    assert {of_member[name] for name in ("rpc_ping", "rpc_find", "rpc_join_group")} == {"answered"}
     stolen = certified(home, place.folder / "second" / "identity.key")
     closed_early = ("IncompleteReadError", "ConnectionResetError", "BrokenPipeError")
     strangers = {tmp_path / "without.key": b"", tmp_path / "thief.key": stolen}
     ids = [ensure_identity(key) for key in strangers]
     for key, certificate in strangers.items():
-        for name, outcome in attack(first, key, certificate, STRANGER_S).items():
+        for name, outcome in attack(first, key, certificate).items():
             assert REFUSAL in outcome or outcome.startswith(closed_early), (name, outcome)
     reached = first.steps[-1]["step"]
-    for peer in pair:
+    for peer in members:
         peer.wait_for_group(step=lambda step: step >= reached + 5)
         together = peer.events[peer.events.index(peer.wait_for_group()) :]
         assert not [event for event in together if event["event"] in ("warning", "error")]
@@ -223,8 +174,8 @@ PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"
 """Files of a run's folder that hold secrets."""
 
 
-def test_the_secret_is_in_private_files_alone(pair: tuple[Peer, Peer], place: Workplace) -> None:
-    first, second = pair
+def test_the_secret_is_in_private_files_alone(members, place):
+    first, second = members
     membership = read_invitation([first.address]).membership
     assert membership is not None
     owner = bytes.fromhex((place.folder / "first" / "owner.key").read_text())
@@ -232,7 +183,7 @@ def test_the_secret_is_in_private_files_alone(pair: tuple[Peer, Peer], place: Wo
     for secret in (owner, membership.secret):
         secrets += [secret, secret.hex().encode()]
     said = []
-    for peer in pair:
+    for peer in members:
         for process in (psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)):
             is_p2pd = process.name().startswith("p2pd")
             said += [*process.cmdline(), *(process.environ().values() if is_p2pd else ())]
@@ -248,3 +199,59 @@ def test_the_secret_is_in_private_files_alone(pair: tuple[Peer, Peer], place: Wo
             assert not any(secret in file.read_bytes() for secret in secrets), file
     (done,) = [event for event in second.events if event["event"] == "done"]
     assert done["resume"].endswith("--peer @second/invited-by")
+
+
+# -- the owner's hand: who is invited, who is taken out -------------------------------------------
+
+KICK_S = 30.0
+"""So soon a peer that is taken out is out everywhere."""
+
+
+def together(*peers: Peer, more: int = 3) -> None:
+    """Wait until all have taken a few more steps in one group."""
+    before = max(peer.steps[-1]["step"] if peer.steps else 0 for peer in peers)
+    for peer in peers:
+        peer.wait_for_group(len(peers), 120, step=lambda step: step >= before + more)
+
+
+@pytest.mark.timeout(400)
+def test_invitations_are_closed_and_who_is_taken_out_stays_out(pair, start_paced, trahiv):
+    first, second, _, join = pair
+    joins = ("join", "--yes", *LOOPBACK, "--output-dir")
+    made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")
+    [once] = [event for event in made.events if event["event"] == "invitation"]
+    assert once["once"] is True and "trahiv1:" not in made.out + made.err
+    third = start_paced(*joins, "third", "--peer", f"@{once['path']}")
+    together(first, second, third)
+
+    old = Path(first.address[1:]).read_text(encoding="ascii").strip()
+    made = trahiv("invite", "--close", "all", "--expires", "1h", "--output-dir", "first", "--format", "json")
+    [fresh] = [event for event in made.events if event["event"] == "invitation"]
+    together(first, second, third)
+    late = trahiv(*joins, "late", "--peer", old)
+    assert late.code == 5 and "closed" in late.err
+    second.stop()
+    second = start_paced(*joins, "second", "--peer", "@second/invited-by")
+    together(first, second, third)
+    listed = trahiv("members", "--peer", f"@{fresh['path']}", "--format", "json").events
+    there = {event["peer_id"] for event in listed if event["event"] == "member" and event["is_there"]}
+    assert there == {peer.wait_for("ready", 60)["peer_id"] for peer in (first, second, third)}
+
+    id_ = third.wait_for("ready", 60)["peer_id"]
+    kicked, at = trahiv("kick", id_[-6:], "--output-dir", "first"), time.monotonic()
+    assert kicked.code == 0 and id_ in kicked.out
+    assert third.exit_code(KICK_S + 30) == 5
+    assert time.monotonic() - at < KICK_S
+    [error] = [event for event in third.events if event["event"] == "error"]
+    assert error["code"] == "not-admitted" and "taken this peer out" in error["message"]
+    together(first, second)
+    after = first.steps[-1]["step"]
+    again, other = (trahiv(*joins, name, "--peer", "@third/invited-by") for name in ("third", "other"))
+    assert again.code == 5 and "taken this peer out" in again.err
+    assert other.code == 5 and "used before" in other.err, "under another name"
+    together(first, second)
+    for peer in (first, second):
+        assert all(id_ not in step["round"]["group"] for step in peer.steps if step["step"] > after)
+    for peer in (first, second, third):
+        assert all(step["round"]["committed"] for step in peer.steps if step["round"])
+    assert [event for event in first.events if event["event"] == "error"] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,32 +12,20 @@ import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     DataCollatorForLanguageModeling,
-    LlamaConfig,
-    LlamaForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
 from tests.kit.commands import left_by, wait_until
-from tests.kit.stand_ins import DROP_IN, write_llama
+from tests.kit.stand_ins import Blocks, model_of_blocks, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
 
 pytestmark = pytest.mark.timeout(180)
-
-
-class Blocks(Dataset):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(3, 60, (16,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 TRACKED = {"samples": [16, 16, 16], "peers": [1, 1, 1]}
@@ -48,19 +35,16 @@ class OwnTrainer(SwarmTrainerMixin, Trainer):
     """What a user makes of any other trainer."""
 
 
-def test_hivemind_config_is_all_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_hivemind_config_is_all_it_takes(tmp_path, caplog):
     """As a keyword of a trainer of the user's own; below it is in the arguments of `SwarmTrainer`."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
     config = {"dht": {}, "opt": {"run_id": "spanish_qlora", "target_batch_size": 16, "verbose": True}}
     args = TrainingArguments(
         output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, warmup_steps=2,
         learning_rate=1e-2, logging_steps=1, report_to=["tensorboard"], save_strategy="no",
         dataloader_pin_memory=False,
     )  # fmt: skip
-    trainer = OwnTrainer(model=model, args=args, train_dataset=Blocks(), hivemind_config=config)
+    trainer = OwnTrainer(model=model_of_blocks(), args=args, train_dataset=Blocks(), hivemind_config=config)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
         result = trainer.train()
@@ -83,17 +67,12 @@ def test_hivemind_config_is_all_it_takes(tmp_path: Path, caplog: pytest.LogCaptu
     assert swarm == TRACKED, "a tracker gets the swarm's figures, too"
 
 
-SCRIPT = (
-    DROP_IN
-    + """
-import multiprocessing
-import os
-import sys
-import time
+SCRIPT = """
+import multiprocessing, os, sys, time
+from tests.kit.stand_ins import Blocks, model_of_blocks
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
 
 multiprocessing.set_start_method("spawn", force=True)  # as programs do that use CUDA in their workers
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
 output_dir, max_steps, *initial_peers = sys.argv[1:]
 args = SwarmTrainingArguments(
     output_dir=output_dir,
@@ -115,17 +94,16 @@ class Paced(SwarmTrainer):
 print("the libraries are loaded", file=sys.stderr)
 while not all(os.path.exists(one[1:]) for one in initial_peers):
     time.sleep(0.05)
-trainer = Paced(model=model, args=args, train_dataset=Blocks())
+trainer = Paced(model=model_of_blocks(), args=args, train_dataset=Blocks())
 assert trainer.train().global_step == args.max_steps
 assert multiprocessing.get_start_method() == "spawn"
 """
-)
 
 
-def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace: Any) -> None:
+def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace):
     invitation = workplace.folder / "first" / "invitation"
-    first = workplace.start_script(SCRIPT, "first", 40)
-    second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}")
+    first = workplace.start_script(SCRIPT, "first", 40, is_cold=True)
+    second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}", is_cold=True)
     for peer, name in ((first, "first"), (second, "second")):
         assert peer.exit_code(timeout=90) == 0
         _, said = peer.err.split("the libraries are loaded\n")
@@ -137,7 +115,7 @@ def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace: Any) -> 
         assert left_by(peer.pid) == []
 
 
-def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> None:
+def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path):
     torch.set_num_threads(1)
     model_id = str(write_llama(tmp_path / "model"))
     quotes = tmp_path / "quotes.jsonl"
@@ -190,10 +168,10 @@ def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path: Path) -> Non
     assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
 
 
-NOTEBOOK = (
-    DROP_IN
-    + """
+NOTEBOOK = """
 import json, signal, psutil
+from tests.kit.stand_ins import Blocks, model_of_blocks
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
 
 def say(event, **fields):
     print(json.dumps({"v": 1, "event": event, **fields}), flush=True)
@@ -208,8 +186,7 @@ args = SwarmTrainingArguments(
     dataloader_pin_memory=False,
     hivemind_config={"dht": {"initial_peers": []}, "opt": {"run_id": "spanish", "target_batch_size": 8}},
 )
-model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-trainer = SwarmTrainer(model=model, args=args, train_dataset=Blocks())
+trainer = SwarmTrainer(model=model_of_blocks(), args=args, train_dataset=Blocks())
 for cell in range(3):
     say("cell", number=cell)
     if cell == 2:
@@ -228,12 +205,11 @@ for cell in range(3):
             is_handler_back=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
         )
 """
-)
 
 
-def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace: Any) -> None:
+def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace):
     """A kernel's SIGINT is a KeyboardInterrupt in the cell, and the process lives on; a second one leaves."""
-    kernel = workplace.start_script(NOTEBOOK)
+    kernel = workplace.start_script(NOTEBOOK, is_cold=True)
     stops: list[dict[str, Any]] = []
     for cell in range(2):
         kernel.wait_for("cell", timeout=60, number=cell)

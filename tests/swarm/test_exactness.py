@@ -103,7 +103,7 @@ def train_alone(
 
 
 @pytest.mark.parametrize(("optim", "window"), [("sgd", WINDOW), ("adamw_torch_fused", 1)])
-def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, window: int) -> None:
+def test_one_peer_equals_plain_trainer(tmp_path, optim, window):
     """Whether it accumulates over windows as that does, or steps when the target is there.
 
     Adapters are in `test_trl.py`.
@@ -127,7 +127,7 @@ def test_one_peer_equals_plain_trainer(tmp_path: Path, optim: str, window: int) 
     assert [event["my_samples"] for event in steps] == [target] * STEPS
 
 
-def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path: Path) -> None:
+def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path):
     torch.set_num_threads(1)
     one_pass = (WINDOW + 2) * BATCH + 1  # a window, half a window, and less than a batch, which is left out
     whole, rest = WINDOW * BATCH, 2 * BATCH
@@ -138,7 +138,7 @@ def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path: Pa
     assert [event["samples"] for event in steps] == [event["my_samples"] for event in steps]
 
 
-def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path: Path) -> None:
+def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path):
     """A forward pass that runs out of it is in `tests/unit/train/test_batches.py`."""
     torch.set_num_threads(1)
     data, target = Texts(UNLIKE, range((STEPS + 1) * 3 * BATCH)), 3 * BATCH
@@ -216,7 +216,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
     (folder / f"{number}.json").write_text(json.dumps(steps))
 
 
-def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path: Path) -> None:
+def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path):
     """One has short texts, the other one long texts."""
     context = mp.get_context("spawn")
     shared = context.Queue(), context.Barrier(2)

@@ -2,7 +2,7 @@
 
 One row for each code and each place that it comes from; the many other mistakes and their words are in
 `tests/unit/cli`. The codes of what happens in a swarm are where that is: 0 in `test_two_peers.py`, 1 in
-`test_restarts.py`, 5 in `test_own_files.py` and `test_owner.py`, 130 and 143 in `test_leaving.py`.
+`test_restarts.py`, 5 in `test_own_files.py` and `test_closed_swarm.py`, 130 and 143 in `test_leaving.py`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -31,7 +28,7 @@ BEFORE_AN_INVITATION = {
 """All that a run's folder may hold when nobody was invited."""
 
 
-def test_a_usage_error_ends_with_2_and_names_the_help(trahiv: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_usage_error_ends_with_2_and_names_the_help(trahiv, tmp_path):
     result = trahiv("init", "--bogus")
     assert (result.code, result.out, result.left) == (2, "", ())
     assert "No such option: --bogus" in result.err
@@ -39,9 +36,7 @@ def test_a_usage_error_ends_with_2_and_names_the_help(trahiv: Callable[..., Any]
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_port_on_which_nobody_listens_ends_with_4_and_leaves_nothing(
-    trahiv: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_port_on_which_nobody_listens_ends_with_4_and_leaves_nothing(trahiv, tmp_path):
     result = trahiv("join", "--peer", CLOSED)
     assert (result.code, result.out, result.left) == (4, "", ()), result.err
     assert "Traceback" not in result.err and result.seconds < 15
@@ -59,14 +54,7 @@ def test_a_port_on_which_nobody_listens_ends_with_4_and_leaves_nothing(
     ],
     ids=["a tokenizer that is none", "too large a model"],
 )
-def test_what_ends_before_anybody_is_invited_is_said_in_the_run_s_record_too(
-    changes: dict[str, Any],
-    code: int,
-    message: str,
-    hint: str,
-    trahiv: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+def test_what_ends_before_anybody_is_invited_is_in_the_record(changes, code, message, hint, trahiv, tmp_path):
     write_tiny(tmp_path, **changes)
     (tmp_path / "tokens").mkdir()
     result = trahiv("init", "tiny.yaml", "--output-dir", "run", "--format", "json")
@@ -81,9 +69,7 @@ def test_what_ends_before_anybody_is_invited_is_said_in_the_run_s_record_too(
 
 
 @pytest.mark.parametrize("command", ["scripts/demo", "scripts/test"])
-def test_without_a_python_that_will_do_the_readme_s_commands_say_what_to_install(
-    command, tmp_path, monkeypatch
-):
+def test_without_a_python_the_readme_s_commands_say_what_to_install(command, tmp_path, monkeypatch):
     """Said on the way: what the set-up would download and keep. A path with a space changes nothing."""
     clone = tmp_path / "my clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")

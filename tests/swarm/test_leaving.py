@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from tests.kit.commands import Peer, children_of, left_by
+from tests.kit.commands import children_of, left_by
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -19,9 +19,7 @@ LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0
 
 
-def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continues(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
+def test_a_signal_ends_training_with_a_checkpoint_and_no_child_outlives_a_kill(start_paced, endless):
     command = ("init", endless(), "--output-dir", "run")
     peer = start_paced(*command)
     peer.wait_for("step", timeout=60, step=2)
@@ -46,9 +44,12 @@ def test_a_signal_ends_training_with_a_checkpoint_that_the_same_command_continue
     joined = again.wait_for("joined", timeout=60)
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
     again.wait_for("step", timeout=30, step=done["step"] + 1)
+    assert len(children_of(again.pid)) >= 2, "the DHT's process and p2pd"
+    again.kill()
+    assert_children_die(again.pid)
 
 
-def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> None:
+def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair):
     first, second, *_ = pair
     hung = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in hung:
@@ -63,9 +64,7 @@ def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair: Any) -> Non
             process.resume()
 
 
-def test_a_second_signal_leaves_at_once(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
+def test_a_second_signal_leaves_at_once(start_paced, endless):
     recipe = endless()
     peer = start_paced("init", recipe, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
@@ -91,22 +90,10 @@ print(json.dumps({"v": 1, "event": "started", "name": manager.name(), "blocked":
 
 
 @pytest.mark.parametrize(("how", "is_blocked"), [("corrected", True), ("by torch", False)])
-def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(
-    workplace: Any, how: str, is_blocked: bool
-) -> None:
+def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(workplace, how, is_blocked):
     """When torch blocks it by itself, `start_memory_manager` can go."""
     started = workplace.start_script(MANAGER, how).wait_for("started", timeout=60)
     assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
-
-
-def test_no_child_outlives_a_killed_peer(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
-    peer = start_paced("init", endless(), "--output-dir", "run")
-    peer.wait_for("step", timeout=60, step=1)
-    assert len(children_of(peer.pid)) >= 2, "the DHT's process and p2pd"
-    peer.kill()
-    assert_children_die(peer.pid)
 
 
 def assert_children_die(pid: int) -> None:
@@ -115,3 +102,46 @@ def assert_children_die(pid: int) -> None:
     while (children := children_of(pid)) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=0.1)
     assert [process.cmdline() for process in children] == []
+
+
+# -- what a process must do after it was forked, before it has threads of its own ----------------------
+
+FORKS, THREADS = 10, 8
+
+FORK = """
+import os, sys, threading
+import torch
+from trahiv_cli.swarm.corrections.processes import renew_thread_pool
+
+def add(start, failed):
+    start.wait()
+    try:
+        torch.zeros(200_000).add_(1.0)
+    except RuntimeError as error:
+        failed.append(error)
+
+torch.set_num_threads(torch.get_num_threads())
+failed_in = 0
+for _ in range(int(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        if sys.argv[3] == "renewed":
+            renew_thread_pool()
+        start, failed = threading.Barrier(int(sys.argv[2])), []
+        threads = [threading.Thread(target=add, args=(start, failed)) for _ in range(int(sys.argv[2]))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os._exit(bool(failed))
+    failed_in += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(failed_in)
+"""
+
+
+@pytest.mark.parametrize("pool", ["renewed", "inherited"])
+def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(pool):
+    """When none fails with the pool that it has inherited, `renew_thread_pool` can go."""
+    command = [sys.executable, "-c", FORK, str(FORKS), str(THREADS), pool]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert (int(done.stdout) > 0) == (pool == "inherited")

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.kit.commands import LOOPBACK, Peer
+from tests.kit.commands import LOOPBACK
 from tests.kit.recipes import write_tiny
 from tests.kit.stand_ins import CHATML_MARKED, write_llama
 
@@ -74,9 +72,7 @@ def write_peer(folder: Path) -> Path:
     )
 
 
-def test_another_copy_is_refused(
-    trahiv: Callable[..., Any], start: Callable[..., Peer], tmp_path: Path
-) -> None:
+def test_another_copy_is_refused(trahiv, start, tmp_path):
     """One clear error, and those who train do not notice.
 
     That one other number is enough is in `tests/unit/train/test_comparison.py`, what is refused before

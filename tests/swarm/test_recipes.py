@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,7 @@ BESIDE_BYTES = 25_000
 the weights that are not trained."""
 
 
-def test_there_are_rows_for_every_recipe_that_is_not_its_own_test() -> None:
+def test_there_are_rows_for_every_recipe_that_is_not_its_own_test():
     assert set(ROWS) == set(builtin_recipes()) - {"quickstart"}
 
 
@@ -146,9 +145,7 @@ def load_plainly(recipe: Recipe, final: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_two_peers_train_one_model(
-    name: str, start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_peers_train_one_model(name, start, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     changes = [f"{key}={value}" for key, value in (SETTINGS | OF_ONE[name]).items()]

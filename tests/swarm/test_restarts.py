@@ -7,15 +7,18 @@ import json
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from tests.kit.commands import LOOPBACK, Peer, left_by, wait_until
 from tests.kit.recipes import write_tiny
+from tests.kit.verdicts import furthest_of
+from trahiv_cli.optim.ledger import SHARD
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 
 pytestmark = pytest.mark.timeout(240)
@@ -48,9 +51,7 @@ def id_of(peer: Peer) -> str:
 
 
 @saving_pair
-def test_a_peer_finds_the_swarm_that_went_on_without_it_and_goes_on_alone_when_nobody_is_left(
-    start_paced: Callable[..., Peer], pair: Any
-) -> None:
+def test_a_peer_finds_the_swarm_again_and_goes_on_alone_when_nobody_is_left(start_paced, pair):
     first, second, init, join = pair
     require_saved_and_met(pair)
     first.kill()
@@ -74,9 +75,7 @@ def test_a_peer_finds_the_swarm_that_went_on_without_it_and_goes_on_alone_when_n
 
 
 @saving_pair
-def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(
-    start_paced: Callable[..., Peer], pair: Any
-) -> None:
+def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(start_paced, pair):
     first, second, init, join = pair
     require_saved_and_met(pair)
     for peer in (first, second):
@@ -105,9 +104,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path], small_disk: Path
-) -> None:
+def test_a_full_disk_is_said_and_training_goes_on_until_there_is_room(start_paced, endless, small_disk):
     peer = start_paced("init", endless(**SAVING), "--output-dir", small_disk / "run", *LOOPBACK)
     peer.wait_for("checkpoint", 60)
     filler = small_disk / "filler"
@@ -127,22 +124,7 @@ def test_a_disk_that_fills_up_is_said_and_training_goes_on_until_there_is_room(
     assert recorded[-1]["event"] == "done" and recorded[-1]["step"] == done["step"]
 
 
-def test_no_fresh_model_takes_the_place_of_a_trained_one_whose_checkpoints_are_damaged(
-    trahiv: Callable[..., Any], endless: Callable[..., Path], tmp_path: Path
-) -> None:
-    """That damaged ones are passed over is in `tests/unit/train/test_checkpoint.py`."""
-    command = ("init", endless(**SAVING), "--output-dir", "run", *LOOPBACK)
-    assert trahiv(*command, "--budget", "2 steps").code == 0
-    [state] = (tmp_path / "run" / "checkpoints").glob("step-*/state.json")
-    state.write_text("{}")
-    refused = trahiv(*command)
-    assert refused.code == 3
-    assert "All checkpoints in run are damaged" in refused.err
-
-
-def test_the_first_step_waits_for_the_peers_that_the_recipe_wants_and_says_if_they_do_not_come(
-    start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> None:
+def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(start_paced, endless):
     """That two begin together is in `test_recipes.py`."""
     alone = start_paced(
         "init", endless(swarm__min_peers=2), "--output-dir", "alone", "--wait", "3s", *LOOPBACK
@@ -171,9 +153,7 @@ def lives(process: psutil.Process) -> bool:
     ("broken", "how"),
     [pytest.param(0, signal.SIGSTOP, id="dht-stopped"), pytest.param(1, signal.SIGKILL, id="dht-killed")],
 )
-def test_a_peer_whose_process_fails_starts_again_and_trains_along(
-    pair: Any, broken: int, how: signal.Signals
-) -> None:
+def test_a_peer_whose_process_fails_starts_again_and_trains_along(pair, broken, how):
     broken, other = pair[broken], pair[1 - broken]
     address, before = broken.maddr, parts(broken)
     before["dht"].send_signal(how)
@@ -193,7 +173,7 @@ def test_a_peer_whose_process_fails_starts_again_and_trains_along(
         assert left_by(peer.pid) == []
 
 
-def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair: Any) -> None:
+def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair):
     first, second, *_ = pair
     sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in sleeper:
@@ -211,16 +191,76 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
     assert steps == sorted(set(steps))
 
 
-def test_a_peer_that_fails_again_and_again_ends_with_a_checkpoint(
-    start: Callable[..., Peer], tmp_path: Path
-) -> None:
+def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start, trahiv, tmp_path):
+    """That damaged checkpoints are passed over is in `tests/unit/train/test_checkpoint.py`."""
     recipe = write_tiny(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
     now = time.time()
     recent = " ".join(str(now - seconds) for seconds in (700.0, 300.0, 200.0, 100.0))
-    peer = start("init", recipe, "--output-dir", "run", *LOOPBACK, env={"TRAHIV_RESTARTS": recent})
+    command = ("init", recipe, "--output-dir", "run", *LOOPBACK)
+    peer = start(*command, env={"TRAHIV_RESTARTS": recent})
     peer.wait_for("step", 60, step=2)
     parts(peer)["dht"].kill()
     error = peer.wait_for("error", 30)
     assert error["code"] == "broken" and "started again 3 times within 10 minutes" in error["message"]
     assert peer.exit_code(20) == 1
     assert [one for one in peer.events if one["event"] == "checkpoint"]
+    for state in (tmp_path / "run" / "checkpoints").glob("step-*/state.json"):
+        state.write_text("{}")
+    refused = trahiv(*command)
+    assert refused.code == 3 and "All checkpoints in run are damaged" in refused.err
+
+
+# -- what a stop changes in what is trained: nothing ------------------------------------------------
+
+STEPS = 12
+SHARDS, LINES = 6, 60
+
+
+def test_a_run_that_was_interrupted_equals_one_that_was_not(trahiv, tmp_path):
+    """What each mode keeps in a checkpoint is in `tests/unit/train/test_checkpoint.py`."""
+    recipe = write_tiny(
+        tmp_path,
+        swarm={"mode": "streaming", "local_steps": 4, "fragments": 2},
+        model__config__attention_dropout=0.2,
+        training__max_steps=STEPS,
+        training__lr_scheduler_type="cosine",
+        training__warmup_steps=4,
+    )
+    identity = ("--identity", tmp_path / "key", *LOOPBACK)  # of which the peer's own randomness is drawn
+    assert trahiv("init", recipe, "--output-dir", "straight", *identity).code == 0
+    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", f"{STEPS // 2} steps", *identity)
+    assert half.code == 0 and f"done at step {STEPS // 2} (budget)" in half.out
+    assert trahiv("init", recipe, "--output-dir", "halves", *identity).code == 0
+    straight, halves = (
+        load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "halves")
+    )
+    assert straight.keys() == halves.keys()
+    assert max(float((straight[name] - halves[name]).abs().max()) for name in straight) <= 1e-6
+    _, disagreements = furthest_of([tmp_path / run for run in ("straight", "halves")])
+    assert disagreements == [], "they have trained the same samples"
+
+
+def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed(start_paced, endless, tmp_path):
+    """Samples of data that is no stream are looked after by all tests of `tests/simulation`."""
+    for number in range(SHARDS):
+        lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))
+        (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines))
+    data = {"datasets": [{"path": str(tmp_path / "part-*.jsonl")}], "streaming": True}
+    recipe = endless(training__save_steps=5, data=data)
+    first = start_paced("init", recipe, "--output-dir", "first", *LOOPBACK)
+    join = ("join", recipe, "--peer", first.address, "--output-dir", "second", "--yes", *LOOPBACK)
+    for is_last in (False, False, True):
+        second = start_paced(*join)
+        second.wait_for_group()
+        if not is_last:
+            second.kill()
+    first.wait_for("step", 120, data=lambda data: data["passes"] >= 1 and data["shards"] == SHARDS)
+    for peer in (second, first):
+        peer.send_signal(signal.SIGTERM)
+        peer.wait_for("done", 30)
+        assert peer.exit_code(20) == 143
+    ledger, _ = furthest_of([tmp_path / "first"])
+    assert ledger.duplicates == 0
+    whole, *_ = ledger.covered.spans
+    assert whole[0] == 0 and whole[1] >= SHARDS * SHARD, "the first pass"
+    assert sum(one["samples"] or 0 for one in first.steps) > SHARDS * LINES

@@ -77,7 +77,7 @@ def trainable(trainer: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_one_peer_equals_trl(tmp_path: Path, llama: Path, task: str, lora: bool) -> None:
+def test_one_peer_equals_trl(tmp_path, llama, task, lora):
     torch.set_num_threads(1)
     alone = build(task, llama, tmp_path / "alone", lora, swarm=False)
     before = trainable(alone)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,10 +23,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
         assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name
 
 
-def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
-    start_paced: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(start_paced, tmp_path):
     recipe = write_tiny(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
@@ -81,7 +76,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(
     assert json.loads((tmp_path / "first" / "recipe.json").read_text())["name"] == "tiny"
 
 
-def test_a_lone_peer_finishes_and_its_model_loads(trahiv: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_lone_peer_finishes_and_its_model_loads(trahiv, tmp_path):
     gpt2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
     gpt2["n_positions"] = length = 32
     documents = tmp_path / "documents.jsonl"
@@ -105,15 +100,9 @@ def test_a_lone_peer_finishes_and_its_model_loads(trahiv: Callable[..., Any], tm
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     assert model(**tokenizer("hello", return_tensors="pt")).logits.shape[-1] == 384
-    again = trahiv("init", recipe, "--output-dir", "run", "--format", "json")
-    assert (again.code, [event["event"] for event in again.events]) == (0, ["done"]), (
-        "there is nothing left to do"
-    )
 
 
-def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(
-    start_paced: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(start_paced, tmp_path):
     node = start_paced("init", "--no-train", *LOOPBACK, "--output-dir", "node")
     recipe = write_tiny(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=40)
     peers = [start_paced("join", recipe, "--peer", node.address, "--output-dir", name) for name in ("a", "b")]

@@ -67,17 +67,17 @@ def said(place: Workplace, *words: str, is_cold: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("words", [("-c", FINDS, "--peer", "ä b", ""), ("-m", "finds", "join")], ids=len)
-def test_a_fork_finds_what_a_new_process_finds(place: Workplace, words: tuple[str, ...]) -> None:
+def test_a_fork_finds_what_a_new_process_finds(place, words):
     forked, fresh = said(place, *words), said(place, *words, is_cold=True)
     assert forked == fresh
 
 
-def test_forks_share_no_chance_and_no_lock(place: Workplace) -> None:
+def test_forks_share_no_chance_and_no_lock(place):
     """Each takes all locks and keeps them."""
     assert not set(said(place, "-c", OWN)) & set(said(place, "-c", OWN))
 
 
-def test_other_environments_and_prefixes_start_anew(place: Workplace) -> None:
+def test_other_environments_and_prefixes_start_anew(place):
     parent, command = warm.Parent(place.environment()), [sys.executable, "-m", "trahiv_cli"]
     assert parent.can_fork(command, place.environment(TMPDIR="/elsewhere"))
     assert not parent.can_fork(command, place.environment(HF_HUB_OFFLINE="0"))
@@ -86,7 +86,7 @@ def test_other_environments_and_prefixes_start_anew(place: Workplace) -> None:
     assert not parent.can_fork([*command, "x" * warm.ROOM], place.environment())
 
 
-def test_forks_end_with_the_parent_and_the_parent_with_the_tests(place: Workplace) -> None:
+def test_forks_end_with_the_parent_and_the_parent_with_the_tests(place):
     """As the kernel closes the socket of a process that is killed, this closes it."""
     parent, env = warm.Parent(place.environment(), libraries=[]), place.environment()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}

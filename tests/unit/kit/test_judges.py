@@ -7,10 +7,11 @@ import json
 import pytest
 
 from tests.kit.figures import LEARNING_RATE, Committed, Joint, Told, find_joint, find_window, utilisation
-from tests.kit.promises import find_broken_promises, find_lost_steps
 from tests.kit.verdicts import (
     back_after,
+    find_broken_promises,
     find_falls,
+    find_lost_steps,
     furthest_of,
     judge_data,
     losses_of,

@@ -1,7 +1,7 @@
 """What nodes of the DHT ask and answer, and what they believe of others' answers.
 
 That no field of a message hurts whoever reads it, also of an answer to a ping, is proven in
-`tests/simulation/test_nodes_of_a_liar.py`.
+`tests/simulation/test_records_of_a_liar.py`.
 """
 
 import asyncio
