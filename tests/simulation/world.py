@@ -44,12 +44,12 @@ from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
+from trahiv_cli.assets import export
 from trahiv_cli.optim import leases
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm import clock, host_copies
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.corrections.processes import keep_tasks
-from trahiv_cli.train import checkpoint
 
 OWNER: contextvars.ContextVar[Any] = contextvars.ContextVar("owner", default=None)
 """The peer whose code runs: its `tasks` and `strands` are noted."""
@@ -215,7 +215,7 @@ class World:
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
             (secrets, "SystemRandom", lambda: dice),
             (clock, "_began", EPOCH_S),
-            (checkpoint, "sync", lambda path: None),
+            (export, "sync", lambda path: None),
             (torch.Tensor, "share_memory_", lambda tensor: tensor),
             (torch.Tensor, "is_shared", lambda tensor: True),
             (torch.UntypedStorage, "_new_shared", classmethod(lambda cls, size, **_: cls(size))),
