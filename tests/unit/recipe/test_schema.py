@@ -7,7 +7,7 @@ from typing import get_args
 import jsonschema
 import pytest
 import yaml
-from transformers import SchedulerType
+from transformers import CONFIG_MAPPING, SchedulerType
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import OptimizerNames
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -19,7 +19,7 @@ from trahiv_cli.recipe.document import dotted, read_document
 from trahiv_cli.recipe.foreign import FOREIGN, REFUSED_CHOICES
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import TrackerName, recipe_schema, sections_of_a_recipe
-from trahiv_cli.recipe.upstream import mistake_in
+from trahiv_cli.recipe.upstream import mistake_in, model_types
 
 
 def choices(field):
@@ -33,6 +33,7 @@ def test_the_choices_are_those_of_transformers():
     followers = {"reduce_lr_on_plateau", "greedy"}
     assert choices("training.lr_scheduler_type") == {name.value for name in SchedulerType} - followers
     assert set(get_args(TrackerName)) == {"all", "none", *INTEGRATION_TO_CALLBACK}
+    assert set(CONFIG_MAPPING) <= model_types() and "lama" not in model_types()
 
 
 @pytest.mark.parametrize(
