@@ -16,7 +16,7 @@ from tests.kit.stand_ins import CHATML, CHATML_MARKED
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import dotted, read_document
-from trahiv_cli.recipe.foreign import FOREIGN, REFUSED_CHOICES
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import TrackerName, recipe_schema, sections_of_a_recipe
 from trahiv_cli.recipe.upstream import mistake_in, model_types
@@ -55,6 +55,8 @@ def test_a_foreign_name_or_choice_leads_to_one_of_ours():
     for field, refused in REFUSED_CHOICES.items():
         instead = {word for _, hint in refused.values() for word in hint.split("`")[1::2] if ":" not in word}
         assert instead <= choices(field) and not refused.keys() & choices(field)
+    ours = choices("task") | choices("hivemind_config.opt.load_state_compression")
+    assert set(FOREIGN_CHOICES.values()) <= ours and not FOREIGN_CHOICES.keys() & ours
     sections = sections_of_a_recipe()
     places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
     for key, here in FOREIGN.items():
