@@ -37,6 +37,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.rounds import Claim, Header, decoded
 from trahiv_cli.recipe.agreement import resolve
+from trahiv_cli.recipe.examine import look_at
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
@@ -175,6 +176,9 @@ PARSERS: dict[str, Parser] = {
         _in_file(lambda path: read_run(path.parent), "recipe.json"),
         (RECIPE.model_dump_json().encode(),),
         (SetupError,),
+    ),
+    "the first rows of data": Parser(
+        _in_file(look_at, "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'), ()
     ),
     "a chat template": Parser(
         lambda content: mistake_in(content.decode("latin-1")),

@@ -136,8 +136,9 @@ def _data_files(folder: Path) -> list[Path]:
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        found += [Path(parent, name) for name in names if not name.startswith(".") and name not in METADATA]
-    return sorted((file for file in found if file.suffix in READERS), key=lambda file: file.parts)
+        files = (Path(parent, name) for name in names if not name.startswith(".") and name not in METADATA)
+        found += [file for file in files if file.suffix in READERS]
+    return sorted(found, key=lambda file: file.parts)
 
 
 @cache

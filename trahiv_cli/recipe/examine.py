@@ -1,8 +1,9 @@
 """What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
 
-Its words are compared with the columns of its local data and the context of a new model. What only whole
-files, tokenizers, models and packages can tell is found where they are loaded, with the same words
-(`forms.py`). Samples longer than the context of a new model are wrong even where they might train.
+Its words are compared with what is on this machine: the first file of each dataset, the model's context, the
+model types that are installed. What only tokenizers, models, packages and whole files can tell is found where
+they are loaded, with the same words (`forms.py`). Samples longer than the context of a new model are wrong
+even where they might train.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.paths import READERS, is_local
 from trahiv_cli.recipe.schema import DatasetSection, Recipe, section_of
+from trahiv_cli.recipe.upstream import model_types, unknown_model_type
 
 READ_BYTES = 10 * 2**20
 """The bytes of a file that are read, beside the rest of the line. From that part of a JSON file `datasets`
 takes the columns (datasets 5.2); parsing it takes a quarter of a second."""
+
+_TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
+"""Causal models whose positions are a table: no sample can be longer. Others can go beyond it."""
 
 
 class _Table(NamedTuple):
@@ -47,17 +52,36 @@ def require_sound(recipe: Recipe, document: Document) -> None:
 
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
-    config, section = recipe.model.config or {}, section_of(recipe.task) or ""
+    new, section = recipe.model.config, section_of(recipe.task) or ""
+    config = _config_with_a_table(recipe) if new is None else new
+    model_type, known = config.get("model_type"), model_types()
+    if isinstance(model_type, str) and known and model_type not in known:
+        location: Location = ("model", "config", "model_type")
+        yield document.finding_at(location, *unknown_model_type(model_type, known))
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
     max_length, context = getattr(recipe, section).max_length, config.get(key)
     if isinstance(context, int) and max_length > context:
         path: Location = (section, "max_length")
+        is_said = path in document.values or document.is_replaced(path)
+        source: Location = ("model", "model_name_or_path" if new is None else "config")
         yield document.finding_at(
-            path if path in document.values else ("model", "config", key),
+            path if is_said else (*source, key),
             f"samples of {max_length} tokens do not fit into the model's context of {context}",
-            f"write at most {context}, or raise `model.config.{key}`",
+            f"write at most {context}" + ("" if new is None else f", or raise `model.config.{key}`"),
             path=dotted(path),
         )
+
+
+def _config_with_a_table(recipe: Recipe) -> dict[str, Any]:
+    """Return the config of a local model that fails at filled samples beyond its table, else nothing."""
+    if recipe.clm is None or not recipe.clm.packing:  # no sample may be that long
+        return {}
+    try:
+        with (Path(recipe.model.model_name_or_path or "").expanduser() / "config.json").open("rb") as file:
+            config = json.loads(file.read(2**20))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) and config.get("model_type") in _TABLES else {}
 
 
 def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
@@ -66,36 +90,51 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
         try:
             files = local_files(source) if is_local(source.path) else []
             # Of a folder `datasets` may read some files only, as their names and a README.md say.
-            first = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else {}
+            rows = look_at(files[0]) if files and not Path(source.path).expanduser().is_dir() else []
             code = RecipeError.code  # they are here, but they do not fit
             if files and not any(file.stat().st_size for file in files):
                 raise forms.empty_dataset(source.path, source.split)
-            if first:
-                _require_columns(recipe, source, _Table(repr(source.path), f"data.datasets.{index}", first))
+            if rows:
+                _require_fit(recipe, source, f"data.datasets.{index}", rows)
         except (AssetError, OSError) as failure:
             error = unreadable(failure) if isinstance(failure, OSError) else failure
             finding = document.finding_at(("data", "datasets", index, "path"), error.message, error.hint)
             yield replace(finding, code=code)
 
 
-def _require_columns(recipe: Recipe, source: DatasetSection, table: _Table) -> None:
-    """Raise an `AssetError` if the columns of a dataset, or what is in them, are not what the task reads."""
-    forms.require_renamable(table, source.columns)
-    renamed = {source.columns.get(name, name): value for name, value in table.first.items()}
-    table, section = table._replace(first=renamed), section_of(recipe.task) or ""
-    if recipe.sft is not None:
-        forms.sft_form(table, recipe.sft)
-    elif recipe.dpo is not None:
-        forms.dpo_form(table)
-    else:
-        column = getattr(recipe, section).dataset_text_field
-        forms.require_text(table, column, f"{section}.dataset_text_field")
+def _require_fit(recipe: Recipe, source: DatasetSection, place: str, rows: list[Any]) -> None:
+    """Raise an `AssetError` if the first rows, or their columns, are not what the task reads."""
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if it is a first `null`
+            raise forms.broken_row(repr(source.path), number, "is no JSON object: {...}")
+    first = dict.fromkeys(column for row in rows for column in row) | rows[0]
+    forms.require_renamable(_Table(repr(source.path), place, first), source.columns)
+    first, *rows = [
+        {source.columns.get(name, name): value for name, value in row.items()} for row in (first, *rows)
+    ]
+    table, section = _Table(repr(source.path), place, first), section_of(recipe.task) or ""
+    if source.split != "train" or source.fraction is not None:
+        rows = []  # not all of them are trained on
+    if recipe.sft is not None or recipe.dpo is not None:
+        form = forms.sft_form(table, recipe.sft) if recipe.sft is not None else forms.dpo_form(table)
+        for number, row in enumerate(rows):
+            for column in form.columns:
+                if problem := form.problem(column, row.get(column)):
+                    raise forms.broken_row(table.name, number, problem)
+        return
+    text = getattr(recipe, section).dataset_text_field
+    forms.require_text(table, text, f"{section}.dataset_text_field")
     if recipe.seq_cls is not None:
-        forms.require_column(table, recipe.seq_cls.dataset_label_field, "seq_cls.dataset_label_field")
+        label, numbers = recipe.seq_cls.dataset_label_field, forms.numbers_of(recipe.seq_cls)
+        forms.require_column(table, label, "seq_cls.dataset_label_field")
+        for number, row in enumerate(rows):  # in CSV, a text may be a number
+            said = row.get(label)
+            if row.get(text) and isinstance(said, int | float | None) and said not in numbers:
+                raise forms.unknown_label(table.name, number, said, recipe.seq_cls.labels)
 
 
-def look_at(file: Path) -> dict[str, Any]:
-    """Read the columns of a data file of a kind in `READERS`, with what the first row has in them.
+def look_at(file: Path) -> list[Any]:
+    """Read the first rows of a data file of a kind in `READERS`, as they are written, with all columns.
 
     Returns:
         Nothing if nothing is certain: it is empty, Parquet, no UTF-8, or written in a way that is not
@@ -109,17 +148,14 @@ def look_at(file: Path) -> dict[str, Any]:
         content = stream.read(READ_BYTES) + stream.readline(READ_BYTES)
         is_cut = bool(stream.read(1)) and not content.endswith(b"\n")
     if reader == "text":
-        return {"text": ""}  # a file is one row
+        return [{"text": ""}]  # a file is one row
     if reader == "parquet" or is_cut:
-        return {}
+        return []
     try:
         text = content.decode("utf-8-sig")
-        rows = _csv_rows(text) if reader == "csv" else _json_rows(text)
+        return _csv_rows(text) if reader == "csv" else _json_rows(text)
     except (ValueError, RecursionError, csv.Error):  # a number may be too long for Python
-        return {}
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        return {}
-    return dict.fromkeys(column for row in rows for column in row) | rows[0]
+        return []
 
 
 def _json_rows(text: str) -> list[Any]:
@@ -127,8 +163,8 @@ def _json_rows(text: str) -> list[Any]:
     if not text.lstrip().startswith("["):
         return [json.loads(line) for line in text.split("\n") if line.strip()]
     # In a list, `datasets` takes line breaks within texts, and texts for rows.
-    rows = json.loads(text, strict=False)
-    return [{"text": row} if isinstance(row, str) else row for row in rows]
+    rows = [{"text": row} if isinstance(row, str) else row for row in json.loads(text, strict=False)]
+    return rows if all(isinstance(row, dict) for row in rows) else []
 
 
 def _csv_rows(text: str) -> list[dict[str, str | None]]:

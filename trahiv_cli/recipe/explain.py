@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
-from trahiv_cli.recipe.foreign import FOREIGN, REFUSED_CHOICES
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import NAME_PATTERN, general, sections_of_a_recipe
 
@@ -101,7 +101,7 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
         path, chosen = dotted(location), str(details["input"])
         if refused := REFUSED_CHOICES.get(path, {}).get(chosen):
             return f"{got} can't work in a swarm: {refused[0]}", refused[1]
-        meant = closest(chosen, re.findall(r"'([^']*)'", details["msg"]))
+        meant = closest(FOREIGN_CHOICES.get(chosen, chosen), re.findall(r"'([^']*)'", details["msg"]))
         newer = "a newer version of the format needs a newer trahiv" * (path == "version")
         hint = f"did you mean `{meant}`?" if meant else newer
         return f"{details['msg'].removeprefix('Input ')}, got {got}", hint

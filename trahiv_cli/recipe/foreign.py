@@ -40,10 +40,17 @@ _CALLED_ELSEWHERE: dict[str, str] = {
 FOREIGN: dict[str, str] = {name: here for here, names in _CALLED_ELSEWHERE.items() for name in names.split()}
 """Foreign name -> what it is here."""
 
-_CODECS_OF_HIVEMIND = {
-    "meanstd16": ("trahiv has no codec of that name", "use `float16`"),
-    "quantile8": ("trahiv has no codec of that name", "use `blockwise8`"),
+FOREIGN_CHOICES = {
+    "pretrain": "clm",
+    "chat": "sft",
+    "instruct": "sft",
+    "fill-mask": "mlm",
+    "classification": "seq-cls",
+    "text-classification": "seq-cls",
+    "meanstd16": "float16",  # a codec of hivemind's, as is the next
+    "quantile8": "blockwise8",
 }
+"""What other tools choose, of tasks and codecs -> the choice here that means it."""
 
 REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
     "training.optim": dict.fromkeys(
@@ -54,15 +61,13 @@ REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
         ("reduce_lr_on_plateau", "greedy"),
         ("it follows a loss that each peer measures for itself", "use `cosine` or `warmup_stable_decay`"),
     ),
-    "hivemind_config.opt.grad_compression": _CODECS_OF_HIVEMIND,
     **dict.fromkeys(
         ("hivemind_config.opt.state_averaging_compression", "hivemind_config.opt.load_state_compression"),
         {
-            **_CODECS_OF_HIVEMIND,
             "blockwise4": (
                 "a tenth of each weight would be lost for good, while gradients bring what is lost next time",
                 "use `blockwise8`, `float16` or `none`; `grad_compression: blockwise4` is for gradients",
-            ),
+            )
         },
     ),
 }

@@ -356,7 +356,7 @@ class _TextSection(Section):
     """The column that holds the text (TRL's name for it)."""
 
     max_length: NumTokens = 1024
-    """Tokens in a sample; what is longer is cut off at its end."""
+    """Tokens in a sample; what is longer is cut off at its end, or cut up (`packing`)."""
 
 
 class ClmSection(_TextSection):

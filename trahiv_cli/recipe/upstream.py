@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from trahiv_cli.recipe.paths import closest
 
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
 """Tracker -> what pip calls it; the others have one name."""
+
+
+@cache
+def model_types() -> frozenset[str]:
+    """Return every model type that the installed transformers could know; nothing if that is not clear.
+
+    These are all texts in the files that list them: some are no model type, but all others are none.
+    """
+    spec = find_spec("transformers")
+    files = Path(spec.origin if spec and spec.origin else "").parent.glob("models/auto/*.py")
+    source = "".join(file.read_text(encoding="utf-8") for file in files)
+    texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", source))
+    return texts if "llama" in texts else frozenset()  # else the files are not what we take them for
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:

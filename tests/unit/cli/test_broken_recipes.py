@@ -37,32 +37,26 @@ def write(here):
 DATA, COLUMNS = "data.datasets.0.path", "data.datasets.0.columns"
 BROKEN = [
     ("clm", {"text": "a"}, "clm.max_length=4096", "4096 tokens do not fit .* context of 64", "at most 64"),
+    ("clm", {"text": "a"}, "model.config.model_type=lama", "knows no `model_type` 'lama'", "'llama'"),
     ("clm", {"body": "a"}, "", "no column 'text'; it has body", "Set `clm.dataset_text_field`"),
     ("clm", {"text": 5}, "", "holds int, not text", "one of text"),
     ("clm", [], "", "is empty", "Check its files"),
+    ("clm", [{"text": "a"}, "a fox"], "", "Row 2 .* is no JSON object", "Fix or remove"),
+    ("sft", [{"text": "a"}] * 5 + [{"text": None}], "", "Row 6 .* has no 'text'", "Fix or remove"),
+    ("sft", [{"a": "x"}, {"a": None}], f"{COLUMNS}={{a: text}}", "Row 2 .* has no 'text'", "Fix or remove"),
     ("clm", {"text": "a"}, f"{COLUMNS}={{chat: text}}", "no column 'chat' to rename", "columns"),
     ("clm", {"text": "a", "n": 1}, f"{COLUMNS}={{text: n}}", "'n': that name is taken", "another one"),
-    (
-        "dpo",
-        {"prompt": "Hi.", "chosen": TALK, "rejected": TALK},
-        "",
-        "'prompt' holds text, 'c",
-        "leaves it out",
-    ),
+    ("dpo", {"prompt": "Hi.", "chosen": TALK, "rejected": TALK}, "", "'prompt' holds t", "leaves it out"),
     ("dpo", {"chosen": "a", "rejected": TALK}, "", "do not fit together", "all of them messages"),
     ("dpo", {"messages": TALK}, "", "has no `chosen`", "task: sft"),
     ("sft", PREFERENCES, "", "has no `messages`", "task: dpo"),
     ("sft", {"instruction": "a"}, "", "has no `messages`", "0.columns`, .* `{instruction: prompt, output"),
     ("sft", {"text": "a"}, "sft.completion_only_loss=true", "no `completion` to train", "only_loss: auto"),
     ("sft", {"text": "a"}, "sft.assistant_only_loss=true", "only in conversations", "only_loss: false"),
-    (
-        "sft",
-        {"messages": SHAREGPT},
-        "",
-        "'messages' .* holds list .* no.* conversation",
-        "messages: conversa",
-    ),
+    ("sft", {"messages": SHAREGPT}, "", "'messages' .* holds list .* conver", "messages: conversa"),
     ("seq-cls", {"text": "a", "labels": 1}, "", "no column 'label'", "dataset_label_field` to 'labels'"),
+    ("seq-cls", [{"text": "a", "label": 1}, {"text": "a"}], "", "Row 2 .* has no label", "mend the row"),
+    ("seq-cls", [{"text": "a", "label": 2}], "", "Row 1 .* the label 2, .* 2 classes", "mend the row"),
 ]
 
 
@@ -81,6 +75,19 @@ def test_check_and_init_say_what_is_wrong_and_what_to_do(
     assert set(here.iterdir()) == before
 
 
+def test_a_row_that_may_not_be_trained_on_is_not_judged(write, events):
+    file = write("sft", [{"text": "a"}, {"text": None}])
+    whole, half = "{path: rows.jsonl}", "{path: rows.jsonl, fraction: 0.5}"
+    for entries, code in {
+        whole: 2,
+        '{path: rows.jsonl, split: "train[:1]"}': 0,
+        f"{half}, {half}": 0,
+    }.items():
+        assert events("check", file, "--set", f"data.datasets=[{entries}]")[0] == code
+    file = write("seq-cls", [{"label": None}, {"text": "a", "label": 0}])  # one without a text is left out
+    assert events("check", file)[0] == 0
+
+
 def test_data_that_is_not_here_is_an_error_where_it_is_trained(write, events):
     said = r"no file or folder '.*rowz\.jsonl'"
     file = write("clm", [{"text": "a"}], data={"datasets": [{"path": "rows.jsonl"}, {"path": "rowz.jsonl"}]})
@@ -88,6 +95,8 @@ def test_data_that_is_not_here_is_an_error_where_it_is_trained(write, events):
     assert (code, event["event"], event["path"]) == (3, "error", "data.datasets.1.path")
     assert re.search(said, event["message"])
     assert "rows.jsonl" in event["hint"]
+    code, told = events("init", file, "--set", "clm.max_length=4096")
+    assert (code, len(told)) == (2, 2), "what is wrong with a recipe is more than what is not here"
 
 
 def test_all_that_is_wrong_is_said_at_once_and_at_its_place(write, events, here):
@@ -97,7 +106,22 @@ def test_all_that_is_wrong_is_said_at_once_and_at_its_place(write, events, here)
     source = (here / file).read_text().splitlines()[told[0]["line"] - 1]
     assert source.strip(" -") == "path: rows.jsonl" and source[told[0]["col"] - 1 :] == "rows.jsonl"
     config = dict.fromkeys(("hidden_size", "num_hidden_layers"), 4) | {"model_type": "gpt2", "n_positions": 8}
-    code, (event,) = events(
-        "check", write("clm", [{"text": "a"}], model__config=config, clm={"max_length": 9})
-    )
-    assert (code, event["path"]) == (2, "clm.max_length") and "context of 8" in event["message"]
+    file = write("clm", [{"text": "a"}], model__config=config, clm={})
+    code, (event,) = events("check", file, "--set", "clm.max_length=9")
+    assert (code, event["file"]) == (2, "--set clm.max_length=9") and "context of 8" in event["message"]
+
+
+def test_a_local_model_s_context_ends_where_its_table_does(write, events, here):
+    (here / "base").mkdir()
+    for model_type, packing, context, is_right in (
+        *(("llama", True, 16, True), ("gpt2", False, 16, True)),  # positions are turned; a short text fits
+        *(("gpt2", True, 1024, True), ("gpt2", True, 1023, False)),
+    ):
+        (here / "base/config.json").write_text(f'{{"model_type": "{model_type}", "n_positions": {context}}}')
+        model, clm = {"model_name_or_path": "./base"}, {"packing": packing}
+        code, (event,) = events("check", write("clm", [{"text": "a"}], model=model, clm=clm))
+        assert (code, event["event"]) == ((0, "checked") if is_right else (2, "error")), event
+    assert (event["path"], event["hint"]) == ("clm.max_length", "write at most 1023")
+    assert (here / "tiny.yaml").read_text().splitlines()[
+        event["line"] - 1
+    ].strip() == "model_name_or_path: ./base"

@@ -167,7 +167,7 @@ def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through(put, tmp_p
     (mine / "self.jsonl").symlink_to(mine / "self.jsonl")
     (mine / "broken.jsonl").symlink_to(mine / "nowhere")
     os.mkfifo(mine / "pipe.jsonl")
-    os.close(os.open(os.fsencode(mine) + b"/\xff.jsonl", os.O_CREAT))
+    os.symlink(os.fsencode(tmp_path / "blobs/ab12"), os.fsencode(mine) + b"/a\xff.jsonl")
     assert found(tmp_path / "starter.jsonl", mine) == f"{mine}/z/copy.jsonl"
 
 

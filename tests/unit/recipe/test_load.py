@@ -87,14 +87,16 @@ def test_aliases_are_fine_unless_they_multiply(write):
 
 
 def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from(write):
-    overrides = ["peft.r=4", "training.max_steps=7", "data.datasets.0.path=b/c"]
+    overrides = ["peft.r=4", "training.max_steps=7", "data.datasets.0.path=b/c", "swarm.mode=diloco"]
+    overrides += ["training.lr_scheduler_type=constant", "training.warmup_steps=50", "swarm.local_steps=20"]
     on_windows = "\ufeff" + GOOD.replace("\n", "\r\n")
     loaded = load_recipe(write(on_windows, "my run.v2.yaml"), overrides)
     recipe = loaded.recipe
     assert (recipe.name, recipe.training.learning_rate, recipe.training.max_steps) == ("my-run-v2", 2e-4, 7)
     assert (recipe.peft.r, recipe.data.datasets[0].path) == (4, "b/c")
-    written = {"training.learning_rate": "my run.v2.yaml:8", "peft.lora_alpha": "default"}
-    for place, origin in (written | {"data.datasets.0.path": "--set", "peft.r": "--set"}).items():
+    said = {"data.datasets.0.path": "--set", "peft.r": "--set", "peft.lora_alpha": "default"}
+    said |= {"training.learning_rate": "my run.v2.yaml:8", "data.datasets": "my run.v2.yaml:4"}
+    for place, origin in said.items():
         assert loaded.document.origin_of(read_location(place)) == origin
 
 

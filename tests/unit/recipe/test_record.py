@@ -63,7 +63,7 @@ PACKED = pack(resolve(recipe_with()))
 NOISE = {
     "truncated": PACKED[:-20],
     "bit rot": PACKED[:40] + b"\0\0\0\0" + PACKED[44:],
-    "too long deflated": b"x" * (MAX_PACKED_BYTES + 1),
+    "too long deflated": PACKED + bytes(MAX_PACKED_BYTES),
     "a bomb": zlib.compress(b" " * 3_000_000),
     "a bomb around a recipe": zlib.compress(b'{"shared": {}}' + b" " * MAX_RECIPE_BYTES),
     "another JSON value": zlib.compress(b"[]"),

@@ -7,7 +7,7 @@ from typing import get_args
 import jsonschema
 import pytest
 import yaml
-from transformers import SchedulerType
+from transformers import CONFIG_MAPPING, SchedulerType
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.training_args import OptimizerNames
 from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -16,10 +16,10 @@ from tests.kit.stand_ins import CHATML, CHATML_MARKED
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import dotted, read_document
-from trahiv_cli.recipe.foreign import FOREIGN, REFUSED_CHOICES
+from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import TrackerName, recipe_schema, sections_of_a_recipe
-from trahiv_cli.recipe.upstream import mistake_in
+from trahiv_cli.recipe.upstream import mistake_in, model_types
 
 
 def choices(field):
@@ -33,6 +33,7 @@ def test_the_choices_are_those_of_transformers():
     followers = {"reduce_lr_on_plateau", "greedy"}
     assert choices("training.lr_scheduler_type") == {name.value for name in SchedulerType} - followers
     assert set(get_args(TrackerName)) == {"all", "none", *INTEGRATION_TO_CALLBACK}
+    assert set(CONFIG_MAPPING) <= model_types() and "lama" not in model_types()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,8 @@ def test_a_foreign_name_or_choice_leads_to_one_of_ours():
     for field, refused in REFUSED_CHOICES.items():
         instead = {word for _, hint in refused.values() for word in hint.split("`")[1::2] if ":" not in word}
         assert instead <= choices(field) and not refused.keys() & choices(field)
+    ours = choices("task") | choices("hivemind_config.opt.load_state_compression")
+    assert set(FOREIGN_CHOICES.values()) <= ours and not FOREIGN_CHOICES.keys() & ours
     sections = sections_of_a_recipe()
     places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
     for key, here in FOREIGN.items():
