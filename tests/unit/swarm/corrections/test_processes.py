@@ -135,7 +135,9 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
         left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
         left[pid][0].mkdir()
         left[pid][1].touch()
+    (stuck := Path(f"{left[DEAD_PID][1]}1")).mkdir()  # it can't be removed, as another user's memory
     folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
+    stuck.rmdir()
     there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
     for one, its_memory in left.values():
         shutil.rmtree(one, ignore_errors=True)
