@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import resource
 import shutil
+import signal
 import sys
 import threading
 from contextlib import nullcontext
@@ -120,6 +121,23 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
 
 
 # -- what processes leave behind -------------------------------------------------------------------
+
+
+def test_a_forked_process_keeps_tasks_and_folder_and_leaves_ctrl_c_to_its_parent(monkeypatch):
+    (here, there), done = multiprocessing.Pipe(), []
+    for name in ("return_freed_memory", "renew_thread_pool"):
+        monkeypatch.setattr(processes, name, lambda name=name: done.append(name))
+
+    def run():
+        processes.become_child(os.getppid())
+        folders = list(Path("/tmp").glob(f"trahiv-{os.getpid()}-*"))
+        there.send([*done, asyncio.create_task.__name__, signal.getsignal(signal.SIGINT), *folders])
+
+    (child := multiprocessing.get_context("fork").Process(target=run)).start()
+    child.join(30)
+    *did, folder = here.recv()
+    assert did == ["return_freed_memory", "renew_thread_pool", "create_and_hold", signal.SIG_IGN]
+    assert not folder.exists()
 
 
 def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
