@@ -63,7 +63,7 @@ class Acquaintances:
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
         self._peers: dict[str, Acquaintance] = {}
-        self.ports: dict[str, int] = {}  # this peer's the last time, where the recipe left the choice open
+        self.ports: dict[str, int] = {}  # at which this peer listened the last time, by what it was told
         if path is not None:
             self._load(path)
         self._saved = self._text()

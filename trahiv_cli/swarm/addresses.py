@@ -64,8 +64,9 @@ def require_peer_address(address: str) -> None:
 
 def is_address_of(peer_id: str, text: object) -> bool:
     """Say whether this is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with that peer's id."""
-    is_short = isinstance(text, str) and len(text) <= MAX_ADDRESS_CHARS
-    return is_short and str(text).endswith(f"/p2p/{peer_id}") and _names_a_peer(str(text))
+    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS:
+        return False
+    return text.endswith(f"/p2p/{peer_id}") and _names_a_peer(text)
 
 
 def own_address(text: str, purpose: str) -> Multiaddr:

@@ -91,8 +91,8 @@ def not_admitted(objection: str) -> NotAdmitted:
         )
     return NotAdmitted(
         f"The swarm does not take this peer for a member: {objection or 'its invitation is to another one'}.",
-        hint="ask the owner, or a member, for a fresh invitation; to another swarm this peer comes with "
-        "another folder: --output-dir DIR",
+        hint="ask the owner, or a member, for a fresh invitation; to join another swarm than before, give "
+        "this peer another folder: --output-dir DIR",
     )
 
 

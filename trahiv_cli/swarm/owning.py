@@ -6,6 +6,7 @@ same way, as a peer of that folder does every few seconds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -147,10 +148,20 @@ class OwnedSwarm:
         """
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
-        addresses, met = self._home.addresses, Acquaintances.remembered(self.folder / FILE)
+        addresses, met = _addresses_of(self._home), Acquaintances.remembered(self.folder / FILE)
         with suppress(SwarmError), visiting(addresses, visitor, met) as node:
             return roll.synchronize(node, visitor, self.book)
         return False
+
+
+def _addresses_of(invitation: Invitation) -> list[str]:
+    """List where the peer that hands an invitation out can be reached, also from its own machine.
+
+    There its public address may lead nowhere, and others may have changed since it started.
+    """
+    over_tcp = [address for address in invitation.addresses if "/tcp/" in address]
+    here = [re.sub("^/[^/]+/[^/]+", "/ip4/127.0.0.1", address) for address in over_tcp]
+    return [*here, *invitation.addresses]
 
 
 def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, Any]]:
@@ -171,7 +182,8 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
     addresses = list(invitation.addresses)
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
         if path.exists():
-            addresses += read_invitation([f"@{path}"]).addresses
+            found = read_invitation([f"@{path}"])
+            addresses += _addresses_of(found) if path.name == INVITATION_FILE else found.addresses
     standing = replace(standing, folder=folder)
     with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
         there = roll.read_members(node, standing.membership.owner)

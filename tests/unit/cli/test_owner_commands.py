@@ -1,4 +1,4 @@
-"""What `kick` says; no peer of the swarm answers here."""
+"""What `kick` and `invite` say; no peer of the swarm answers here."""
 
 from hivemind.p2p import PeerID
 
@@ -18,6 +18,7 @@ def test_kick_says_whether_it_closed_an_invitation_and_what_to_do_next(trahiv, h
     membership = find_standing(here, Invitation()).membership
     keep_invitation(here / INVITATION_FILE, Invitation(membership=membership))
     write_down(here, {KNOWN: membership.grant})
+    assert trahiv("invite", "--close", "all", "--output-dir", here)[0] == 4, "it is not known who may stay"
     for peer, words, hint in (
         (UNKNOWN, "is out. It is not known which invitation", "`trahiv invite --close all` keeps it"),
         (KNOWN, "is out, and the invitation that it joined with is closed", "`trahiv invite` makes"),

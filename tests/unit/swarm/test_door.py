@@ -57,7 +57,7 @@ class Wire(Network):
         """Have a peer answer pings; a process of it that was there before is gone."""
         self.remove(peer)
         book = PolicyBook(membership.owner) if membership else None
-        p2p = self.p2p_of(peer, Door(membership, book, peer.to_bytes()))
+        p2p = self.p2p_of(peer, Door(membership, book, peer.to_bytes()).another())  # as an averager's
         p2p.book, p2p.asked = book, []
 
         async def answer(request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
@@ -246,6 +246,7 @@ async def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(
         await refused(ping(m, A))
         await refused(ping(a, M), f"is not called|{REFUSAL}")
     assert a.asked == [M] and m.asked == [A]
+    m.door.learn_from(f"{REFUSAL}: its invitation is over")  # nobody signed that
     assert "has taken this peer out" in m.door.why_refused().message
     assert warnings == [f"Peer {M} was refused: the owner has taken it out."]
 

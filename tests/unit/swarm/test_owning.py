@@ -31,7 +31,7 @@ def id_of(peer):
 
 
 A, B, C, M, STRANGER = map(peer, range(9000, 9005))
-HOME = f"/ip4/192.168.1.20/tcp/31337/p2p/{A}"
+HOME, HERE = (f"/ip4/{host}/tcp/31337/p2p/{A}" for host in ("192.168.1.20", "127.0.0.1"))
 
 
 class Swarm(FakeNode):
@@ -50,7 +50,7 @@ class Swarm(FakeNode):
 
     def visited(self, addresses, standing, met):
         assert HOME in addresses
-        self.standing = standing
+        self.standing, self.is_sought_here = standing, HERE in addresses
         return self
 
     def enter(self, peer, standing=None):
@@ -151,7 +151,7 @@ def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
         swarm.enter(one)
     swarm.run(1)
     assert swarm.objection(STRANGER, swarm.home, asked=STRANGER) == TAKEN_OUT, "also who is meant learns it"
-    assert swarm.owned.synchronize() and C in read_roll(swarm.folder), "a command has seen it, too"
+    assert swarm.owned.synchronize() and swarm.is_sought_here and C in read_roll(swarm.folder)
     (swarm.folder / INVITATION_FILE).write_text("trahiv1:AAAA")
     with pytest.raises(Unreachable, match="damaged"):
         swarm.owned.synchronize()
@@ -238,6 +238,7 @@ def test_the_owner_s_list_has_who_is_away_or_out_and_a_folder_of_another_swarm_s
             {"peer_id": one, "is_there": is_there, "objection": objection} | came
             for one, is_there, objection in ((A, True, None), (B, False, None), (M, True, TAKEN_OUT))
         ]
+        assert swarm.is_sought_here
     with pytest.raises(SetupError, match="open swarm"):
         list_members(None, Invitation((HOME,)))
 

@@ -120,9 +120,12 @@ def test_a_statement_is_read_as_it_was_made_and_one_of_another_or_about_somethin
     for peer, about, changed in (
         *(("bob", b"step 7", {}), ("alice", b"step 8", {}), ("alice", b"", {})),
         *(("alice", b"step 7", {2: content}) for content in (b"I bring 9 samples", said.decode())),
-        *(("alice", b"step 7", {1: signature}) for signature in (bytes(128), b"", bytes(513))),
-        *(("alice", b"step 7", {0: key}) for key in (MSGPackSerializer.loads(bob_s)[0], b"", bytes(601))),
+        *(("alice", b"step 7", {1: signature}) for signature in (bytes(128), b"")),
+        *(("alice", b"step 7", {0: key}) for key in (MSGPackSerializer.loads(bob_s)[0], b"")),
     ):
         statement = [changed.get(at, part) for at, part in enumerate(parts)]
         with pytest.raises(ValueError):
             verified(MSGPackSerializer.dumps(statement), id_of(peer), about)
+    for endless in ([bytes(601), *parts[1:]], [parts[0], bytes(513), said]):
+        with pytest.raises(ValueError, match="not a statement"):
+            records.content_of(MSGPackSerializer.dumps(endless))

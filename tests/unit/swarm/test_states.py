@@ -12,6 +12,7 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.utils import MSGPackSerializer
 
+from tests.simulation.network import VirtualLoop
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm import download, snapshot
 from trahiv_cli.swarm.codecs import Half
@@ -254,9 +255,9 @@ def _nobody_waits(monkeypatch):
 class Donor:
     """Gives its snapshots, or does not answer; `fails_at` says at which chunk of a stream what happens."""
 
-    def __init__(self, *snapshots, fails_at=None, how="breaks off", pace_s=0.0, answers=True):
+    def __init__(self, *snapshots, fails_at=None, how="breaks off", pace_s=0.0, answers=True, takes_s=0):
         self.snapshots, self.fails_at, self.how, self.pace_s = list(snapshots), fails_at, how, pace_s
-        self.answers, self.sent, self.asked = answers, 0, 0
+        self.takes_s, self.answers, self.sent, self.asked = takes_s, answers, 0, []
 
     def find(self, digest):
         return next((taken for taken in self.snapshots if taken.digest == digest), None)
@@ -278,7 +279,8 @@ class Donors:
 
     async def ask(self, name, digest, rank, own):
         donor = self.donors[name]
-        donor.asked += 1
+        donor.asked.append(rank)
+        await asyncio.sleep(donor.takes_s if len(donor.asked) == 1 else 0)  # then its state is copied
         if not donor.answers:
             raise ConnectionError(name)
         taken = donor.find(digest) or (donor.snapshots and donor.snapshots[-1])
@@ -318,7 +320,7 @@ def test_the_furthest_state_is_fetched_from_all_that_have_it_but_no_more_than_fo
     assert is_whole(fetched, GIVEN) and fetched.manifest == GIVEN.manifest and fetched.donor in "ACD"
     assert read_state(fetched.manifest, fetched.content)[0] == {}
     sent = {name: donor.sent for name, donor in donors.items()}
-    assert sent["B"] == sent["E"] == sent["F"] == donors["E"].asked == 0
+    assert sent["B"] == sent["E"] == sent["F"] == len(donors["E"].asked) == 0
     assert min(sent[name] for name in "ACD") >= 2 and sum(sent.values()) <= CHUNKS + 3
     done, totals, active = zip(*swarm.told, strict=True)
     assert list(done) == sorted(done) and done[-1] == totals[-1] == GIVEN.manifest.num_bytes
@@ -333,15 +335,28 @@ def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished()
         assert (donors["L"].sent == 0) == (expected is GIVEN)
 
 
+def test_who_answers_soon_after_the_first_counts_and_who_is_later_is_asked_again_and_helps(monkeypatch):
+    monkeypatch.setattr(download, "OTHERS_S", 1.0)
+    other, further = (noise(seed=seed, rank=(seed, b"")) for seed in (1, 2))
+    donors = {"L": Donor(other), "A": Donor(GIVEN, takes_s=0.9), "B": Donor(GIVEN, takes_s=0.6)}
+    donors["C"] = Donor(GIVEN, further, takes_s=1.2)  # it has moved on
+    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+        fetched = loop.run(Donors(donors).download(rank=STEP_2, silence_s=9.0))
+    assert is_whole(fetched, GIVEN) and fetched.donor == "A", "the first of those that were named"
+    asked_again = [STEP_2, STEP_1]  # not to copy another state for what the others have
+    assert [donor.asked for donor in donors.values()] == [asked_again, [STEP_2], [STEP_2], asked_again]
+    assert donors["L"].sent == 0 < donors["C"].sent
+
+
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 @pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
 def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypatch):
     monkeypatch.setattr(download, "QUIET_S", 0.05)
     donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
-    assert is_whole(fetch(donors, silence_s=2.0), GIVEN)
+    assert is_whole(asyncio.run((swarm := Donors(donors)).download(silence_s=2.0)), GIVEN)
     assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS
     if how == "damages":
-        assert donors["A"].sent == 1, "it is not asked again"
+        assert donors["A"].sent == swarm.told[-1][2] == 1, "it is not asked again, nor counted"
 
 
 def test_who_is_done_takes_over_half_of_what_a_slow_one_owes():

@@ -154,7 +154,7 @@ class CorrectedControl(StepControl):
 class CorrectedAverager(DecentralizedAverager):
     """Corrections that every averager needs; mix in before a concrete averager class.
 
-    `SERVED` are the attributes that the one which serves needs of the other. Each class names its own.
+    `SERVED` are the attributes that travel to the DHT's process, which serves it. Each class names its own.
     """
 
     dht: CorrectedDHT

@@ -181,5 +181,6 @@ def private_folder(pid: int) -> Path:
 def _sweep(folder: Path, pid: int) -> None:
     """Remove a private folder, and the shared memory of its process."""
     for memory in Path("/dev/shm").glob(f"torch_{pid}_*"):  # lib/libshm/alloc_info.h
-        memory.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            memory.unlink()
     shutil.rmtree(folder, ignore_errors=True)

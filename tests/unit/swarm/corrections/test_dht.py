@@ -168,7 +168,8 @@ class Asking:
         self.is_held.append(self.given is not None and self.given() is not None)
         if len(self.is_held) > 2:
             return "_SHUTDOWN", None
-        return "_TRIGGER_GET_CURRENT_STATE", self
+        (answer := Future()).add_done_callback(self.note)
+        return "_TRIGGER_GET_CURRENT_STATE", answer
 
     def state(self):
         if len(self.is_held) == 1:
@@ -176,12 +177,11 @@ class Asking:
         self.given = weakref.ref(tensor := torch.zeros(3))
         return {"step": 7}, [tensor], ["info"]
 
-    def set_result(self, answer):
-        metadata, [tensor], infos = answer
+    def note(self, answer):
+        if error := answer.exception():
+            return self.answers.append(repr(error))
+        metadata, [tensor], infos = answer.result()
         self.answers.append((MSGPackSerializer.loads(metadata), tensor.tolist(), infos))
-
-    def set_exception(self, error):
-        self.answers.append(repr(error))
 
 
 def test_who_asks_for_a_state_gets_it_or_learns_why_not_and_nobody_holds_it_then(caplog):
@@ -189,3 +189,5 @@ def test_who_asks_for_a_state_gets_it_or_learns_why_not_and_nobody_holds_it_then
     corrected.give_states(MSGPackSerializer, asking, weakref.WeakMethod(asking.state))
     assert asking.answers == ["KeyError('not finite')", ({"step": 7}, [0.0] * 3, ["info"])]
     assert "not copied" in caplog.text and asking.is_held == [False] * 3
+    corrected.give_states(MSGPackSerializer, left := Asking(), weakref.WeakMethod(Asking().state))
+    assert left.answers == [], "whose averager is gone"

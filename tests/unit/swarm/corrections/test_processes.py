@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 import resource
 import shutil
+import signal
 import sys
 import threading
 from contextlib import nullcontext
@@ -122,20 +123,35 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
 # -- what processes leave behind -------------------------------------------------------------------
 
 
+def test_a_forked_process_keeps_tasks_and_folder_and_leaves_ctrl_c_to_its_parent(monkeypatch):
+    (here, there), did = multiprocessing.Pipe(), []
+    for name in ("return_freed_memory", "renew_thread_pool"):
+        monkeypatch.setattr(processes, name, lambda name=name: did.append(name))
+
+    def run():
+        processes.become_child(os.getppid())
+        did.extend([asyncio.create_task.__name__, signal.getsignal(signal.SIGINT)])
+        there.send((did, *Path("/tmp").glob(f"trahiv-{os.getpid()}-*")))
+
+    (child := multiprocessing.get_context("fork").Process(target=run)).start()
+    child.join(30)
+    did, folder = here.recv()
+    assert did == ["return_freed_memory", "renew_thread_pool", "create_and_hold", signal.SIG_IGN]
+    assert not folder.exists(), "it went with the process"
+
+
 def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
-    at_its_end, left, own_pid = [], {}, DEAD_PID + 1
-
-    def note_end(_, call, args, **options):
-        at_its_end.append((call, args))
-
+    at_end, left, own_pid = [], {}, DEAD_PID + 1
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(multiprocessing.util, "Finalize", note_end)
+    monkeypatch.setattr("multiprocessing.util.Finalize", lambda _, do, args, **_k: at_end.append((do, args)))
     for pid in (DEAD_PID, os.getppid(), "scout"):
         name = f"{pid}_{os.getpid()}_0"
         left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
         left[pid][0].mkdir()
         left[pid][1].touch()
+    (stuck := Path(f"{left[DEAD_PID][1]}1")).mkdir()  # it can't be removed, as another user's memory
     folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
+    stuck.rmdir()
     there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
     for one, its_memory in left.values():
         shutil.rmtree(one, ignore_errors=True)
@@ -146,6 +162,6 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
     memory.touch()
-    [(sweep, swept)] = at_its_end
+    [(sweep, swept)] = at_end
     sweep(*swept)
     assert not folder.exists() and not memory.exists()
