@@ -115,6 +115,8 @@ def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tok
     assert torch.equal(ours[0], theirs[0]), "the logged loss is the batch's own mean"
     assert same(ours[1], theirs[1] * 3 / 16)
     assert it.losses[2] == (float(theirs[0]), {"samples": 2, "weight": 3.0})
+    losses, gradients = it.train(it.swarm, [rows(0, 0)] * 2)
+    assert not losses.any() and not gradients.any(), "a window that trains nothing"
     it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     _, scaled = it.train(it.swarm, [rows(9, 9)])
     assert not it.optimizer.lent[-1] and same(scaled, 4 * it.train(it.plain, [rows(9, 9)])[1])
