@@ -192,6 +192,9 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer.parts.work.announce([9])
     peer.stepper.start_batch_over()
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
+    peer.stepper.start_batch_over()
+    peer.parts.work.count_announced()
+    assert leases.returned == [8, *EIGHT] and list(peer.parts.work.aside(9)) == [9], "once, in one batch"
 
 
 # -- rounds beside training -----------------------------------------------------------------------
