@@ -71,7 +71,8 @@ def adopt_optimizer_state(
     packed = nested_pack(values, structure=optimizer.state_dict())
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for place, state in packed["state"].items():
-        optimizer.state[params[place]].update(state)
+        held = optimizer.state[params[place]]  # bitsandbytes gives its tensors under another name besides
+        held.update({name: value for name, value in state.items() if name in held})
     for group, settings in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
 

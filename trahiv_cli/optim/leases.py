@@ -239,8 +239,8 @@ class Work:
 
     def forget_announced(self, *, but_last: bool = False) -> None:
         """Have what was announced trained again, or all but the last batch, which stays announced."""
-        num_gone = len(self._announced) - but_last
-        gone, self._announced = self._announced[:num_gone], self._announced[num_gone:]
+        kept = self._announced[-1:] if but_last else []
+        gone, self._announced = self._announced[: len(self._announced) - len(kept)], kept
         if self.leases is not None:
             self.leases.give_back([*chain(*gone)])
 

@@ -219,7 +219,7 @@ class SwarmTracker(ProgressTracker):
     # -- what others report ------------------------------------------------------------------------
 
     def refresh(self, timeout_s: float | None = None) -> bool:
-        """Fetch everybody's reports now; without an answer within 5 s, which is said, the old ones stay.
+        """Fetch all reports now; False if none come within `timeout_s` (None: 5 s), and the old ones stay.
 
         The lock that a commit takes is held to read them, not to wait for them as upstream does
         (progress_tracker.py:264): 3 to 15 s where nodes are silent.

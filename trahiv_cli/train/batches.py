@@ -134,7 +134,7 @@ class Batches:
             return loss
         if num_items is None or whole.labels is None or trainer.loss_is_scaled_for_ga is False:
             return loss / window
-        return loss * (whole.labels / num_items)
+        return loss * (whole.labels / num_items) if whole.weight else loss
 
 
 def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:

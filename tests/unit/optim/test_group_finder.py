@@ -260,6 +260,14 @@ def test_who_is_blamed_or_blames_most_is_let_into_no_group(blame, rounds, whom):
     assert excluded(blame) == whom
 
 
+def test_who_was_blamed_beside_it_is_next(blame, clock):
+    for _ in range(2):
+        note(blame, A="L", B="L", L="B")
+    clock.now += SUSPECT_S
+    note(blame, A="B", C="B")
+    assert excluded(blame) == "B"
+
+
 def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(blame, clock):
     def excluded_for():
         for _ in range(2):

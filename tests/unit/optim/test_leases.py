@@ -109,6 +109,7 @@ def test_a_lease_that_another_took_over_is_left_to_it_and_what_is_in_too_many_pi
     one.take(1)
     one.sees("B", theirs)
     assert len(one.leases.held.spans) == min(FREE_LEASES, len(taken_over) + 1)
+    assert one.leases.held.end == leases.FIRST_BLOCK, "the longest piece is kept"
     assert not set(one.take(100)) & set(theirs) and one.leases.lost >= len(theirs)
 
 

@@ -102,21 +102,25 @@ def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(swarm, tracker,
         commit.start()
         commit.join(10)
         assert not commit.is_alive() and tracker.history == after(1)
-        answer.set_result(found)
+        with tracker.pause_updates():
+            answer.set_result(found)
+            time.sleep(0.05)
+            assert tracker.mates == (), "nothing that a commit reads changes meanwhile"
         assert until(lambda: [mate.samples for mate in tracker.mates] == [40])
 
 
 def test_a_look_at_reports_that_fails_is_not_the_last_one(swarm, tracker, monkeypatch):
     def fails(key, **options):
-        swarm.dht.get = get
+        swarm.dht.get, swarm.failed_at = get, time.monotonic()
         raise OSError("the daemon's socket")
 
-    monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.3)
     swarm.report("B")
     get, swarm.dht.get = swarm.dht.get, fails
     tracker.global_progress.next_fetch_time = 0.0
     with swarm.started():
         assert until(lambda: [peer.peer_id for peer in tracker.others] == [B])
+        assert time.monotonic() - swarm.failed_at >= 0.3, "the next one is not at once"
 
 
 # -- which samples count, and who is behind -------------------------------------------------------

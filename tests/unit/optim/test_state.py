@@ -1,6 +1,7 @@
 """What is given to joiners, and what they adopt of it: all, or nothing."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as module
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.swarm.codecs import EightBitStatistics, read_tensor
 from trahiv_cli.swarm.snapshot import views_of
 
@@ -119,11 +121,11 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
-    joiner = giving_averager(History())
-    before = everything(joiner)
+    joiner, (metadata, tensors) = giving_averager(History()), state_of(giving_averager(AHEAD))
+    joiner.set_pace, before = partial(setattr, joiner, "pace"), everything(joiner)
     with pytest.raises(RoundFailed):
-        download(joiner, BROKEN[broken](*state_of(giving_averager(AHEAD))))
-    assert everything(joiner) == before
+        download(joiner, BROKEN[broken](metadata | {"pace": Pace("overlap").to_wire()}, tensors))
+    assert everything(joiner) == before and joiner.pace == DEFAULT_PACE
 
 
 @pytest.mark.parametrize(

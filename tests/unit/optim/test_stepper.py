@@ -163,6 +163,16 @@ def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as
     assert said["hint"].endswith(f"{words} (swarm.solo)")
 
 
+def test_a_search_that_lasts_no_longer_than_one_that_led_to_a_round_is_nothing_to_say(monkeypatch):
+    monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.0)
+    peer, _ = of_one_weight(with_b(), commits())
+    peer.parts.company.missed_since = time.monotonic() - 100.0
+    peer.train()
+    peer.gradients.end = fails
+    peer.train()
+    assert peer.history.step == 1 and peer.stepper.last_round.reason and not peer.codes
+
+
 @pytest.mark.parametrize(  # what this one, B and C hold
     ("states", "every", "asked_at"), [("xxy", 1, []), ("xxx", 1, []), ("yxx", 1, [1]), ("yxx", 2, [2])]
 )
@@ -192,6 +202,9 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer.parts.work.announce([9])
     peer.stepper.start_batch_over()
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
+    peer.stepper.start_batch_over()
+    peer.parts.work.count_announced()
+    assert leases.returned == [8, *EIGHT] and list(peer.parts.work.aside(9)) == [9], "once, in one batch"
 
 
 # -- rounds beside training -----------------------------------------------------------------------

@@ -42,6 +42,8 @@ class Announced:
         self._model = trainer.model
         self.weights, self.lent, self.anchor = [], [], 0.0
         self.local_epoch, self.max_steps = 3, 9
+        self.positions = []
+        self.parts = SimpleNamespace(work=SimpleNamespace(announce=self.positions.append))
 
     agreed_weights = staticmethod(contextlib.nullcontext)
 
@@ -115,6 +117,8 @@ def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tok
     assert torch.equal(ours[0], theirs[0]), "the logged loss is the batch's own mean"
     assert same(ours[1], theirs[1] * 3 / 16)
     assert it.losses[2] == (float(theirs[0]), {"samples": 2, "weight": 3.0})
+    losses, gradients = it.train(it.swarm, [rows(0, 0)] * 2)
+    assert not losses.any() and not gradients.any(), "a window that trains nothing"
     it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     _, scaled = it.train(it.swarm, [rows(9, 9)])
     assert not it.optimizer.lent[-1] and same(scaled, 4 * it.train(it.plain, [rows(9, 9)])[1])
@@ -161,11 +165,13 @@ def test_a_window_of_a_model_that_counts_no_tokens_is_the_mean_over_its_batches(
 def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(bench, llama):
     it = bench(llama(), batch=4)
     it.limit_memory(1)
+    it.swarm._divided = SimpleNamespace(next_batch=iter(range(9)).__next__)
     batch = rows(9, 3, 0, 6)
     for _ in range(2):
         ours, theirs = it.train(it.swarm, [batch]), it.train(it.plain, [batch])
         assert same(ours[1] * it.optimizer.anchor / 15, theirs[1]) and same(ours[0], theirs[0])
     assert it.optimizer.weights == [8.0, 2.0, 0.0, 5.0] * 2
+    assert it.optimizer.positions == [0, 1], "each batch once, also one that was begun three times"
     assert [event["code"] for event in it.told] == ["memory"] * 2, "the second batch begins in parts"
     assert "per_device_train_batch_size: 1" in it.told[-1]["hint"]
     assert same(it.train(it.swarm, [rows(8)])[0], it.train(it.plain, [rows(8)])[0]), "one row has no parts"
