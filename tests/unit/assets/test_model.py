@@ -196,8 +196,8 @@ def test_what_the_recipe_asks_for_in_vain_is_answered_with_what_to_write(build, 
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: None, r"could not be loaded: .*config\.json"),
-        (lambda folder: folder.rmdir(), r"could not be loaded: .*folder"),
+        (lambda folder: None, r"folder' is not a model: it has no config\.json"),
+        (lambda folder: folder.rmdir(), r"There is no folder '.*folder'"),
         (AutoConfig.for_model(**TINY_LLAMA).save_pretrained, r"could not be loaded: .*model\.safetensors"),
     ],
 )
