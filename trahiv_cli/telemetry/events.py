@@ -152,6 +152,10 @@ class EventFile:
     """Appends each event as a line of JSON to a `RotatingFile`, at once, except the transient ones."""
 
     def __init__(self, path: Path) -> None:
+        with contextlib.suppress(OSError), path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # half a line, of a process that was killed while the disk was full
+                file.write(b"\n")
         self._file = RotatingFile(path)
 
     def __call__(self, event: Event) -> None:
