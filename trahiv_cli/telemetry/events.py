@@ -1,7 +1,7 @@
 """What happens to a run, as one stream of events; files and screens are renderings of it.
 
 Names and fields are those of the contract and are never renamed. Nothing here may stop training: a
-listener or a file that fails is dropped, once, with a warning.
+listener that fails is dropped, once, with a warning, and what a disk does not take is lost.
 """
 
 from __future__ import annotations
