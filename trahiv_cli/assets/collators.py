@@ -43,26 +43,36 @@ def build_collator(
     return DataCollatorWithPadding(tokenizer) if recipe.seq_cls is not None else None
 
 
-def collate(samples: list[dict[str, list[int]]], *, pad_token_id: int, is_padded: bool) -> Batch:
-    """Collate samples of `clm`, padded by position; the model shifts the labels.
+def collate(samples: list[dict[str, Any]], *, pad_token_id: int, is_padded: bool) -> Batch:
+    """Collate samples, padded by position; those of `clm` are their own labels, which the model shifts.
 
     `DataCollatorForLanguageModeling` masks every pad token instead, and where that is also the end-of-text
     token (most models have no other) no document would ever end.
     """
-    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    rows = [torch.as_tensor(sample["input_ids"]) for sample in samples]
+    labels = [torch.as_tensor(sample.get("labels", row)) for sample, row in zip(samples, rows, strict=True)]
     batch = {
         "input_ids": pad_sequence(rows, batch_first=True, padding_value=pad_token_id),
-        "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED_LABEL),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED_LABEL),
     }
     if is_padded:
         batch["attention_mask"] = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     return batch
 
 
-def hide(samples: list[dict[str, list[int]]], *, mask: Callable[[Any], Any]) -> Batch:
-    """Hide tokens of samples of `mlm`, each with at least one that is not special, by torch's generator."""
+def hide(samples: list[dict[str, list[int]]], *, mask: DataCollatorForLanguageModeling) -> Batch:
+    """Hide tokens of samples of `mlm`, each with at least one that is not special.
+
+    What is hidden in a sample follows from one number of torch's generator, however samples are batched.
+    """
+    seeds = torch.randint(2**62, (len(samples),)).tolist()
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     while True:
-        batch = dict(mask(samples))
+        rows = []
+        for sample, generator in zip(samples, generators, strict=True):
+            mask.generator = generator
+            rows.append({name: values[0] for name, values in mask([sample]).items()})
+        batch = collate(rows, pad_token_id=mask.tokenizer.pad_token_id, is_padded=True)
         # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
         if (batch["labels"] != IGNORED_LABEL).any():
             return batch

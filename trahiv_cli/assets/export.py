@@ -52,7 +52,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield a new folder to be filled, which the disk then holds as `folder`, instead of what was there.
 
-    A crash between the two renames leaves the new one whole in `.<name>.new`.
+    A crash between the two renames leaves both whole, in `.<name>.new` and `.<name>.old`.
 
     Raises:
         OSError: the disk is full or read-only, also where safetensors says so; `folder` is as it was.
@@ -71,6 +71,8 @@ def replacing(folder: Path) -> Iterator[Path]:
         sync(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as failure:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         raise OSError(str(failure)) from failure
 

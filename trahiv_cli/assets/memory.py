@@ -151,9 +151,8 @@ class Estimate:
     @property
     def places(self) -> dict[str, int]:
         """Bytes that must fit into the `GPU`, if there is one, and into `RAM`."""
-        return (
-            {"GPU": self.device_bytes, "RAM": self.host_bytes} if self.on_gpu else {"RAM": self.total_bytes}
-        )
+        on_gpu = {"GPU": self.device_bytes, "RAM": self.host_bytes}
+        return on_gpu if self.on_gpu else {"RAM": self.total_bytes}
 
 
 def add_up(

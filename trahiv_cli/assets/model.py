@@ -45,6 +45,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, activation_bytes, add_up
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
+from trahiv_cli.recipe.paths import is_local
 from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection
 
 if TYPE_CHECKING:
@@ -164,6 +165,9 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
             config = AutoConfig.for_model(**fields)
     else:
         name = expand_folder(model_name(model))
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            said = f"The folder {name!r} is not a model: it has no config.json."
+            raise AssetError(said, "Name the folder that `save_pretrained` wrote.")
         with translated("model", name):
             config = AutoConfig.from_pretrained(name, revision=model.revision, trust_remote_code=False)
     if type(config) not in kind.configs:
@@ -179,8 +183,10 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def expand_folder(name: str) -> str:
-    """Expand `~` in a folder's name; a hub id is returned as it is."""
+    """Expand `~` in a folder's name, which must exist (`AssetError`); a hub id is returned as it is."""
     path = Path(name).expanduser()
+    if is_local(name) and not path.is_dir():
+        raise AssetError(f"There is no folder {name!r}.", "Check the path, or give a hub id (owner/name).")
     return str(path) if path.is_dir() else name
 
 

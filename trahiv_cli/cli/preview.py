@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.preview import Part, Preview
 
-TRAINED = "1;32"
-"""Terminals' code of bold and green."""
+TRAINED, SPECIAL = "1;32", "36"
+"""Terminals' codes of bold green and of cyan."""
 
 BRACKETS = "⟦", "⟧"
 """Around trained tokens: seldom in a text, and readable in any font."""
@@ -86,11 +86,14 @@ def trained_word(preview: Preview) -> str:
 
 
 def text_of(part: Part) -> str:
-    """Write a part with its trained tokens in brackets, and in colour where there is any."""
+    """Write a part with trained tokens in brackets; these and special ones in colour where there is any."""
     text = ""
     for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.trained):
-        said = "".join(readable(piece.text) for piece in run)
-        text += out.paint(TRAINED, said.join(BRACKETS), sys.stdout) if is_trained else said
+        said = ""
+        for piece in run:
+            words, colour = readable(piece.text), TRAINED if is_trained else SPECIAL
+            said += out.paint(colour, words, sys.stdout) if is_trained or piece.special else words
+        text += said.join(BRACKETS) if is_trained else said
     return text.removesuffix("\n")
 
 

@@ -1,7 +1,7 @@
 """What happens to a run, as one stream of events; files and screens are renderings of it.
 
 Names and fields are those of the contract and are never renamed. Nothing here may stop training: a
-listener or a file that fails is dropped, once, with a warning.
+listener that fails is dropped, once, with a warning, and what a disk does not take is lost.
 """
 
 from __future__ import annotations
@@ -152,6 +152,10 @@ class EventFile:
     """Appends each event as a line of JSON to a `RotatingFile`, at once, except the transient ones."""
 
     def __init__(self, path: Path) -> None:
+        with contextlib.suppress(OSError), path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":  # half a line, of a process that was killed while the disk was full
+                file.write(b"\n")
         self._file = RotatingFile(path)
 
     def __call__(self, event: Event) -> None:

@@ -52,11 +52,16 @@ def test_what_was_there_is_replaced_or_if_writing_fails_left_as_it_was(tmp_path,
     def disk_full(folder):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(byte_tokenizer, "save_pretrained", disk_full)
-    with pytest.raises(SetupError, match=r"No space left.* unchanged"):
-        write_final(moved(model), byte_tokenizer, tmp_path / "final", "second")
-    assert names(tmp_path) == {"final"}
-    assert (tmp_path / "final" / "README.md").read_text() == "first"
+    rename = Path.rename
+    for owner, name, fails in (
+        (byte_tokenizer, "save_pretrained", disk_full),
+        (Path, "rename", lambda at, to: disk_full(at) if at.suffix == ".new" else rename(at, to)),
+    ):
+        with monkeypatch.context() as context, pytest.raises(SetupError, match=r"No space left.* unchanged"):
+            context.setattr(owner, name, fails)
+            write_final(moved(model), byte_tokenizer, tmp_path / "final", "second")
+        assert names(tmp_path) == {"final"}
+        assert (tmp_path / "final" / "README.md").read_text() == "first"
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def test_what_the_recipe_asks_for_in_vain_is_answered_with_what_to_write(build, 
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: None, r"could not be loaded: .*config\.json"),
-        (lambda folder: folder.rmdir(), r"could not be loaded: .*folder"),
+        (lambda folder: None, r"folder' is not a model: it has no config\.json"),
+        (lambda folder: folder.rmdir(), r"There is no folder '.*folder'"),
         (AutoConfig.for_model(**TINY_LLAMA).save_pretrained, r"could not be loaded: .*model\.safetensors"),
     ],
 )
@@ -216,9 +216,14 @@ def test_memory_is_told_before_anything_is_loaded_and_a_gpu_holds_the_model_and_
         require_memory(recipe(model=TINY_LLAMA | huge | {"intermediate_size": 4 * 12288}))
     assert "LoRA" in caught.value.hint
     wanted, room = recipe(training={"bf16": False}), [2**40]
+    needed = require_memory(wanted)
+    assert needed.places == {"RAM": needed.device_bytes + needed.host_bytes}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (room[-1], 0))
-    room.append(require_memory(wanted).device_bytes)
-    room.append(require_memory(wanted).device_bytes - 1)
+    needed = require_memory(wanted)
+    assert needed.places == {"GPU": needed.device_bytes, "RAM": needed.host_bytes}
+    room.append(needed.device_bytes)
+    require_memory(wanted)
+    room.append(needed.device_bytes - 1)
     with pytest.raises(OutOfMemory, match="the GPU"):
         require_memory(wanted)

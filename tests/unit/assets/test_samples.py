@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, List, Value
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 
 from tests.kit.stand_ins import chat_tokenizer
@@ -189,6 +190,9 @@ def test_hidden_tokens_are_the_only_labels_and_differ_each_time(bert_tokenizer):
     hidden = first["labels"] != -100
     assert hidden.any() and not hidden[first["attention_mask"] == 0].any()
     assert not torch.equal(first["input_ids"], second["input_ids"])
+    torch.manual_seed(0)
+    alone = [collate([sample])["labels"][0] for sample in samples]
+    assert torch.equal(pad_sequence(alone, True, -100), first["labels"]), "as in a batch of any size"
     short = [{"input_ids": bert_tokenizer("a")["input_ids"]}]
     assert all((collate(short)["labels"] != -100).any() for _ in range(30)), "its loss would be NaN"
 

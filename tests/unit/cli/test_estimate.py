@@ -1,6 +1,7 @@
 """`init --dry-run` and `check --deep`: what a run will cost, said before it starts."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from tests.kit.recipes import write_tiny
 from tests.unit.assets.conftest import LORA, recipe
 from trahiv_cli.assets.model import estimate, require_memory
-from trahiv_cli.cli.estimate import TIME_UNITS, size, traffic_of
+from trahiv_cli.cli.estimate import TIME_UNITS, memory_table, size, traffic_of
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.recipe.load import load_recipe
 
@@ -86,6 +87,12 @@ def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahi
     assert (code, "at the peak" in out, "LoRA" in err) == (6, True, True)
     assert "fingerprint" in err and not (here / "runs").exists(), "the short summary, and nothing else"
     assert re.search(r"error: Training needs \d\.\d GiB of RAM, and 0\.0 GiB are free", err)
+
+
+def test_what_a_joiner_takes_is_added_in_ram():
+    needed = replace(require_memory(recipe()), joiner_bytes=2**50)
+    table = "\n".join(memory_table(recipe(), needed, {"RAM": 2**30}, 8))
+    assert re.search(r"^when a peer joins +104857[67] GiB$", table, re.MULTILINE), table
 
 
 def test_sizes_and_times_have_a_unit_that_fits():

@@ -23,7 +23,7 @@ DONE = {"step": 2, "path": "run-1/final", "reason": "signal", "resume": "trahiv 
 ROOM = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
 
 
-def shown(monkeypatch, tmp_path, **environment):
+def shown(monkeypatch, tmp_path, last_sample=2, **environment):
     """What a terminal of that environment has on it after a run, its control sequences included."""
     file = tmp_path / "invitation"
     file.write_text(INVITATION + "\n")
@@ -34,25 +34,28 @@ def shown(monkeypatch, tmp_path, **environment):
     output, events = Output(), Events()
     output.format = Format.human
     with output.listening(events):
-        events.emit("waiting", what="the libraries to load", seconds=5.0, until_seconds=120)
+        waiting = {"what": "the libraries to load", "seconds": 5.0, "until_seconds": 120}
+        events.emit("waiting", **waiting)
         events.emit("ready", join=f"trahiv join --peer @{file}", invitation=str(file), **READY)
+        events.emit("waiting", **waiting)
         events.emit("joined", step=0, peers=1, source="fresh", why="Begins.")
         events.emit("sample", step=0, prompt="d", text="nonsense")
         events.emit("checkpoint", step=2, path="run-1/checkpoints/step-2")
-        events.emit("sample", step=2, prompt="d", text="ef")
+        events.emit("sample", step=last_sample, prompt="d", text="ef")
         events.emit("done", **DONE)
     return screen.getvalue()
 
 
-def test_the_live_view_is_between_the_join_line_and_how_the_run_ended(monkeypatch, tmp_path):
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(monkeypatch, tmp_path, **ROOM))
+@pytest.mark.parametrize("last_sample", [1, 2])
+def test_the_live_view_is_between_the_join_line_and_how_the_run_ended(monkeypatch, tmp_path, last_sample):
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(monkeypatch, tmp_path, last_sample, **ROOM))
     above, *_, last = plain.split("╭─ run-1")
-    assert "waiting for the libraries to load: 5 s so far" in above
+    assert "waiting for the libraries to load: 5 s so far" in above and plain.count("5 s so far") == 1
     assert f"\ntrahiv join --peer {INVITATION}\n" in above
     board, below = last.rsplit("╯", 1)
     assert "checkpoint at step 2" in board and "nonsense" in plain.rpartition("╭─ run-1")[0]
     assert below.strip().splitlines() == [
-        "at step 2 the model continues 'd' with 'ef'",
+        *["at step 2 the model continues 'd' with 'ef'"] * (last_sample == 2),
         "done at step 2 (signal): run-1/final",
         "to go on: trahiv init r",
     ]

@@ -144,8 +144,9 @@ def test_colour_is_for_terminals_that_want_it(trahiv, usual, monkeypatch, unwant
     for name, value in unwanted.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    _, out, _ = trahiv("preview", usual("clm"), "--format", "human")
-    assert "⟦" in out and ("\x1b[1;32m⟦ne text." in out) == (not unwanted)
+    _, out, _ = trahiv("preview", usual("mlm"), "--format", "human")
+    for painted in ("⟦\x1b[1;32m", "\x1b[36m[CLS]\x1b[0mSome "):
+        assert "⟦" in out and (painted in out) == (not unwanted)
 
 
 @pytest.mark.parametrize("tokenizer", [chat_tokenizer(), ByT5Tokenizer()])

@@ -57,6 +57,9 @@ def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path
         file.close()
         file.close()
     assert (lines_of(path, "event"), lines_of(path, "loss")) == (["step"] * 2, [None] * 2)
+    path.write_text('{"step": 3, "ev')  # by a process that was killed while the disk was full
+    EventFile(path)({"event": "step"})
+    assert path.read_text() == '{"step": 3, "ev\n{"event": "step"}\n'
 
 
 def test_full_files_are_kept_beside_the_newest_into_which_all_processes_write_and_the_oldest_go(path):

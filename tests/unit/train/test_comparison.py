@@ -105,12 +105,15 @@ def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):
 def test_quantized_weights_are_known_by_their_files_and_trained_ones_by_their_beginning(
     llama_folder, tmp_path
 ):
-    other_folder = write_llama(tmp_path, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    with torch.no_grad():  # of a layer that is quantized; all others stay
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    model.save_pretrained(tmp_path)
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    folders = (llama_folder, llama_folder, other_folder)
+    folders = (llama_folder, llama_folder, tmp_path)
     ours, again, other = (digests(folder, quantization_config=nf4)[FROZEN] for folder in folders)
     assert ours == again != other
     assert ours != digests(llama_folder)[FROZEN]
-    one, two = digests(llama_folder, r=0), digests(other_folder, r=0)
+    one, two = digests(llama_folder, r=0), digests(tmp_path, r=0)
     assert one[INITIAL] != two[INITIAL]
     assert {**one, INITIAL: ""} == {**two, INITIAL: ""}
