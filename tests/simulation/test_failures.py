@@ -236,9 +236,6 @@ def test_replicas_with_statistics_in_8_bits_are_equal_and_a_latecomer_becomes_on
     assert len(run.steps("2 late")[-1]["group"]) == 3
 
 
-# -- modes in which training goes on during a round ------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
 def test_killed_and_back_where_training_goes_on_during_a_round(mode):
     settings = replace(MODES_BESIDE_TRAINING[mode], seconds_per_batch=0.3)

@@ -70,9 +70,6 @@ def made(name):
     return params, OPTIMIZERS[name](groups)
 
 
-# -- initialize_state -----------------------------------------------------------------------------
-
-
 @each_optimizer
 def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monkeypatch):
     if name == "stable_adamw":  # which is to do without Triton on a CPU
@@ -95,9 +92,6 @@ def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monk
     stepped_layout, stepped = dump_optimizer_state(untouched)
     assert [element["type"] for element in layout] == [element["type"] for element in stepped_layout]
     assert [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in stepped]
-
-
-# -- refusals -------------------------------------------------------------------------------------
 
 
 AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
@@ -145,9 +139,6 @@ def test_options_that_can_t_be_are_refused(keywords_for, options, message, hint)
     with pytest.raises(RecipeError, match=message) as refused:
         keywords_for(**options)
     assert hint in refused.value.hint
-
-
-# -- what the optimizer is built from -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("client_mode", [True, False])

@@ -148,9 +148,6 @@ def test_nothing_changes_before_most_members_have_figures(measured):
     assert chosen(*measured) == (START, "")
 
 
-# -- what a peer takes for its speed and its link -------------------------------------------------
-
-
 def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
     peer, _ = of_one_weight(with_b(), pace=Pace("sync", "float16"), auto_share=0.05)
     slow = Measured(1.0, 1000.0, 10, 10, lowest_rate=0.01)
@@ -175,9 +172,6 @@ def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_download
             noted.append(number)
     assert noted == [0, DISTURBED_AT_MOST + 1, 2 * DISTURBED_AT_MOST + 2]
     assert adaptation.measured.lowest_rate == adaptation.measured.rate, "the last of three was the slowest"
-
-
-# -- what a pace means ----------------------------------------------------------------------------
 
 
 SIZES = [

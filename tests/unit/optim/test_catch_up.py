@@ -161,9 +161,6 @@ def test_a_download_that_goes_on_is_not_given_up_and_how_far_it_is_is_told(passi
     assert [told[name] for name in ("step", "bytes", "total", "donors")] == [4, 12_300_000, 48_000_000, 2]
 
 
-# -- whether what came is believed ----------------------------------------------------------------
-
-
 def stands(believes, holds, in_the_end=True):
     """How the others stand: whether they went by a state, and hold it, now and in the end; None: not said."""
     held = {False: holds, True: in_the_end}

@@ -107,9 +107,6 @@ def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averag
         assert elsewhere.grad.device.type == "meta", "averages come to where it is"
 
 
-# -- a round --------------------------------------------------------------------------------------
-
-
 def test_averages_are_the_gradients_in_the_memory_of_what_was_set_aside(averager, parameter):
     run(averager, parameter, (1.0, 4, 4))
     averager.set_aside()

@@ -38,9 +38,6 @@ def test_rank_grows_along_a_history_and_with_samples_rather_than_steps():
     assert past(b"q").rank != cut.rank, "equal samples are ordered alike by everybody"
 
 
-# -- what was trained -----------------------------------------------------------------------------
-
-
 def some(seed, bound=40):
     """Spans at random, and the same as a set."""
     draw = random.Random(seed)
@@ -124,9 +121,6 @@ def test_the_lowest_free_positions_are_leased_first_and_others_look_elsewhere():
     for ledger, leased in ((Ledger(Spans((ALL,))), Spans()), (Ledger(), Spans((ALL,)))):
         for num_shards in (None, 10):
             assert ledger.free_block(leased, 8, num_shards=num_shards) == (MAX_POSITION, MAX_POSITION)
-
-
-# -- shards of a stream ----------------------------------------------------------------------------
 
 
 def test_a_shard_is_covered_with_its_last_position_and_nothing_of_another():

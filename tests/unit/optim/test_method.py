@@ -76,9 +76,6 @@ class Peer(stepping.Peer):
             self.method.apply()
 
 
-# -- local steps ----------------------------------------------------------------------------------
-
-
 def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
     peer = Peer(DILOCO)
     peer.train()
@@ -200,9 +197,6 @@ def test_own_steps_and_the_pace_outlive_a_restart(pace):
     assert other.method.own_steps == [16.0]
 
 
-# -- the outer step -------------------------------------------------------------------------------
-
-
 def drawn(seed):
     """Tensors of several shapes."""
     generator = torch.Generator().manual_seed(seed)
@@ -226,9 +220,6 @@ def test_outer_steps_of_fragments_are_those_of_torch_but_for_rounding():
     assert outer.rounds == 8
 
 
-# -- the norm of an average -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("norm", "threads"), [(0.5, 1), (0.5, 3), (100.0, 1), (0.0, 1)])
 @of(SYNC, OVERLAP)
 def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
@@ -248,8 +239,6 @@ def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
     assert peer.method.last_grad_norm == total
     assert all(np.array_equal(-weight.detach().numpy(), average.numpy() * scale) for weight in peer.weights)
 
-
-# -- rounds that others had, and the guess --------------------------------------------------------
 
 ADAPTIVE = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),

@@ -34,9 +34,6 @@ def everything(averager):
     return averager.history, averager.local_epoch, tensors, group["lr"]
 
 
-# -- given ----------------------------------------------------------------------------------------
-
-
 def test_the_state_that_is_given_away_does_not_change_any_more():
     donor = giving_averager(History())
     _, [flat], infos = donor.get_current_state()
@@ -79,9 +76,6 @@ def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
     assert [tensor.tolist() for tensor in given] != before
     load_optimizer_state(heir, *dump_optimizer_state(donor))
     assert heir.state_dict()["state"][0]["exp_avg"] is not own
-
-
-# -- adopted --------------------------------------------------------------------------------------
 
 
 def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
@@ -171,9 +165,6 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
     assert asked[1][1] != common and asked[2] == (AHEAD, b"", "")
 
 
-# -- the learning rate's schedule -----------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 def test_a_schedule_is_moved_in_one_step():
     walking, jumping = giving_averager(History()), giving_averager(History())
@@ -187,9 +178,6 @@ def test_a_schedule_is_moved_in_one_step():
         assert (schedule.get_last_lr(), schedule.last_epoch, schedule._step_count) == walked[step]
     jumping.move_schedule(10**9)
     assert schedule.last_epoch == 10**9
-
-
-# -- statistics in 8 bits -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4, 6])

@@ -50,9 +50,6 @@ def test_a_step_where_the_weights_are_is_the_step_of_an_offloaded_copy(cls):
     assert all(map(torch.equal, here, offloaded))
 
 
-# -- a round ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
 def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
     peer, weight, leases = divided(pace=Pace(mode=mode))
@@ -194,8 +191,6 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
 
 
-# -- rounds beside training -----------------------------------------------------------------------
-
 LIMIT_S = 10.0
 
 
@@ -244,9 +239,6 @@ def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(peer.gradients, "start_round", lambda *_: control)
     peer.train()
     assert "broke off" in peer.stepper.last_round.reason
-
-
-# -- joiners, and local steps -------------------------------------------------------------------------
 
 
 def test_a_peer_alone_has_its_step_kept_while_somebody_fetches_its_state():
