@@ -66,6 +66,7 @@ class Member:
         self.history = history
         self.outcome: Outcome | None = None  # of its last try; None if that was not committed
         self.trouble: list[str] = []  # why tries failed
+        self.is_changed = False  # what it averages, by one of these
         averager = self.averager
         p2p = averager._p2p = network.p2p_of(self.id)
         averager._matchmaking = group_finder.GroupFinder(
@@ -93,8 +94,9 @@ class Member:
         """Try one round, with a claim in place of its own; `outcome` says whether it was committed."""
         averager, exchange = self.averager, self.exchange
         EXCHANGE.set(exchange)
+        brought = torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number)
         with averager.get_tensors() as [tensor]:
-            tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
+            tensor.copy_(brought)
         norm = averager._prepare_contribution(exchange)
         own = Claim(SAMPLES, float(SAMPLES), norm, bytes(8), self.quorum).to_bytes()
         control = SimpleNamespace(
@@ -111,6 +113,8 @@ class Member:
         except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
+            with averager.get_tensors() as [tensor]:
+                self.is_changed |= not tensor.equal(brought)
 
     async def replay(self, donor: Member) -> None:
         """Go through the round that others took meanwhile; `outcome` says whether the donor gave it."""
@@ -200,6 +204,7 @@ class Swarm:
         found = {
             "two histories": len({member.history for member in self.honest}) > 1,
             "two averages": len({average.numpy().tobytes() for average in averages}) > 1,
+            "a try that failed changed what it averages": any(member.is_changed for member in self.honest),
             "an average that is not finite": not all(bool(one.isfinite().all()) for one in averages),
             # The liar's own reaches to that.
             "an average larger than all that it is of": any(one.abs().max() > 4.0 for one in averages),

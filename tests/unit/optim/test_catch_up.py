@@ -185,9 +185,7 @@ SILENT, DIFFERENT = stands(True, None, None), stands(True, False, False)
         ([NOT_THERE], FURTHER, b"", False, 0, SAID_S),
     ],
 )
-def test_a_state_is_believed_when_others_say_that_it_is_theirs(
-    passing, standings, state, common, is_believed, low, high
-):
+def test_a_state_is_believed_if_others_hold_it(passing, standings, state, common, is_believed, low, high):
     said, left = [], [standings[0], *standings]
 
     def give(report):

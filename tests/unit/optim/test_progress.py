@@ -133,9 +133,7 @@ def test_samples_of_others_with_the_same_history_count(swarm, tracker):
     assert tracker.samples_accumulated == 60 + 100_001, "no fetch loses what was added meanwhile"
 
 
-def test_a_step_begins_when_the_samples_are_there_unless_one_is_further_that_can_give_its_state(
-    swarm, tracker
-):
+def test_a_step_begins_with_enough_samples_unless_one_is_further_that_can_give_its_state(swarm, tracker):
     swarm.report("A", after(9))  # of its life before
     swarm.report("E", after(20), client_mode=True)
     swarm.report("B", samples=1, rate=50.0, age_s=60.0)  # by an estimate it has all

@@ -141,9 +141,7 @@ def test_weights_that_are_not_finite_end_training_before_anything_is_sent(poison
 
 
 @pytest.mark.parametrize(("solo_after_s", "words"), [(300.0, "after 300 s"), (math.inf, "never")])
-def test_a_long_search_for_a_group_is_said_and_again_when_it_has_lasted_twice_as_long(
-    solo_after_s, words, monkeypatch
-):
+def test_a_long_search_for_a_group_is_said_and_again_after_twice_as_long(solo_after_s, words, monkeypatch):
     def fail_until_it_was_said_twice(averager):
         peer.leaves = len(peer.asked_for_help) >= 2
         return fails(averager)
