@@ -160,23 +160,19 @@ def claim(said: Mapping[str, Any], rounds: float = math.inf) -> Lie:
     return tell
 
 
-def fall_silent(from_step: int) -> Lie:
-    """Send no more than the first part of a share, from a step on, though the stream stays open."""
+def fall_silent(peer: Any) -> None:
+    """Send no more than the first part of a share, from step 4 on, though the stream stays open."""
+    begun: set[tuple[Any, int]] = set()
 
-    def tell(peer: Any) -> None:
-        begun: set[tuple[Any, int]] = set()
+    def tamper(message: Message) -> list[bytes] | None:
+        step = peer.optimizer.local_epoch
+        if message.call != "rpc_aggregate_part" or message.is_answer or step < 4:
+            return [message.content]
+        is_first = (message.receiver, step) not in begun
+        begun.add((message.receiver, step))
+        return [message.content] if is_first else None
 
-        def tamper(message: Message) -> list[bytes] | None:
-            step = peer.optimizer.local_epoch
-            if message.call != "rpc_aggregate_part" or message.is_answer or step < from_step:
-                return [message.content]
-            is_first = (message.receiver, step) not in begun
-            begun.add((message.receiver, step))
-            return [message.content] if is_first else None
-
-        peer.tamper = tamper
-
-    return tell
+    peer.tamper = tamper
 
 
 def vote_twice(peer: Any) -> None:

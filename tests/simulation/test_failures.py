@@ -295,10 +295,8 @@ def test_poison_moves_nobody_and_would_without_the_rules():
 SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
 """It claims a link of a byte in five weeks, for which others wait."""
 
-SILENT = fall_silent(from_step=4)
 
-
-@pytest.mark.parametrize("lies", [[SILENT], [SLOW, SILENT]], ids=["silent", "slow-and-silent"])
+@pytest.mark.parametrize("lies", [[fall_silent], [SLOW, fall_silent]], ids=["silent", "slow-and-silent"])
 def test_who_has_round_after_round_fail_is_let_into_no_more(lies, as_on_machines):
     run = play(num_peers=4, rounds=20, lies=lies)
     failed = [len(run.said("failed", name)) for name in "012"]

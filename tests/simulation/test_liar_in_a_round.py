@@ -99,9 +99,7 @@ class Member:
             tensor.copy_(brought)
         norm = averager._prepare_contribution(exchange)
         own = Claim(SAMPLES, float(SAMPLES), norm, bytes(8), self.quorum).to_bytes()
-        control = SimpleNamespace(
-            deadline=swarm_time() + AVERAGING_TIMEOUT_S, data_for_gather=own if claim is None else claim
-        )
+        control = SimpleNamespace(deadline=swarm_time() + AVERAGING_TIMEOUT_S, data_for_gather=claim or own)
         averager._pending_groups_registered.clear()
         options = {"tensor_infos": averager.tensor_infos, "weight": 1.0} | averager.allreduce_kwargs
         try:
@@ -148,9 +146,7 @@ class Swarm:
         self.members = [Member(name, number) for number, name in enumerate(("anna", "ben", "cem", "liar"))]
         *self.honest, self.liar = self.members
         histories = [History(step, SAMPLES * step) for step in range(1, 1000)]
-        place_of = {
-            place: history for history in histories if (place := self._place_of_liar(history)) in (0, 3)
-        }
+        place_of = {place: one for one in histories if (place := self._place_of_liar(one)) in (0, 3)}
         self.after = {True: place_of[0], False: place_of[3]}
         """Histories after which the liar comes first, or last, in the order of leaders."""
 
@@ -323,6 +319,13 @@ def test_no_field_of_a_message_does_harm(swarm, call, is_answer):
     edits = {what: edited(kind, change) for what, change in message_edits(whole, others[-1], own[0])}
     edits |= WHOLE | {"another's": lambda content: [others[0].SerializeToString()]}
     judge(swarm, ((what, {"tamper": altered(swarm, call, is_answer, it)}) for what, it in edits.items()))
+
+
+def test_a_round_that_is_undone_leaves_what_it_averages_as_it_was(swarm):
+    """The liar gives its share of the average to one alone."""
+    anna, lie = swarm.honest[0], altered(swarm, "rpc_aggregate_part", True, lambda content: [b""])
+    found = swarm.play(True, lambda it: [it.content] if it.receiver == anna.id else lie(it))
+    assert found == [] and "2 of 4 peers hold this average" in anna.trouble[0]
 
 
 def test_no_round_that_a_liar_gives_to_go_through_is_taken_for_another(swarm):

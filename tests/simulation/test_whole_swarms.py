@@ -49,11 +49,6 @@ def test_the_same_seed_is_the_same_run():
     assert first.events == again.events and first.struck == again.struck
 
 
-def test_without_faults_every_try_is_committed():
-    run = simulate(Plan(4, 30), 0)
-    assert not run.failed and all(len(said["group"]) == 4 for said in run.events["0"] if "group" in said)
-
-
 def test_a_run_that_fails_is_cut_down_to_the_faults_that_matter():
     faults = [Fault("stall", at_step, 0) for at_step in range(1, 60)]
     guilty = {faults[17], faults[18], faults[40]}

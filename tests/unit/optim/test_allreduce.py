@@ -169,11 +169,8 @@ def reduce(parts, claimed, left_out=(), robust=False):
     return asyncio.run(scene())
 
 
-NAN, SHAPELESS, TOO_LARGE = (
-    math.nan,
-    "no tensors of the right shape",
-    "larger than the norm {} that it claimed",
-)
+NAN, SHAPELESS = math.nan, "no tensors of the right shape"
+TOO_LARGE = "larger than the norm {} that it claimed"
 CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enumerate((1.0, 3.0, 0.0))}
 
 
@@ -185,12 +182,7 @@ CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enume
         ([[1.0], [1.2]], claims(1.0, 1.0), [1.1], {}),  # what a codec adds to a norm is forgiven
         ([[1.0], [1.3]], claims(1.0, 1.0), [1.0], {"p1": TOO_LARGE.format(1)}),
         # From then on:
-        (
-            [[1.0, 1.0], [1.0, 100.0], [4.0, 4.0]],
-            claims(2.0, 2.0, 6.0),
-            [2.0, 2.5],
-            {"p1": TOO_LARGE.format(2)},
-        ),
+        ([[1.0, 1.0], [1.0, 99.0], [4.0, 4.0]], claims(2, 2, 6), [2.0, 2.5], {"p1": TOO_LARGE.format(2)}),
         ([[0.5, 0.5], [NAN, 7.0]], claims(9.0, 9.0), [0.5, 0.5], {"p1": "its parts are not finite"}),
         *(
             ([[0.5, 0.5], [bad, 7.0]], claims(1.0, 9.0), [0.5, 0.5], {"p1": SHAPELESS})

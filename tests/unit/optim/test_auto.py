@@ -49,8 +49,6 @@ def after(pace, *mbits):
 
 
 # A step of two peers takes 10 s: 100 samples, at 5 a second each.
-
-
 @pytest.mark.parametrize(
     ("mbit", "start", "mode", "codec"),
     [
@@ -131,14 +129,13 @@ def test_a_link_that_falls_is_answered_at_once_and_one_that_rises_with_room_and_
         assert chosen(link(100, LIGHTEST), risen, present=LIGHTEST)[0] == LIGHTEST
 
 
-UNKNOWN = {"samples_per_second": 0.0}, {"exchange_s": 0.0}, {"bytes_sent": 0, "bytes_received": 0}
-
-
 @pytest.mark.parametrize(
     "measured",
     [
         [Measured(), Measured()],
-        *([link(5), replace(link(5), **unknown)] for unknown in UNKNOWN),
+        [link(5), replace(link(5), samples_per_second=0.0)],
+        [link(5), replace(link(5), exchange_s=0.0)],
+        [link(5), replace(link(5), bytes_sent=0, bytes_received=0)],
         [link(5)],
         [link(5), link(5), Measured(), Measured()],
         [link(20, num_peers=3), Measured(5.0, 1e6, 1, 1), Measured()],

@@ -81,8 +81,6 @@ def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch)
     waits.wait_for(["QmC"], 60.0)
 
 
-# -- the state ------------------------------------------------------------------------------------
-
 AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
 
 

@@ -61,11 +61,9 @@ NO_HISTORIES = [1, 8], [-1, 8, DIGEST], [1, -8, DIGEST], [1.0, 8, DIGEST], [1, 8
 NO_HISTORIES += [1, 8, "0" * DIGEST_BYTES], [1, 8, DIGEST, 0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "refused"), [(Spans, NO_SPANS), (Ledger, NO_LEDGERS), (History, NO_HISTORIES)]
-)
-def test_what_is_none_is_refused(kind, refused):
-    for data in refused:
+@pytest.mark.parametrize(("kind", "lies"), [(Spans, NO_SPANS), (Ledger, NO_LEDGERS), (History, NO_HISTORIES)])
+def test_what_is_none_is_refused(kind, lies):
+    for data in lies:
         with pytest.raises(ValueError, match="not|overlap"):
             kind.from_wire(data)
 

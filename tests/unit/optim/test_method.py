@@ -99,9 +99,7 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
     peer.method.begin(8, 1)
     for peer.tracker.samples, step in ((0, 8), (7, 8), (8, 9), (20, 10), (24, 11), (32, 11), (1000, 11)):
         peer.train()
-        assert before - peer.values[0] == rates[step], (
-            f"{peer.tracker.samples} samples are in the step after {step}"
-        )
+        assert before - peer.values[0] == rates[step], f"{peer.tracker.samples} samples: after step {step}"
         before = peer.values[0]
 
 

@@ -26,9 +26,7 @@ def everything(averager):
     """What was committed, all tensors, and the learning rate."""
     [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
     assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
-    tensors = [
-        tensor.tolist() for tensor in (*averager.main_parameters, *averager.extra_tensors, *held.values())
-    ]
+    tensors = [one.tolist() for one in (*averager.main_parameters, *averager.extra_tensors, *held.values())]
     return averager.history, averager.local_epoch, tensors, group["lr"]
 
 
@@ -84,13 +82,10 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     assert all(held[name] is had[name] for name in ("exp_avg", "exp_avg_sq")), "in the memory that it had"
 
 
-BROKEN = {
+BROKEN = {  # what is small: simulation/test_states_of_a_liar.py
     "another model": lambda meta, tensors: state_of(giving_averager(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
-    "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
-    "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
-    "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
     "another optimizer": lambda *_: state_of(giving_averager(AHEAD, kind=torch.optim.Adagrad)),
     "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }

@@ -32,9 +32,6 @@ def test_rows_may_be_something_else_than_samples(batch, samples, weight):
     assert (counted.samples, counted.weight) == (samples, weight)
 
 
-# -- what becomes of its gradient -----------------------------------------------------------------
-
-
 class Announced:
     """Answers as the swarm's optimizer does, without a swarm, and notes what it was told."""
 

@@ -38,10 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not support
 def model(width=64, dtype=torch.float32):
     """Two trained layers, one of them large enough to be quantized, and a frozen one."""
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(64, width), torch.nn.Linear(width, 2, bias=False), torch.nn.Linear(2, 1)
-    )
-    return layers.to(dtype)[:2].append(layers[2].requires_grad_(False))
+    layers = torch.nn.Linear(64, width), torch.nn.Linear(width, 2, bias=False), torch.nn.Linear(2, 1)
+    return torch.nn.Sequential(*layers).to(dtype)[:2].append(layers[2].requires_grad_(False))
 
 
 def trained_of(a_model):
