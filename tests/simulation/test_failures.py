@@ -28,6 +28,10 @@ from trahiv_cli.optim.pace import RoundRules
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
 AT_STEP = 4
+BAND = 0.05
+"""How much larger the honest peers' loss may be, as a share of what it is without poison."""
+WAITED_AT_MOST = 0.25
+"""Share of the median step that quick peers wait. Waiting for one four times slower takes half of a step."""
 
 
 def play(
@@ -226,10 +230,6 @@ def test_killed_and_back_where_training_goes_on_during_a_round(mode):
     assert run.steps("0")[-1]["loss"] < run.said("ready", "0")[0]["loss"]
 
 
-WAITED_AT_MOST = 0.25
-"""Share of the median step that quick peers wait. Waiting for one four times slower takes half of a step."""
-
-
 @pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
 def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
     settings = MODES_BESIDE_TRAINING[mode]
@@ -247,9 +247,6 @@ def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
 
 
 # -- liars ------------------------------------------------------------------------------------------
-
-BAND = 0.05
-"""How much larger the honest peers' loss may be, as a share of what it is without poison."""
 
 
 def loss(run: Run) -> float:

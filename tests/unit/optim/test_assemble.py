@@ -50,6 +50,8 @@ OPTIMIZERS = {name: upstream_s(name) for name in get_args(OptimName)} | {
     "adafactor, relative": Adafactor,
 }
 SHAPES = (96, 96), (300, 30), (7,)  # bitsandbytes quantizes from 4,096 elements on, in blocks of 256
+AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
+BY_SIZE = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -94,9 +96,6 @@ def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monk
     assert [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in stepped]
 
 
-AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
-
-
 @pytest.fixture
 def keywords_for(monkeypatch):
     """Return the keywords that the swarm's optimizer would be made with."""
@@ -121,9 +120,6 @@ def test_what_the_trainer_or_the_mode_decides_is_refused_unless_it_is_off(keywor
         keywords_for(**{key: object()})
     assert "swarm.mode" in refused.value.message and refused.value.exit_code == 2
     keywords_for(**{key: False})
-
-
-BY_SIZE = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
 
 
 @pytest.mark.parametrize(

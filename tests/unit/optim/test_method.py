@@ -25,6 +25,11 @@ STREAMING = Pace(mode="streaming", local_steps=4, fragments=2, outer_learning_ra
 """Two steps of the swarm for a round, which exchanges one of two fragments."""
 
 SYNC, OVERLAP = Pace(), Pace(mode="overlap")
+ADAPTIVE = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
+}
 
 
 def of(*paces):
@@ -236,13 +241,6 @@ def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
     scale = min(np.float32(1.0), np.float32(1.0) / (total + np.float32(1e-6)) * np.float32(norm or math.inf))
     assert peer.method.last_grad_norm == total
     assert all(np.array_equal(-weight.detach().numpy(), average.numpy() * scale) for weight in peer.weights)
-
-
-ADAPTIVE = {
-    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
-}
 
 
 @of(SYNC, OVERLAP)

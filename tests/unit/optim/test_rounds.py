@@ -22,6 +22,10 @@ from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.codecs import CODECS
 
 INF, NAN = math.inf, math.nan
+MIB = 2**20
+QUICK, ENDLESS = Measured(10.0, 1.5, MIB, MIB, 0.0), Measured(10.0, 3e6, MIB, MIB, 0.0)
+SMALL, TRIPS = Measured(10.0, 0.1, 2**15, 2**15, 0.0), Measured(10.0, 0.01, 22, 22, 0.0)
+MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] * 15, 5)]  # Mbit/s
 
 
 @pytest.mark.parametrize(
@@ -59,12 +63,6 @@ def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_an
     assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
     claim = Claim(2**40, 1.0, 1.0, trained=Spans(((0, 8), (10, 2**40))))
     assert claim.counted(most_samples=20).trained == Spans(((0, 8), (10, 2 + 20 + USELESS_AT_MOST)))
-
-
-MIB = 2**20
-QUICK, ENDLESS = Measured(10.0, 1.5, MIB, MIB, 0.0), Measured(10.0, 3e6, MIB, MIB, 0.0)
-SMALL, TRIPS = Measured(10.0, 0.1, 2**15, 2**15, 0.0), Measured(10.0, 0.01, 22, 22, 0.0)
-MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] * 15, 5)]  # Mbit/s
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_a_state_of_fewer_samples_is_not_adopted_however_many_steps_it_has(downl
     ahead, other = giving_averager(AHEAD, fill=2.0), giving_averager(OTHER)
     before = everything(ahead)
     assert download(ahead, state_of(other)) is False and everything(ahead) == before
-    assert download(other, state_of(ahead)) is True and everything(other) == before
+    for _ in range(2):  # once more, as peers of one history may hold other values
+        assert download(other, state_of(ahead)) is True and everything(other) == before
 
 
 def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(download):

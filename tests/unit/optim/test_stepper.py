@@ -28,6 +28,7 @@ ENOUGH = seeking.ACCUMULATE_AT_MOST * SETTINGS.target_batch_size
 """Samples with which a peer trains no further without a group."""
 
 EIGHT = range(8)
+LIMIT_S = 10.0
 NO_NUMBERS = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 
 
@@ -187,9 +188,6 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer.parts.work.announce([9])
     peer.stepper.start_batch_over()
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
-
-
-LIMIT_S = 10.0
 
 
 def test_training_goes_on_during_a_round_until_it_holds_enough_and_a_later_step_applies_it():
