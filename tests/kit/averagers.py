@@ -66,10 +66,8 @@ def giving_averager(
     inner, weight.grad = kind([weight], lr=0.1), torch.full((width,), fill + 0.5)
     inner.step()
     weight.data.fill_(fill)
-    keywords = {"scheduler": LambdaLR(inner, lambda step: 1 / (1 + step)), "parameter_names": ("weight",)}
-    averager = state_averager(
-        inner, (weight,), peer=peer, extra_tensors=(torch.full((4,), fill),), **keywords
-    )
+    more = {"scheduler": LambdaLR(inner, lambda step: 1 / (1 + step)), "parameter_names": ("weight",)}
+    averager = state_averager(inner, (weight,), peer=peer, extra_tensors=(torch.full((4,), fill),), **more)
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
     averager.move_schedule(history.step)

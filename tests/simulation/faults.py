@@ -6,7 +6,6 @@ kind (`moment`), which hits the phases of a round.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
@@ -117,9 +116,6 @@ Lie = Callable[[Any], None]
 CLAIMED = [field.name for field in fields(Claim)]
 """What a claim says, in the order in which it travels."""
 
-FAR_AHEAD = 4096
-"""Of the positions that honest peers have trained after some steps."""
-
 
 def poison(factor: float, claimed: float | None = None) -> Lie:
     """Bring another gradient in every round: the true one times `factor`.
@@ -143,17 +139,12 @@ def poison(factor: float, claimed: float | None = None) -> Lie:
     return tell
 
 
-def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.inf) -> Lie:
-    """Claim something else, in so many rounds.
-
-    `said` by the fields of `Claim`, as they travel. `num_isolated`: claim to have trained so many positions,
-    far ahead, none of which touches another; others in each round.
-    """
+def claim(said: Mapping[str, Any], rounds: float = math.inf) -> Lie:
+    """Claim something else in so many rounds: `said` by the fields of `Claim`, as they travel."""
 
     def tell(peer: Any) -> None:
         finder = peer.optimizer.grad_averager._matchmaking
         look_for_group, left = finder.look_for_group, rounds
-        starts = itertools.count(FAR_AHEAD, 2 * num_isolated)
 
         async def lying(step: Any) -> Any:
             nonlocal left
@@ -161,9 +152,6 @@ def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.i
             if left >= 0:
                 own = MSGPackSerializer.loads(step.data_for_gather)
                 claimed = dict(zip(CLAIMED, own, strict=True)) | said
-                if num_isolated:
-                    at = next(starts)
-                    claimed["trained"] = list(range(at, at + 2 * num_isolated))
                 step._data_for_gather = MSGPackSerializer.dumps(list(claimed.values()))
             return await look_for_group(step)
 
@@ -172,23 +160,19 @@ def claim(said: Mapping[str, Any], num_isolated: int = 0, rounds: float = math.i
     return tell
 
 
-def fall_silent(from_step: int) -> Lie:
-    """Send no more than the first part of a share, from a step on, though the stream stays open."""
+def fall_silent(peer: Any) -> None:
+    """Send no more than the first part of a share, from step 4 on, though the stream stays open."""
+    begun: set[tuple[Any, int]] = set()
 
-    def tell(peer: Any) -> None:
-        begun: set[tuple[Any, int]] = set()
+    def tamper(message: Message) -> list[bytes] | None:
+        step = peer.optimizer.local_epoch
+        if message.call != "rpc_aggregate_part" or message.is_answer or step < 4:
+            return [message.content]
+        is_first = (message.receiver, step) not in begun
+        begun.add((message.receiver, step))
+        return [message.content] if is_first else None
 
-        def tamper(message: Message) -> list[bytes] | None:
-            step = peer.optimizer.local_epoch
-            if message.call != "rpc_aggregate_part" or message.is_answer or step < from_step:
-                return [message.content]
-            is_first = (message.receiver, step) not in begun
-            begun.add((message.receiver, step))
-            return [message.content] if is_first else None
-
-        peer.tamper = tamper
-
-    return tell
+    peer.tamper = tamper
 
 
 def vote_twice(peer: Any) -> None:

@@ -123,9 +123,7 @@ class Strands:
         by_thread: dict[threading.Thread, Strand] = {}
 
         def here(stands_in: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: (stands_in if threading.get_ident() == own else real)(
-                *args, **kwargs
-            )
+            return lambda *args, **more: (stands_in if threading.get_ident() == own else real)(*args, **more)
 
         def start(thread: threading.Thread) -> None:
             by_thread[thread] = self.spawn(thread.run)

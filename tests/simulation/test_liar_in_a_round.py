@@ -66,6 +66,7 @@ class Member:
         self.history = history
         self.outcome: Outcome | None = None  # of its last try; None if that was not committed
         self.trouble: list[str] = []  # why tries failed
+        self.is_changed = False  # what it averages, by one of these
         averager = self.averager
         p2p = averager._p2p = network.p2p_of(self.id)
         averager._matchmaking = group_finder.GroupFinder(
@@ -93,13 +94,12 @@ class Member:
         """Try one round, with a claim in place of its own; `outcome` says whether it was committed."""
         averager, exchange = self.averager, self.exchange
         EXCHANGE.set(exchange)
+        brought = torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number)
         with averager.get_tensors() as [tensor]:
-            tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
+            tensor.copy_(brought)
         norm = averager._prepare_contribution(exchange)
         own = Claim(SAMPLES, float(SAMPLES), norm, bytes(8), self.quorum).to_bytes()
-        control = SimpleNamespace(
-            deadline=swarm_time() + AVERAGING_TIMEOUT_S, data_for_gather=own if claim is None else claim
-        )
+        control = SimpleNamespace(deadline=swarm_time() + AVERAGING_TIMEOUT_S, data_for_gather=claim or own)
         averager._pending_groups_registered.clear()
         options = {"tensor_infos": averager.tensor_infos, "weight": 1.0} | averager.allreduce_kwargs
         try:
@@ -111,6 +111,8 @@ class Member:
         except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
+            with averager.get_tensors() as [tensor]:
+                self.is_changed |= not tensor.equal(brought)
 
     async def replay(self, donor: Member) -> None:
         """Go through the round that others took meanwhile; `outcome` says whether the donor gave it."""
@@ -144,9 +146,7 @@ class Swarm:
         self.members = [Member(name, number) for number, name in enumerate(("anna", "ben", "cem", "liar"))]
         *self.honest, self.liar = self.members
         histories = [History(step, SAMPLES * step) for step in range(1, 1000)]
-        place_of = {
-            place: history for history in histories if (place := self._place_of_liar(history)) in (0, 3)
-        }
+        place_of = {place: one for one in histories if (place := self._place_of_liar(one)) in (0, 3)}
         self.after = {True: place_of[0], False: place_of[3]}
         """Histories after which the liar comes first, or last, in the order of leaders."""
 
@@ -200,6 +200,7 @@ class Swarm:
         found = {
             "two histories": len({member.history for member in self.honest}) > 1,
             "two averages": len({average.numpy().tobytes() for average in averages}) > 1,
+            "a try that failed changed what it averages": any(member.is_changed for member in self.honest),
             "an average that is not finite": not all(bool(one.isfinite().all()) for one in averages),
             # The liar's own reaches to that.
             "an average larger than all that it is of": any(one.abs().max() > 4.0 for one in averages),
@@ -318,6 +319,13 @@ def test_no_field_of_a_message_does_harm(swarm, call, is_answer):
     edits = {what: edited(kind, change) for what, change in message_edits(whole, others[-1], own[0])}
     edits |= WHOLE | {"another's": lambda content: [others[0].SerializeToString()]}
     judge(swarm, ((what, {"tamper": altered(swarm, call, is_answer, it)}) for what, it in edits.items()))
+
+
+def test_a_round_that_is_undone_leaves_what_it_averages_as_it_was(swarm):
+    """The liar gives its share of the average to one alone."""
+    anna, lie = swarm.honest[0], altered(swarm, "rpc_aggregate_part", True, lambda content: [b""])
+    found = swarm.play(True, lambda it: [it.content] if it.receiver == anna.id else lie(it))
+    assert found == [] and "2 of 4 peers hold this average" in anna.trouble[0]
 
 
 def test_no_round_that_a_liar_gives_to_go_through_is_taken_for_another(swarm):

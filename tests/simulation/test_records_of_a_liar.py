@@ -42,9 +42,6 @@ from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
 from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, Credentials, MemberList, PolicyBook, read_members
 from trahiv_cli.train.comparison import Comparison
 
-SIGNATURE_BYTES = 370
-"""Of RSA with 2048 bits, as hivemind writes it."""
-
 KEY = "run_progress"
 HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
 RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
@@ -190,8 +187,8 @@ def test_reports(swarm, caplog):
         number += 1
         caplog.clear()
         disbelieve.cache_clear()
-        # Too long a record is refused before its signature is looked at, and a goodbye is no lie.
-        is_silent = lie is None or len(packed) > MAX_RECORD_BYTES - SIGNATURE_BYTES
+        # Too long a record, with its signature of 370 bytes, is refused unread, and a goodbye is no lie.
+        is_silent = lie is None or len(packed) > MAX_RECORD_BYTES - 370
         try:
             swarm.liar.dht.put(KEY, packed)
             is_taken = swarm.refresh()
@@ -207,8 +204,6 @@ def test_reports(swarm, caplog):
         except BaseException as error:
             raise AssertionError(what) from error
 
-
-# -- what is published besides reports --------------------------------------------------------------
 
 LIKENESS = {"model": "ab" * 32, "number of samples": "10"}
 RUN = "run-1"

@@ -91,9 +91,6 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
         assert [Ledger.from_wire(wire[0]), Pace.from_wire(wire[1])] == [joiner.ledger, joiner.pace], what
 
 
-# -- offers, manifests and chunks -------------------------------------------------------------------
-
-
 def snapshot():
     tensor, packed = torch.arange(1000, dtype=torch.float32), MSGPackSerializer.dumps({})
     infos = [CompressionInfo.from_tensor(tensor)]

@@ -54,14 +54,8 @@ from trahiv_cli.swarm.corrections.processes import keep_tasks
 OWNER: contextvars.ContextVar[Any] = contextvars.ContextVar("owner", default=None)
 """The peer whose code runs: its `tasks` and `strands` are noted."""
 
-EPOCH_S = 1.8e9
-"""The swarm's time at the beginning of a run."""
-
 DHT_DELAY_S, DELAY_S = 0.05, 0.005
 """How long the DHT takes for an answer, and a message for its way."""
-
-WORK_S = 0.02
-"""What an executor's threads do, as encoding a part, takes up to so long."""
 
 once = lru_cache(4096)
 """Computes once what all peers compute from the same values: enough for some rounds of a hundred peers."""
@@ -179,8 +173,8 @@ class World:
         self.strands.on_new = _note_owner
 
     def _work(self, work: Callable[[], None]) -> None:
-        # A thread of an executor's takes a moment, in which others go on.
-        self.loop.call_later(self.dice.uniform(0.0, WORK_S), lambda: Strand(self.strands, work).begin())
+        # A thread of an executor's takes a moment, as to encode a part, in which others go on.
+        self.loop.call_later(self.dice.uniform(0.0, 0.02), lambda: Strand(self.strands, work).begin())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -209,12 +203,16 @@ class World:
             # Without these, forty peers take twice as long.
             (base58, "b58encode", once(base58.b58encode)),
             (base58, "b58decode", once(base58.b58decode)),
-            (LocalTrainingProgress, "parse_obj", classmethod(_once_for_each(_parse))),
+            (
+                LocalTrainingProgress,
+                "parse_obj",
+                classmethod(_once_for_each(LocalTrainingProgress.parse_obj.__func__)),
+            ),
             (LocalTrainingProgress, "dict", _once_for_each(LocalTrainingProgress.dict)),
             (Spans, "from_wire", _once_for_each(Spans.from_wire)),
             (secrets, "token_bytes", lambda size=32: dice.randbytes(size)),
             (secrets, "SystemRandom", lambda: dice),
-            (clock, "_began", EPOCH_S),
+            (clock, "_began", 1.8e9),  # the swarm's time at the beginning
             (export, "sync", lambda path: None),
             (torch.Tensor, "share_memory_", lambda tensor: tensor),
             (torch.Tensor, "is_shared", lambda tensor: True),
@@ -265,10 +263,6 @@ def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
         owner.tasks[task] = None
         task.add_done_callback(owner.tasks.pop)
     return task
-
-
-def _parse(cls: type[LocalTrainingProgress], said: object) -> LocalTrainingProgress:
-    return super(LocalTrainingProgress, cls).parse_obj(said)
 
 
 def _once_for_each(read: Callable[..., Any]) -> Callable[..., Any]:

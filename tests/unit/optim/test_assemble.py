@@ -50,6 +50,8 @@ OPTIMIZERS = {name: upstream_s(name) for name in get_args(OptimName)} | {
     "adafactor, relative": Adafactor,
 }
 SHAPES = (96, 96), (300, 30), (7,)  # bitsandbytes quantizes from 4,096 elements on, in blocks of 256
+AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
+BY_SIZE = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -68,9 +70,6 @@ def made(name):
     params = parameters()
     groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
     return params, OPTIMIZERS[name](groups)
-
-
-# -- initialize_state -----------------------------------------------------------------------------
 
 
 @each_optimizer
@@ -95,12 +94,6 @@ def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monk
     stepped_layout, stepped = dump_optimizer_state(untouched)
     assert [element["type"] for element in layout] == [element["type"] for element in stepped_layout]
     assert [(t.shape, t.dtype) for t in tensors] == [(t.shape, t.dtype) for t in stepped]
-
-
-# -- refusals -------------------------------------------------------------------------------------
-
-
-AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
 
 
 @pytest.fixture
@@ -129,9 +122,6 @@ def test_what_the_trainer_or_the_mode_decides_is_refused_unless_it_is_off(keywor
     keywords_for(**{key: False})
 
 
-BY_SIZE = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
-
-
 @pytest.mark.parametrize(
     ("options", "message", "hint"),
     [
@@ -145,9 +135,6 @@ def test_options_that_can_t_be_are_refused(keywords_for, options, message, hint)
     with pytest.raises(RecipeError, match=message) as refused:
         keywords_for(**options)
     assert hint in refused.value.hint
-
-
-# -- what the optimizer is built from -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("client_mode", [True, False])
@@ -243,9 +230,7 @@ def holding(value):
     ],
     ids=["dict", "other tensor", "numpy", "function", "dict in a list", "dampening", "no such", "no use"],
 )
-def test_an_optimizer_that_can_t_be_made_or_a_joiner_could_not_go_on_with_is_refused(
-    keywords_for, factory, message
-):
+def test_an_optimizer_that_a_joiner_could_not_go_on_with_is_refused(keywords_for, factory, message):
     for value in (torch.ones(2), 3, 0.5, "linear", None, True, [1, torch.ones(1)], (0.9, 0.99)):
         keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
     with pytest.raises(RecipeError, match=message):

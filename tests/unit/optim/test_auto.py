@@ -49,8 +49,6 @@ def after(pace, *mbits):
 
 
 # A step of two peers takes 10 s: 100 samples, at 5 a second each.
-
-
 @pytest.mark.parametrize(
     ("mbit", "start", "mode", "codec"),
     [
@@ -131,14 +129,13 @@ def test_a_link_that_falls_is_answered_at_once_and_one_that_rises_with_room_and_
         assert chosen(link(100, LIGHTEST), risen, present=LIGHTEST)[0] == LIGHTEST
 
 
-UNKNOWN = {"samples_per_second": 0.0}, {"exchange_s": 0.0}, {"bytes_sent": 0, "bytes_received": 0}
-
-
 @pytest.mark.parametrize(
     "measured",
     [
         [Measured(), Measured()],
-        *([link(5), replace(link(5), **unknown)] for unknown in UNKNOWN),
+        [link(5), replace(link(5), samples_per_second=0.0)],
+        [link(5), replace(link(5), exchange_s=0.0)],
+        [link(5), replace(link(5), bytes_sent=0, bytes_received=0)],
         [link(5)],
         [link(5), link(5), Measured(), Measured()],
         [link(20, num_peers=3), Measured(5.0, 1e6, 1, 1), Measured()],
@@ -146,9 +143,6 @@ UNKNOWN = {"samples_per_second": 0.0}, {"exchange_s": 0.0}, {"bytes_sent": 0, "b
 )
 def test_nothing_changes_before_most_members_have_figures(measured):
     assert chosen(*measured) == (START, "")
-
-
-# -- what a peer takes for its speed and its link -------------------------------------------------
 
 
 def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
@@ -175,9 +169,6 @@ def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_download
             noted.append(number)
     assert noted == [0, DISTURBED_AT_MOST + 1, 2 * DISTURBED_AT_MOST + 2]
     assert adaptation.measured.lowest_rate == adaptation.measured.rate, "the last of three was the slowest"
-
-
-# -- what a pace means ----------------------------------------------------------------------------
 
 
 SIZES = [

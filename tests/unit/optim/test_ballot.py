@@ -62,9 +62,8 @@ def test_what_a_member_says_arrives_as_it_was_sent_but_for_long_reasons():
     long = Vote.parse(MSGPackSerializer.dumps([b"", "x" * 9999, {"QmA": "x" * 9999}, "", False]))
     assert len(long.reason) == len(long.notes["QmA"]) == LONGEST_REASON
     assert len(Vote.parse(Vote(b"", "x" * 9999).to_bytes()).reason) == LONGEST_REASON
-    error = pickle.loads(
-        pickle.dumps(ballots.NotCommitted("too few", b"proof", 12))
-    )  # from process to process
+    # From process to process:
+    error = pickle.loads(pickle.dumps(ballots.NotCommitted("too few", b"proof", 12)))
     assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
 
 

@@ -81,8 +81,6 @@ def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch)
     waits.wait_for(["QmC"], 60.0)
 
 
-# -- the state ------------------------------------------------------------------------------------
-
 AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
 
 
@@ -161,9 +159,6 @@ def test_a_download_that_goes_on_is_not_given_up_and_how_far_it_is_is_told(passi
     assert [told[name] for name in ("step", "bytes", "total", "donors")] == [4, 12_300_000, 48_000_000, 2]
 
 
-# -- whether what came is believed ----------------------------------------------------------------
-
-
 def stands(believes, holds, in_the_end=True):
     """How the others stand: whether they went by a state, and hold it, now and in the end; None: not said."""
     held = {False: holds, True: in_the_end}
@@ -188,9 +183,7 @@ SILENT, DIFFERENT = stands(True, None, None), stands(True, False, False)
         ([NOT_THERE], FURTHER, b"", False, 0, SAID_S),
     ],
 )
-def test_a_state_is_believed_when_others_say_that_it_is_theirs(
-    passing, standings, state, common, is_believed, low, high
-):
+def test_a_state_is_believed_if_others_hold_it(passing, standings, state, common, is_believed, low, high):
     said, left = [], [standings[0], *standings]
 
     def give(report):

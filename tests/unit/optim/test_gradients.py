@@ -83,13 +83,6 @@ def test_a_batch_that_nobody_announced_counts_by_its_samples(averager, parameter
     assert mean_of(averager) == [2.0, 2.0] and counts(averager) == (8, 8.0)
 
 
-def test_equal_batches_are_left_as_they_are_to_the_bit(averager):
-    assert [averager.expect_batch(4, 7.3, lend=False) for _ in range(3)] == [1.0] * 3
-    averager.accumulate_grads_(batch_size=1)
-    averager.reset_accumulated_grads_()
-    assert averager.expect_batch(4, 7.3, lend=False) == 1.0, "after a step, too"
-
-
 def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averager, parameter):
     averager.expect_batch(4, 4, lend=True)
     lent = parameter.grad
@@ -105,9 +98,6 @@ def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averag
     averager.set_aside()
     with averager.use_averaged_gradients():
         assert elsewhere.grad.device.type == "meta", "averages come to where it is"
-
-
-# -- a round --------------------------------------------------------------------------------------
 
 
 def test_averages_are_the_gradients_in_the_memory_of_what_was_set_aside(averager, parameter):

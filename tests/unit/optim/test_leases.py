@@ -178,9 +178,6 @@ def test_what_dead_peers_left_in_small_gaps_too_is_trained_over_some_rounds(boar
     assert board.ledger.duplicates == 0 and board.ledger.passes(SAMPLES)[0] >= 1
 
 
-# -- shards of a stream, and what a peer holds ------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_peers", [1, 4, 16])
 def test_many_shards_are_read_in_a_round_and_each_once(board, num_peers):
     peers = [Peer(board, str(number), 256, is_stream=True) for number in range(num_peers)]

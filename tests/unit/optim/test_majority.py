@@ -53,9 +53,6 @@ def at(length, count=1):
     return [peer(*MAIN[:length])] * count
 
 
-# -- what a peer tells ----------------------------------------------------------------------------
-
-
 def test_a_peer_went_by_the_states_that_it_tells_as_far_as_they_fit_and_by_no_others():
     [told] = at(7)
     assert all(told.went_by(history) is True for history in MAIN)
@@ -86,8 +83,6 @@ def test_what_a_joiner_fetches_is_told_for_longer_than_what_rounds_hold():
     told = reported("Qm", far[-1], **past.to_wire()).states
     assert len(told) == STATES_TOLD and max(step for step, *_ in told) == 3 * STATES_TOLD
 
-
-# -- where to go, and what is believed ------------------------------------------------------------
 
 TWO_HERE, ONE_AHEAD, HOLDS = at(4, 2), [*at(5), *at(4)], {"holds_on": True}
 VOUCHED, WITH_MATES = HOLDS | {"vouched": MAIN[4]}, HOLDS | {"mates": TWO_HERE}
@@ -142,8 +137,6 @@ def test_what_most_hold_is_believed_and_silence_decides_nothing_once_two_spoke(s
     assert view.holds(MAIN[-1], common) is is_held
     assert view.holds(MAIN[-1], common, is_final=True) is in_the_end
 
-
-# -- the way back ---------------------------------------------------------------------------------
 
 CUT_OFF = past_of(*OTHER)  # of a peer that went the way with more samples, by itself
 US, NEWCOMERS = [peer(*OTHER)] * 2, [peer(*MAIN)] * 2

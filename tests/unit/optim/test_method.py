@@ -25,6 +25,11 @@ STREAMING = Pace(mode="streaming", local_steps=4, fragments=2, outer_learning_ra
 """Two steps of the swarm for a round, which exchanges one of two fragments."""
 
 SYNC, OVERLAP = Pace(), Pace(mode="overlap")
+ADAPTIVE = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
+}
 
 
 def of(*paces):
@@ -76,9 +81,6 @@ class Peer(stepping.Peer):
             self.method.apply()
 
 
-# -- local steps ----------------------------------------------------------------------------------
-
-
 def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
     peer = Peer(DILOCO)
     peer.train()
@@ -102,9 +104,7 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
     peer.method.begin(8, 1)
     for peer.tracker.samples, step in ((0, 8), (7, 8), (8, 9), (20, 10), (24, 11), (32, 11), (1000, 11)):
         peer.train()
-        assert before - peer.values[0] == rates[step], (
-            f"{peer.tracker.samples} samples are in the step after {step}"
-        )
+        assert before - peer.values[0] == rates[step], f"{peer.tracker.samples} samples: after step {step}"
         before = peer.values[0]
 
 
@@ -200,9 +200,6 @@ def test_own_steps_and_the_pace_outlive_a_restart(pace):
     assert other.method.own_steps == [16.0]
 
 
-# -- the outer step -------------------------------------------------------------------------------
-
-
 def drawn(seed):
     """Tensors of several shapes."""
     generator = torch.Generator().manual_seed(seed)
@@ -226,9 +223,6 @@ def test_outer_steps_of_fragments_are_those_of_torch_but_for_rounding():
     assert outer.rounds == 8
 
 
-# -- the norm of an average -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("norm", "threads"), [(0.5, 1), (0.5, 3), (100.0, 1), (0.0, 1)])
 @of(SYNC, OVERLAP)
 def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
@@ -247,15 +241,6 @@ def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
     scale = min(np.float32(1.0), np.float32(1.0) / (total + np.float32(1e-6)) * np.float32(norm or math.inf))
     assert peer.method.last_grad_norm == total
     assert all(np.array_equal(-weight.detach().numpy(), average.numpy() * scale) for weight in peer.weights)
-
-
-# -- rounds that others had, and the guess --------------------------------------------------------
-
-ADAPTIVE = {
-    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "adafactor": lambda weights: torch.optim.Adafactor(weights, lr=0.1),
-}
 
 
 @of(SYNC, OVERLAP)

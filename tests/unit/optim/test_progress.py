@@ -123,9 +123,6 @@ def test_a_look_at_reports_that_fails_is_not_the_last_one(swarm, tracker, monkey
         assert time.monotonic() - swarm.failed_at >= 0.3, "the next one is not at once"
 
 
-# -- which samples count, and who is behind -------------------------------------------------------
-
-
 def test_samples_of_others_with_the_same_history_count(swarm, tracker):
     swarm.move_to(after(5))
     swarm.report("A", after(5), samples=90)  # this peer's own report, out of date
@@ -140,9 +137,7 @@ def test_samples_of_others_with_the_same_history_count(swarm, tracker):
     assert tracker.samples_accumulated == 60 + 100_001, "no fetch loses what was added meanwhile"
 
 
-def test_a_step_begins_when_the_samples_are_there_unless_one_is_further_that_can_give_its_state(
-    swarm, tracker
-):
+def test_a_step_begins_with_enough_samples_unless_one_is_further_that_can_give_its_state(swarm, tracker):
     swarm.report("A", after(9))  # of its life before
     swarm.report("E", after(20), client_mode=True)
     swarm.report("B", samples=1, rate=50.0, age_s=60.0)  # by an estimate it has all
@@ -173,9 +168,6 @@ def test_a_report_says_how_its_peer_came_there_and_what_it_held(swarm, tracker):
     assert {state[2] for state in told.states} == {b"another."} and not told.went_by(after(3)), "at once"
     tracker.vouch(after(3))
     assert PeerProgress.of(A, Report.parse_obj(swarm.told), 0).went_by(after(3))
-
-
-# -- who is there ---------------------------------------------------------------------------------
 
 
 def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_forgotten(swarm, tracker):
@@ -220,9 +212,6 @@ def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     assert {one.peer_id: one.samples for one in tracker.mates} == {B: 30, C: TARGET - 1}
 
 
-# -- leases ---------------------------------------------------------------------------------------
-
-
 def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monkeypatch):
     """Leases are told in a thread of their own: it must write nothing that a batch changes meanwhile."""
     tracker.report_local_progress(0, 7)
@@ -235,9 +224,6 @@ def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monk
     monkeypatch.setattr(swarm.dht, "get", lambda *args, **kwargs: Future())
     assert not tracker.lease(Spans.of([(0, 9)])) and not tracker.refresh()
     assert [peer.samples for peer in tracker.others] == [40], "a silent DHT leaves the old reports"
-
-
-# -- how often ------------------------------------------------------------------------------------
 
 
 def test_the_more_peers_there_are_the_less_often_are_their_reports_fetched(swarm, tracker):
@@ -275,9 +261,6 @@ def test_where_reports_are_fetched_rarely_others_count_as_having_trained_on(swar
     assert tracker.samples_accumulated == 2 + 3 * 2, "those that were in it have trained, too"
     tracker.refresh()
     assert tracker.target == tracker.history and tracker.samples_accumulated == 2 + 3 * 2
-
-
-# -- what is reported in the background -----------------------------------------------------------
 
 
 def test_what_is_reported_in_the_background(swarm, tracker, monkeypatch):

@@ -22,6 +22,10 @@ from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.codecs import CODECS
 
 INF, NAN = math.inf, math.nan
+MIB = 2**20
+QUICK, ENDLESS = Measured(10.0, 1.5, MIB, MIB, 0.0), Measured(10.0, 3e6, MIB, MIB, 0.0)
+SMALL, TRIPS = Measured(10.0, 0.1, 2**15, 2**15, 0.0), Measured(10.0, 0.01, 22, 22, 0.0)
+MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] * 15, 5)]  # Mbit/s
 
 
 @pytest.mark.parametrize(
@@ -32,8 +36,7 @@ INF, NAN = math.inf, math.nan
         ([1.0, 100.0], 10, {"p1": "is 100, the group's median 1"}),  # of two, the smaller norm judges
         ([1.0, 2.0, 1e6, 1e6], 10, {"p2": "median 2", "p3": "median 2"}),
         ([1.0, 1e6, 1e6], 10, {}),  # most are large: the small one has no say
-        ([0.0, 0.0, 1.0], 10, {}),  # zeros have no say
-        ([0.0, 1.0, 100.0], 10, {"p2": "median 1"}),
+        ([0.0, 0.0, 1.0, 100.0], 10, {"p3": "median 1"}),  # zeros have no say
         ([0.0, 0.0], 10, {}),
         ([1.0, INF, -INF], 10, {"p1": "not finite", "p2": "not finite"}),
         ([1.0, NAN, 1e9], 0, {"p1": "its gradient is not finite"}),  # no limit: all that is finite
@@ -60,12 +63,6 @@ def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_an
     assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
     claim = Claim(2**40, 1.0, 1.0, trained=Spans(((0, 8), (10, 2**40))))
     assert claim.counted(most_samples=20).trained == Spans(((0, 8), (10, 2 + 20 + USELESS_AT_MOST)))
-
-
-MIB = 2**20
-QUICK, ENDLESS = Measured(10.0, 1.5, MIB, MIB, 0.0), Measured(10.0, 3e6, MIB, MIB, 0.0)
-SMALL, TRIPS = Measured(10.0, 0.1, 2**15, 2**15, 0.0), Measured(10.0, 0.01, 22, 22, 0.0)
-MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] * 15, 5)]  # Mbit/s
 
 
 @pytest.mark.parametrize(
@@ -97,8 +94,6 @@ def test_a_group_includes_who_was_left_out_and_the_rules_of_a_script_are_those_o
     section = SwarmSection()
     assert RoundRules() == RoundRules(section.solo_after_s, section.norm_limit, section.robust_mean)
 
-
-# -- for those that missed it ----------------------------------------------------------------------
 
 TENSORS = [torch.randn(40, 30, generator=torch.Generator().manual_seed(0)), torch.ones(()), torch.zeros(7)]
 

@@ -2,13 +2,11 @@
 
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
-from hivemind.optim.state_averager import TrainingStateAverager, dump_optimizer_state, load_optimizer_state
 
 from tests.kit.averagers import giving_averager, state_of
 from trahiv_cli.errors import RoundFailed
@@ -21,7 +19,7 @@ from trahiv_cli.swarm.snapshot import views_of
 
 torch.set_num_threads(1)
 
-AHEAD, LONGER = History(3, 30, b"b" * 16), History(4, 40, b"a" * 16)
+AHEAD = History(3, 30, b"b" * 16)
 OTHER = History(5, 25, b"c" * 16)
 """Of the other half of a swarm that was cut in two: more steps, fewer samples."""
 
@@ -30,13 +28,8 @@ def everything(averager):
     """What was committed, all tensors, and the learning rate."""
     [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
     assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
-    tensors = [
-        tensor.tolist() for tensor in (*averager.main_parameters, *averager.extra_tensors, *held.values())
-    ]
+    tensors = [one.tolist() for one in (*averager.main_parameters, *averager.extra_tensors, *held.values())]
     return averager.history, averager.local_epoch, tensors, group["lr"]
-
-
-# -- given ----------------------------------------------------------------------------------------
 
 
 def test_the_state_that_is_given_away_does_not_change_any_more():
@@ -70,22 +63,6 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
     assert done == ["copy", "step"]
 
 
-def test_hivemind_still_gives_what_changes_and_adopts_into_other_memory():
-    donor, heir = giving_averager(History()).optimizer, giving_averager(History(), fill=0.0).optimizer
-    dht = SimpleNamespace(client_mode=False)
-    theirs = TrainingStateAverager(dht=dht, optimizer=donor, prefix="run", start=False)
-    theirs.get_group_bits = lambda: "0"
-    _, given, _ = theirs.get_current_state()
-    before, own = [tensor.tolist() for tensor in given], heir.state_dict()["state"][0]["exp_avg"]
-    donor.step()
-    assert [tensor.tolist() for tensor in given] != before
-    load_optimizer_state(heir, *dump_optimizer_state(donor))
-    assert heir.state_dict()["state"][0]["exp_avg"] is not own
-
-
-# -- adopted --------------------------------------------------------------------------------------
-
-
 def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
     donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History())
@@ -107,13 +84,10 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     assert all(held[name] is had[name] for name in ("exp_avg", "exp_avg_sq")), "in the memory that it had"
 
 
-BROKEN = {
+BROKEN = {  # what is small: simulation/test_states_of_a_liar.py
     "another model": lambda meta, tensors: state_of(giving_averager(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
-    "no layout": lambda meta, tensors: (meta | {"optimizer_metadata": None}, tensors),
-    "a shorter layout": lambda meta, t: (meta | {"optimizer_metadata": meta["optimizer_metadata"][1:]}, t),
-    "a layout of something else": lambda meta, t: (meta | {"optimizer_metadata": ["?"] * 99}, t),
     "another optimizer": lambda *_: state_of(giving_averager(AHEAD, kind=torch.optim.Adagrad)),
     "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }
@@ -128,15 +102,12 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(download, brok
     assert everything(joiner) == before and joiner.pace == DEFAULT_PACE
 
 
-@pytest.mark.parametrize(
-    ("given", "own", "is_welcome"),
-    [(AHEAD, AHEAD, True), (LONGER, AHEAD, True), (AHEAD, OTHER, True), (OTHER, AHEAD, False)],
-)
-def test_a_state_of_a_history_as_good_or_better_is_welcome(download, given, own, is_welcome):
-    donor, joiner = giving_averager(given, fill=2.0), giving_averager(own)
-    before = everything(joiner)
-    assert download(joiner, state_of(donor)) is is_welcome
-    assert everything(joiner) == (everything(donor) if is_welcome else before)
+def test_a_state_of_fewer_samples_is_not_adopted_however_many_steps_it_has(download):
+    ahead, other = giving_averager(AHEAD, fill=2.0), giving_averager(OTHER)
+    before = everything(ahead)
+    assert download(ahead, state_of(other)) is False and everything(ahead) == before
+    for _ in range(2):  # once more, as peers of one history may hold other values
+        assert download(other, state_of(ahead)) is True and everything(other) == before
 
 
 def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(download):
@@ -173,9 +144,6 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
     assert asked[1][1] != common and asked[2] == (AHEAD, b"", "")
 
 
-# -- the learning rate's schedule -----------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 def test_a_schedule_is_moved_in_one_step():
     walking, jumping = giving_averager(History()), giving_averager(History())
@@ -189,9 +157,6 @@ def test_a_schedule_is_moved_in_one_step():
         assert (schedule.get_last_lr(), schedule.last_epoch, schedule._step_count) == walked[step]
     jumping.move_schedule(10**9)
     assert schedule.last_epoch == 10**9
-
-
-# -- statistics in 8 bits -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4, 6])

@@ -32,9 +32,6 @@ def test_rows_may_be_something_else_than_samples(batch, samples, weight):
     assert (counted.samples, counted.weight) == (samples, weight)
 
 
-# -- what becomes of its gradient -----------------------------------------------------------------
-
-
 class Announced:
     """Answers as the swarm's optimizer does, without a swarm, and notes what it was told."""
 
@@ -159,9 +156,6 @@ def test_a_window_of_a_model_that_counts_no_tokens_is_the_mean_over_its_batches(
     assert not it.train(it.swarm, [rows(0, 0)])[1].any()
 
 
-# -- memory that does not suffice -----------------------------------------------------------------
-
-
 def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(bench, llama):
     it = bench(llama(), batch=4)
     it.limit_memory(1)
@@ -202,9 +196,6 @@ def test_an_evaluation_is_that_of_the_trainer_and_goes_on_with_fewer_samples_at_
         with pytest.raises(failure, match="it fails"):
             evaluated(which.swarm, 9)
         assert len(which.told) == told, "only for memory it tries with fewer, down to one"
-
-
-# -- parts ----------------------------------------------------------------------------------------
 
 
 def test_each_sample_is_in_one_part_and_what_has_no_rows_in_each_and_pairs_stay_pairs():

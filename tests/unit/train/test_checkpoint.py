@@ -5,21 +5,20 @@ import os
 import random
 import threading
 from types import SimpleNamespace
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from hivemind.utils.nested import nested_flatten
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import get_scheduler
 
+from tests.unit.optim.test_assemble import OPTIMIZERS
 from trahiv_cli.errors import AssetError
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.recipe.schema import OptimName
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (
@@ -35,21 +34,12 @@ from trahiv_cli.train.checkpoint import (
 
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
-OPTIMIZERS = {name: (name, None) for name in get_args(OptimName)} | {
-    "momentum": ("sgd", "momentum=0.9"),
-    "rmsprop, centered": ("rmsprop", "momentum=0.9,centered=true"),
-    "ademamix_8bit, scheduled": ("ademamix_8bit", "t_alpha=9,t_beta3=9"),
-}
-"""Of a recipe: `training.optim` and `training.optim_args`."""
-
 
 def model(width=64, dtype=torch.float32):
     """Two trained layers, one of them large enough to be quantized, and a frozen one."""
     torch.manual_seed(0)
-    layers = torch.nn.Sequential(
-        torch.nn.Linear(64, width), torch.nn.Linear(width, 2, bias=False), torch.nn.Linear(2, 1)
-    )
-    return layers.to(dtype)[:2].append(layers[2].requires_grad_(False))
+    layers = torch.nn.Linear(64, width), torch.nn.Linear(width, 2, bias=False), torch.nn.Linear(2, 1)
+    return torch.nn.Sequential(*layers).to(dtype)[:2].append(layers[2].requires_grad_(False))
 
 
 def trained_of(a_model):
@@ -57,16 +47,12 @@ def trained_of(a_model):
 
 
 def optimizer_of(a_model, name="adamw_torch"):
-    optim, optim_args = OPTIMIZERS[name]
-    if optim == "stable_adamw":
-        pytest.importorskip("optimi", reason="needs `pip install torch-optimi`")
-    named = {"optim": optim, "optim_args": optim_args, "learning_rate": 0.01, "report_to": []}
-    cls, keywords = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(output_dir="unused", **named))
     trained = trained_of(a_model)
     groups = [{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:], "weight_decay": 0.0}]
-    optimizer = cls(groups, **keywords)
+    optimizer = OPTIMIZERS[name](groups)
     initialize_state(optimizer)
-    get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=9)  # adds `initial_lr`
+    if optimizer.defaults["lr"] is not None:
+        get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=9)  # adds `initial_lr`
     return optimizer
 
 
@@ -209,9 +195,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, fil
 
 @pytest.mark.parametrize("other", [lambda: model(width=32), lambda: model().append(torch.nn.Linear(1, 1))])
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "adamw_8bit"])
-def test_what_is_damaged_or_of_another_model_or_optimizer_is_refused_and_nothing_changes(
-    tmp_path, other, name
-):
+def test_what_is_damaged_or_of_another_model_is_refused_and_nothing_changes(tmp_path, other, name):
     newest, their_model, theirs = saved(tmp_path)[0].newest(), other(), optimizer_of(model(), name)
     before = bits(their_model, theirs)
     with pytest.raises(AssetError, match="another model"):
@@ -259,9 +243,7 @@ def full(_, path=None):
 
 
 @pytest.mark.parametrize("full_at", [(checkpoint, "save_file", full), (os, "fsync", full)])
-def test_a_disk_that_fills_up_is_said_and_leaves_the_older_checkpoint_and_nothing_half_written(
-    tmp_path, monkeypatch, full_at
-):
+def test_a_full_disk_is_said_and_leaves_the_older_checkpoint_alone(tmp_path, monkeypatch, full_at):
     (_, trained, optimizer), said = saved(tmp_path), []
     store = Checkpoints(tmp_path, keep=1, events=Events(said.append))
     for history in (at(3, branch=b"!"), at(4)):  # of another history, and newer

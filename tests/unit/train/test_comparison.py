@@ -38,10 +38,8 @@ def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_sch
 
 def test_initial_weights_may_differ_in_a_run_that_has_begun():
     node = FakeNode("me")
-    ours, theirs = (
-        Comparison(node, "run", OURS),
-        Comparison(node.neighbour("one"), "run", OURS | {INITIAL: "e"}),
-    )
+    ours = Comparison(node, "run", OURS)
+    theirs = Comparison(node.neighbour("one"), "run", OURS | {INITIAL: "e"})
     ours.require_alike([ONE], has_begun=True)
     assert ours.schema == theirs.schema
     with pytest.raises(RecipeMismatch, match=INITIAL):
@@ -77,9 +75,7 @@ def digests(folder, r=4, tokenizer=None, **options):
     return likeness(get_peft_model(model, lora) if r else model, tokenizer)
 
 
-def test_what_adapters_begin_with_does_not_count_but_every_frozen_number_and_their_shape_do(
-    llama_folder, tmp_path
-):
+def test_adapters_count_by_their_shape_and_what_is_frozen_by_every_number(llama_folder, tmp_path):
     torch.manual_seed(1)
     expected = digests(llama_folder)
     torch.manual_seed(2)
@@ -102,9 +98,7 @@ def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):
     assert others[0] == first and len({first, *others}) == 3
 
 
-def test_quantized_weights_are_known_by_their_files_and_trained_ones_by_their_beginning(
-    llama_folder, tmp_path
-):
+def test_quantized_weights_count_by_their_files_and_trained_ones_by_their_beginning(llama_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     with torch.no_grad():  # of a layer that is quantized; all others stay
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1

@@ -127,9 +127,7 @@ def test_an_optimizer_that_steps_elsewhere_is_refused(llama, name, keywords):
 
 
 @pytest.mark.parametrize(("name", "cls"), [("adafactor", "Adafactor"), ("adamw_bnb_8bit", "AdamW")])
-def test_optimizers_that_step_once_are_taken_and_every_trained_weight_is_in_one_group(
-    arguments, llama, name, cls
-):
+def test_every_trained_weight_is_in_one_group_of_an_optimizer_that_steps_once(arguments, llama, name, cls):
     trainer = SwarmTrainer(model=llama(), args=arguments(optim=name, weight_decay=0.1))
     model = trainer.model
     model.lm_head.requires_grad_(False)

@@ -34,9 +34,7 @@ def test_what_must_not_be_is_refused_before_a_node_is_started(trainer, tmp_path)
         trainer.push_to_hub()
 
 
-def test_an_evaluation_draws_the_same_each_time_and_is_logged_at_the_swarm_s_step_among_the_newest_logs(
-    trainer, samples
-):
+def test_an_evaluation_draws_the_same_each_time_and_is_among_the_newest_logs(trainer, samples):
     trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9, agreed_weights=nullcontext)
     trainer.state.log_history[:] = [{"step": 0}] * trainer_module.LOGS_KEPT
     collate, before, drawn = trainer.data_collator, torch.get_rng_state(), []
@@ -77,9 +75,7 @@ def test_a_peer_that_its_swarm_leaves_no_way_on_saves_what_it_has(monkeypatch, t
 
 
 @pytest.mark.parametrize("args_class", [TrainingArguments, SwarmTrainingArguments])
-def test_without_a_swarm_it_trains_to_the_same_bits_as_trainer_and_nothing_is_refused(
-    arguments, llama, samples, args_class
-):
+def test_without_a_swarm_it_trains_to_the_bits_of_trainer(arguments, llama, samples, args_class):
     def trained(cls, args_class):
         args = arguments(args_class, logging_steps=1, logging_strategy="steps", learning_rate=0.01)
         it = cls(model=llama(), args=args, train_dataset=samples)

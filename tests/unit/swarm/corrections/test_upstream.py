@@ -31,6 +31,9 @@ CORRECTED = {
     "get_dht_time = time.time": ("utils/timed_storage.py",),
     # It takes every step of a schedule
     "while self.scheduler._step_count <= self.local_epoch:": ("optim/state_averager.py",),
+    # It gives tensors that the next step changes, and adopts an optimizer's state into other memory
+    "param.detach().cpu() for param_group in self.optimizer.param_groups": ("optim/state_averager.py",),
+    "return optimizer.load_state_dict(nested_pack(flat_optimizer_state": ("optim/state_averager.py",),
 }
 
 
