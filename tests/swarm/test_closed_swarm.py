@@ -63,9 +63,6 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
                 assert a.fetch("key") == {b.peer_id: 1}, "a watcher reads and can store nothing"
 
 
-# -- a training swarm -----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     """Where the two peers of `members` have their folders, `first` and `second`."""
@@ -200,8 +197,6 @@ def test_the_secret_is_in_private_files_alone(members, place):
     (done,) = [event for event in second.events if event["event"] == "done"]
     assert done["resume"].endswith("--peer @second/invited-by")
 
-
-# -- the owner's hand: who is invited, who is taken out -------------------------------------------
 
 KICK_S = 30.0
 """So soon a peer that is taken out is out everywhere."""

@@ -160,9 +160,6 @@ def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path):
     assert (ours - expected).abs().max() <= 1e-7
 
 
-# -- two peers -----------------------------------------------------------------------------------
-
-
 PEER = 10_000
 """A peer's texts are numbered from this on, times the peer's own number."""
 

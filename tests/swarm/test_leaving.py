@@ -104,8 +104,6 @@ def assert_children_die(pid: int) -> None:
     assert [process.cmdline() for process in children] == []
 
 
-# -- what a process must do after it was forked, before it has threads of its own ----------------------
-
 FORKS, THREADS = 10, 8
 
 FORK = """

@@ -60,8 +60,6 @@ def test_a_node_that_is_closed_while_its_averager_ends_leaves_the_lock(tmp_path,
     MPFuture._update_lock.release()
 
 
-# -- finding each other again; how they call on whom, and when, is in tests/unit/swarm/test_acquaintances.py
-
 STRANGER = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 """A well-formed peer id that nobody has."""
 
@@ -97,9 +95,6 @@ def test_peers_that_start_again_alone_find_each_other(tmp_path):
             wait_until(lambda: sees(first, second) and sees(second, first))
 
 
-# -- who is not there, and who is there already ----------------------------------------------------
-
-
 def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_already_is_refused(tmp_path):
     with node(tmp_path, "first") as first:
         address = first.own_addresses()[0].replace(first.peer_id, STRANGER)
@@ -113,9 +108,6 @@ def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_
     assert (tmp_path / "first.key").read_bytes() == key
 
 
-# -- a DHT that does not start ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_dht_whose_process_fails_before_it_has_started_is_said(tmp_path, monkeypatch, how):
     monkeypatch.setattr(processes, "START_S", 2.0)
@@ -124,8 +116,6 @@ def test_a_dht_whose_process_fails_before_it_has_started_is_said(tmp_path, monke
         node(tmp_path, "first")
     assert not mp.active_children()
 
-
-# -- clocks ----------------------------------------------------------------------------------------
 
 NEARLY_S = 10.0
 """How far off a time may be that was taken over, on a busy machine."""

@@ -91,9 +91,6 @@ def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(sta
         assert peer.steps[0]["step"] > furthest
 
 
-# -- disks and files that fail ---------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 100 MB."""
@@ -133,9 +130,6 @@ def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(start_paced,
     assert waits["until_seconds"] <= 3600
     assert alone.wait_for("warning", 60, code="min-peers")["message"].startswith("1 of 2 peers came in 3 s")
     alone.wait_for("step", 30, step=2)
-
-
-# -- a process that ends or stands still, while the peer trains ------------------------------------
 
 
 def parts(peer: Peer) -> dict[str, psutil.Process]:
@@ -209,8 +203,6 @@ def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start,
     refused = trahiv(*command)
     assert refused.code == 3 and "All checkpoints in run are damaged" in refused.err
 
-
-# -- what a stop changes in what is trained: nothing ------------------------------------------------
 
 STEPS = 12
 SHARDS, LINES = 6, 60

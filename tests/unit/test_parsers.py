@@ -268,8 +268,6 @@ def test_what_is_damaged_is_answered_or_refused(name, data):
     assert attempt(PARSERS[name], data.draw(damaged(PARSERS[name]))) == ""
 
 
-# -- every field of every message of a peer -------------------------------------------------------
-
 MESSAGES = [
     *("a report", "a history", "a ledger", "spans", "a pace", "a claim", "a statement", "a vote"),
     *("an offer of a state", "a manifest", "the header of a round"),

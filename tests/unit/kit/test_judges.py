@@ -21,8 +21,6 @@ from tests.kit.verdicts import (
 from tests.kit.wan import MIN_QUEUE_BYTES, QUEUE_S, Line
 from trahiv_cli.optim.ledger import Ledger, Spans
 
-# -- promises --------------------------------------------------------------------------------------
-
 
 def ready(peer):
     return {"event": "ready", "peer": peer, "step": 0, "samples": 0, "digest": "0", "weights": "w0"}
@@ -60,9 +58,6 @@ def test_a_promise_that_is_broken_is_found(peers, last, broken):
 def test_a_step_beside_the_longest_history_is_lost():
     assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), *STEPS]}) == {}
     assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), step("x", "0", 1)]}) == {"x": ["b"]}
-
-
-# -- verdicts --------------------------------------------------------------------------------------
 
 
 def taken(number, t=0.0, group=("a", "b"), lost=0):
@@ -110,9 +105,6 @@ def test_losses_and_checkpoints_after_the_same_step_must_be_the_same(tmp_path):
 )
 def test_a_pass_must_be_whole_and_only_lost_leases_trained_twice(spans, duplicates, wrong):
     assert judge_data(Ledger(Spans(spans), duplicates), num_samples=100, leases_lost=3) == wrong
-
-
-# -- figures ---------------------------------------------------------------------------------------
 
 
 def told(*steps, calls=(), is_share=False):
@@ -171,8 +163,6 @@ def test_the_window_opens_with_a_joint_step_and_closes_with_one(joint, is_closed
     assert (found.start, found.end, found.samples, found.steps) == window
     assert utilisation(found, [0.5, 0.5]) == pytest.approx(found.samples / (found.end - found.start) / 4)
 
-
-# -- a line of the simulated network ----------------------------------------------------------------
 
 BYTES = 1250
 """Of a packet; they take a millisecond at 10 Mbit/s."""

@@ -48,9 +48,6 @@ def refusal_of(obj, overrides=(), files=None):
     return caught.value
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_a_recipe_survives_the_trip(name):
     sent = load_recipe(name).recipe
@@ -111,9 +108,6 @@ def test_what_no_peer_would_take_is_refused_at_home():
     assert (finding.path, finding.file) == ("model.config._name_or_path", "")
 
 
-# -- what arrives ---------------------------------------------------------------------------------
-
-
 def test_suggestions_arrive_and_secrets_do_not():
     own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
     suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
@@ -160,9 +154,6 @@ def test_words_may_look_like_places_where_nothing_is_looked_up():
     assert from_wire(sent).data.chat_template == template
     layers = with_value(wire("peft.r=4"), ["q_proj"], "peft", "target_modules")
     assert from_wire(layers).peft.target_modules == ["q_proj"], "names of layers are no pattern"
-
-
-# -- what is refused ------------------------------------------------------------------------------
 
 
 PLACES = [

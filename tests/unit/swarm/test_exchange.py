@@ -103,9 +103,6 @@ def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
     assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
 
 
-# -- what an offer becomes ------------------------------------------------------------------------
-
-
 def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_is_its_own(node):
     offer = fetch_offer(node, [])
     assert agreement(accept_offer(offer)) == agreement(RECIPE)
