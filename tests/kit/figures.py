@@ -18,8 +18,6 @@ is the number of samples computed in the window, so a utilisation is at most 1, 
 peer that loses samples gains nothing: they are in no joint step, and held no more.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import statistics

@@ -3,8 +3,6 @@
 It is told from what peers say, of the command from checkpoints too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -13,8 +13,6 @@ Namespaces have no names: they end with the processes that use them. When the pi
 even because that was killed, the router ends every process in its namespaces, and itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -4,8 +4,6 @@ The calls are made with plain hivemind, as somebody would who knows an address a
 member's are answered: so it is known that they arrive.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

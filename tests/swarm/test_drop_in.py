@@ -1,7 +1,5 @@
 """The drop-in as its users write it, in a script and in a notebook: only `hivemind_config`."""
 
-from __future__ import annotations
-
 import logging
 import signal
 from typing import Any
@@ -24,9 +22,6 @@ from transformers import (
 from tests.kit.commands import left_by, wait_until
 from tests.kit.stand_ins import Blocks, model_of_blocks, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
-
-pytestmark = pytest.mark.timeout(180)
-
 
 TRACKED = {"samples": [16, 16, 16], "peers": [1, 1, 1]}
 

@@ -5,8 +5,6 @@ here is a real one: a DHT process, two averagers, sockets on 127.0.0.1. Texts ar
 reference can be given exactly those that a peer used.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing as mp
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ Each failure of the table is in `tests/simulation/test_failures.py`, and rounds 
 at the end of each test: equal weights at equal steps, one history, each sample once.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Leaving: once in good order, twice at once, and when the process is killed its children go with it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
@@ -12,8 +10,6 @@ import psutil
 import pytest
 
 from tests.kit.commands import children_of, left_by
-
-pytestmark = pytest.mark.timeout(180)
 
 LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0

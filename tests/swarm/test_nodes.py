@@ -1,7 +1,5 @@
 """Two nodes meet by an address of any transport, and read what the other stored."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing as mp

@@ -5,8 +5,6 @@ The models are as small as can be, and a few rows stand for the data; everything
 `quickstart` is what other tests run.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Peers that start again with the same command, or by themselves: where they go on, and with whom."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Two people, two terminals, one model: the real commands on loopback, readable as a story."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -4,8 +4,6 @@ Each such parser is given what it should take, and a few hundred damaged inputs.
 answer or the parser's own refusal, and an input that takes more than `SLOW_S`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """What judges runs and links in tests and benchmarks finds what is wrong: else all would pass for nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
