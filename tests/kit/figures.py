@@ -33,9 +33,6 @@ Sample = tuple[float, ...]
 """Some of a peer's weights."""
 
 
-# -- what peers tell ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Committed:
     """A step, as one peer tells it."""
@@ -119,9 +116,6 @@ class Told:
         """Count the samples of calls that began after one moment and ended before another."""
         places = (bisect.bisect_right(self.calls, (at, math.inf)) for at in (after, until))
         return sum(at - took >= after for at, took in self.calls[slice(*places)])
-
-
-# -- joint steps, and the window ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ SHORT, LONG, UNLIKE = (2, 6), (24, 40), (1, 40)
 """Ranges of a text's length, in tokens; the first of each text is not trained."""
 
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-PAIR_LIMIT_S = 150.0
 
 
 class Texts(Dataset):
@@ -219,7 +218,7 @@ def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path):
     for peer in peers:
         peer.start()
     for peer in peers:
-        peer.join(timeout=PAIR_LIMIT_S)
+        peer.join(timeout=150.0)
         peer.kill()  # nothing to end if it has left by itself, as it must
         peer.join()
     assert [peer.exitcode for peer in peers] == [0, 0]

@@ -299,8 +299,5 @@ def test_whatever_a_field_says_the_message_is_refused_or_its_numbers_are_in_boun
         for what, changed in lies(tree):
             content = MSGPackSerializer.dumps(changed)
             assert attempt(parser, content) == "", what
-            try:
-                read = parser.parse(content)
-            except parser.refusals:
-                continue
-            assert not list(out_of_bounds(read)), what
+            with contextlib.suppress(*parser.refusals):
+                assert not list(out_of_bounds(parser.parse(content))), what

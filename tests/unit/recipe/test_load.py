@@ -220,9 +220,7 @@ hivemind_config: {dht: {identity_path: '@my.key', initial_peers: ['@friend', /ip
 """
 
 
-def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once_resolved(
-    write, tmp_path, elsewhere, monkeypatch
-):
+def test_a_path_is_relative_to_the_recipe_or_to_here_until_resolved(write, tmp_path, elsewhere, monkeypatch):
     project = tmp_path / "project"
     recipe = write(LOCAL, "project/recipe.yaml")
     for file in (project / "a.jsonl", elsewhere / "a.jsonl", elsewhere / "b.jsonl"):
