@@ -160,6 +160,7 @@ def without_tokenizer(wanted):
     return build_model(wanted, build_tokenizer(recipe()))
 
 
+MISSPELT = {"model_type": "llama", "num_hiden_layers": 2}
 NOWHERE = {"model": Path("nobody/nothing")}
 OTHER_KINDS = {"sft": "t5", "mlm": "llama", "seq-cls": "mamba2"}
 
@@ -170,12 +171,7 @@ OTHER_KINDS = {"sft": "t5", "mlm": "llama", "seq-cls": "mamba2"}
         (built, {"peft": {"target_modules": ["query"]}}, "query", "q_proj"),
         (built, {"peft": {"modules_to_save": ["lm_heads"]}}, "'lm_heads'", "lm_head, "),
         (built, {"model": TINY_LLAMA | {"model_type": "llamma"}}, "identifier: llamma", "`model` section"),
-        (
-            built,
-            {"model": TINY_LLAMA | {"num_hiden_layers": 2}},
-            "no field 'num_hiden_layers'",
-            "'num_hidden_layers'",
-        ),
+        (built, {"model": MISSPELT}, "no field 'num_hiden_layers'", "'num_hidden_layers'"),
         (built, {"model": TINY_LLAMA | {"hidden_size": 33}}, "33", "model.config"),
         (built, {"model": TINY_LLAMA | {"vocab_size": 300}}, "has 384 tokens, .* only 300 emb", "vocab_size"),
         (build_tokenizer, NOWHERE, "nobody/nothing' could not be", "connection"),

@@ -47,6 +47,11 @@ def write(models, here):
     return write
 
 
+@pytest.fixture
+def usual(write):
+    return lambda task: write(task, LOOKS[task][1], **LOOKS[task][0])
+
+
 def chat(question, *answers):
     turns = ({"role": "assistant", "content": answer} for answer in answers)
     return {"messages": [{"role": "user", "content": question}, *turns]}
@@ -82,13 +87,12 @@ LOOKS = {
 """Options and rows of each task."""
 
 
-def test_previews_look_as_they_did(trahiv, write):
+def test_previews_look_as_they_did(trahiv, usual):
     """For a new picture: TRAHIV_REWRITE=1 pytest tests/unit/cli/test_preview.py, then look at it."""
     shown = []
     for command in ("sft", "sft --set sft.packing=true", "dpo", "clm", "mlm -n 1", "seq-cls"):
         task, *options = command.split()
-        section, rows = LOOKS[task]
-        code, out, _ = trahiv("preview", write(task, rows, **section), *options)
+        code, out, _ = trahiv("preview", usual(task), *options)
         assert code == 0
         shown.append(f"$ trahiv preview {command}\n{out}")
     text = "\n".join(shown)
