@@ -18,8 +18,6 @@ is the number of samples computed in the window, so a utilisation is at most 1, 
 peer that loses samples gains nothing: they are in no joint step, and held no more.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 import statistics
@@ -33,9 +31,6 @@ LEARNING_RATE = 1e-3
 
 Sample = tuple[float, ...]
 """Some of a peer's weights."""
-
-
-# -- what peers tell ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -121,9 +116,6 @@ class Told:
         """Count the samples of calls that began after one moment and ended before another."""
         places = (bisect.bisect_right(self.calls, (at, math.inf)) for at in (after, until))
         return sum(at - took >= after for at, took in self.calls[slice(*places)])
-
-
-# -- joint steps, and the window ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

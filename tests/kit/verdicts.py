@@ -3,8 +3,6 @@
 It is told from what peers say, of the command from checkpoints too.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict
@@ -19,9 +17,6 @@ Event = dict[str, Any]
 
 SAME_LOSS = 1e-4
 """Peers whose weights are equal differ by so much at most, relative: by the order of their sums."""
-
-
-# -- what toy peers say ---------------------------------------------------------------------------
 
 
 class Promises:
@@ -101,9 +96,6 @@ def find_lost_steps(everything: Mapping[str, Sequence[Event]]) -> dict[str, list
     return lost
 
 
-# -- steps of the command ------------------------------------------------------------------------
-
-
 def group_of(step: Event) -> list[str]:
     """The peers that took a step together; none where there was no round."""
     return (step["round"] or {}).get("group") or []
@@ -130,9 +122,6 @@ def back_after(events: Sequence[Event], moment: float) -> float | None:
     return next((one["t"] - moment for one in steps if len(group_of(one)) > 1), None)
 
 
-# -- losses ---------------------------------------------------------------------------------------
-
-
 def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[str]]:
     """Collect the loss on held-out data after each step at which a peer evaluated.
 
@@ -156,9 +145,6 @@ def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[
 def worst_jump(losses: Mapping[int, float]) -> float:
     """The greatest ratio of a loss to the one before."""
     return max((after / before for before, after in pairwise(losses.values())), default=math.nan)
-
-
-# -- data -----------------------------------------------------------------------------------------
 
 
 def newest_checkpoint(run: Path) -> Path | None:

@@ -13,8 +13,6 @@ Namespaces have no names: they end with the processes that use them. When the pi
 even because that was killed, the router ends every process in its namespaces, and itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl
@@ -62,9 +60,6 @@ def address_of(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
-# -- lines ----------------------------------------------------------------------------------------
-
-
 class Line:
     """One direction of a host's link: a drop-tail queue, and behind it a line of a fixed rate.
 
@@ -90,9 +85,6 @@ class Line:
             return None
         self._free_at = begins_at + num_bytes * self._s_per_byte
         return self._free_at
-
-
-# -- the router's process -------------------------------------------------------------------------
 
 
 class Router:
@@ -253,9 +245,6 @@ def route(pipe: Connection, *arguments: Any) -> None:
         router.run(pipe)
     finally:
         router.end_processes()
-
-
-# -- the benchmark's side -------------------------------------------------------------------------
 
 
 class Wan:

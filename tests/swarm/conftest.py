@@ -1,7 +1,5 @@
 """Fixtures for tests with real `trahiv` processes; see `tests.kit.commands`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

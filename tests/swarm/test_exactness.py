@@ -5,8 +5,6 @@ here is a real one: a DHT process, two averagers, sockets on 127.0.0.1. Texts ar
 reference can be given exactly those that a peer used.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing as mp
 from collections.abc import Iterable
@@ -31,7 +29,6 @@ SHORT, LONG, UNLIKE = (2, 6), (24, 40), (1, 40)
 """Ranges of a text's length, in tokens; the first of each text is not trained."""
 
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
-PAIR_LIMIT_S = 150.0
 
 
 class Texts(Dataset):
@@ -160,9 +157,6 @@ def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path):
     assert (ours - expected).abs().max() <= 1e-7
 
 
-# -- two peers -----------------------------------------------------------------------------------
-
-
 PEER = 10_000
 """A peer's texts are numbered from this on, times the peer's own number."""
 
@@ -224,7 +218,7 @@ def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path):
     for peer in peers:
         peer.start()
     for peer in peers:
-        peer.join(timeout=PAIR_LIMIT_S)
+        peer.join(timeout=150.0)
         peer.kill()  # nothing to end if it has left by itself, as it must
         peer.join()
     assert [peer.exitcode for peer in peers] == [0, 0]

@@ -5,8 +5,6 @@ One row for each code and each place that it comes from; the many other mistakes
 `test_restarts.py`, 5 in `test_own_files.py` and `test_closed_swarm.py`, 130 and 143 in `test_leaving.py`.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

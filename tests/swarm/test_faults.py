@@ -5,8 +5,6 @@ Each failure of the table is in `tests/simulation/test_failures.py`, and rounds 
 at the end of each test: equal weights at equal steps, one history, each sample once.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +25,6 @@ from tests.kit.verdicts import find_broken_promises, find_lost_steps
 
 pytestmark = pytest.mark.timeout(240)
 
-START_S = 60.0
 STEP_S = 60.0
 """Deadline for a few steps without a fault, on a busy machine."""
 
@@ -46,7 +43,7 @@ def join(workplace: Workplace) -> Callable[..., Peer]:
         others = [peer.maddr for peer in workplace.peers if peer.is_running]
         script = "from tests.kit.faulty_peer import main; main()"
         peer = workplace.start_script(script, number, plan, *others)
-        peer.wait_for("ready", START_S)
+        peer.wait_for("ready", 60.0)
         return peer
 
     return start

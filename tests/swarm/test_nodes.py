@@ -1,7 +1,5 @@
 """Two nodes meet by an address of any transport, and read what the other stored."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing as mp
@@ -60,12 +58,6 @@ def test_a_node_that_is_closed_while_its_averager_ends_leaves_the_lock(tmp_path,
     MPFuture._update_lock.release()
 
 
-# -- finding each other again; how they call on whom, and when, is in tests/unit/swarm/test_acquaintances.py
-
-STRANGER = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
-"""A well-formed peer id that nobody has."""
-
-
 def node(folder: Path, name: str, *initial_peers: str) -> Node:
     """A node with a memory, which outlives it."""
     met = Acquaintances(folder / f"{name}.json")
@@ -97,13 +89,11 @@ def test_peers_that_start_again_alone_find_each_other(tmp_path):
             wait_until(lambda: sees(first, second) and sees(second, first))
 
 
-# -- who is not there, and who is there already ----------------------------------------------------
-
-
 def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_already_is_refused(tmp_path):
+    nobody = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
     with node(tmp_path, "first") as first:
-        address = first.own_addresses()[0].replace(first.peer_id, STRANGER)
-        with pytest.raises(Unreachable, match=f"{STRANGER}: something listens there, but not this") as no:
+        address = first.own_addresses()[0].replace(first.peer_id, nobody)
+        with pytest.raises(Unreachable, match=f"{nobody}: something listens there, but not this") as no:
             node(tmp_path, "second", address)
         assert "fresh `trahiv join`" in no.value.hint and no.value.exit_code == 4
         key = (tmp_path / "first.key").read_bytes()
@@ -111,9 +101,6 @@ def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_
             Node(LOCAL, tmp_path / "first.key", tuple(first.own_addresses()))
     assert "--identity FILE" in there.value.hint and there.value.exit_code == 3
     assert (tmp_path / "first.key").read_bytes() == key
-
-
-# -- a DHT that does not start ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -125,12 +112,6 @@ def test_a_dht_whose_process_fails_before_it_has_started_is_said(tmp_path, monke
     assert not mp.active_children()
 
 
-# -- clocks ----------------------------------------------------------------------------------------
-
-NEARLY_S = 10.0
-"""How far off a time may be that was taken over, on a busy machine."""
-
-
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
 def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path, monkeypatch, ahead_s):
     """What one peer can do that tells a wrong time is in `tests/simulation` and `tests/unit/swarm`."""
@@ -140,7 +121,7 @@ def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path, mo
         # This process, and those that are forked from now on, are a machine with another clock.
         monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, ahead_s))
         with node(tmp_path, "other", *line) as other:
-            assert abs(clock._ahead.value) < NEARLY_S
+            assert abs(clock._ahead.value) < 10.0, "nearly, on a busy machine"
             assert other.publish("key", b"another", ttl_s=100)
             for one in (first, other):
                 assert one.fetch("key") == {first.peer_id: b"value", other.peer_id: b"another"}

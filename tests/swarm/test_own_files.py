@@ -3,8 +3,6 @@
 What is understood of a recipe in a pipe, or one whose data has moved, is in `tests/unit/recipe`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -51,21 +49,14 @@ def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path)
     assert (tmp_path / "runs" / run_id / "recipe.yaml").read_text() == given
 
 
-TEXTS = "".join(
-    json.dumps({"text": f"the {word} fox is a fox and no {word} dog"}) + "\n"
-    for word in ("red", "old", "big") * 50
-)
-
-
 def write_peer(folder: Path) -> Path:
     """Write a recipe that does not end, and this peer's own copies of its model and its data beside it."""
     write_llama(folder / "model")
-    (folder / "rows.jsonl").write_text(TEXTS)
     return write_tiny(
         folder,
         model={"model_name_or_path": "./model"},
         quantization={"load_in_4bit": True},
-        data={"datasets": [{"path": "rows.jsonl"}]},
+        data={"datasets": [{"path": "text.txt"}]},
         peft={"r": 4, "target_modules": ["q_proj", "v_proj"]},
         training__max_steps=100_000,
         hivemind_config__opt__target_batch_size=64,

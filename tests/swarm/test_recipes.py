@@ -5,8 +5,6 @@ The models are as small as can be, and a few rows stand for the data; everything
 `quickstart` is what other tests run.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path
@@ -16,13 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama

@@ -1,7 +1,5 @@
 """Peers that start again with the same command, or by themselves: where they go on, and with whom."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import signal
@@ -91,9 +89,6 @@ def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(sta
         assert peer.steps[0]["step"] > furthest
 
 
-# -- disks and files that fail ---------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder on a disk of 100 MB."""
@@ -133,9 +128,6 @@ def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(start_paced,
     assert waits["until_seconds"] <= 3600
     assert alone.wait_for("warning", 60, code="min-peers")["message"].startswith("1 of 2 peers came in 3 s")
     alone.wait_for("step", 30, step=2)
-
-
-# -- a process that ends or stands still, while the peer trains ------------------------------------
 
 
 def parts(peer: Peer) -> dict[str, psutil.Process]:
@@ -210,26 +202,21 @@ def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start,
     assert refused.code == 3 and "All checkpoints in run are damaged" in refused.err
 
 
-# -- what a stop changes in what is trained: nothing ------------------------------------------------
-
-STEPS = 12
-SHARDS, LINES = 6, 60
-
-
 def test_a_run_that_was_interrupted_equals_one_that_was_not(trahiv, tmp_path):
     """What each mode keeps in a checkpoint is in `tests/unit/train/test_checkpoint.py`."""
+    steps = 12
     recipe = write_tiny(
         tmp_path,
         swarm={"mode": "streaming", "local_steps": 4, "fragments": 2},
         model__config__attention_dropout=0.2,
-        training__max_steps=STEPS,
+        training__max_steps=steps,
         training__lr_scheduler_type="cosine",
         training__warmup_steps=4,
     )
     identity = ("--identity", tmp_path / "key", *LOOPBACK)  # of which the peer's own randomness is drawn
     assert trahiv("init", recipe, "--output-dir", "straight", *identity).code == 0
-    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", f"{STEPS // 2} steps", *identity)
-    assert half.code == 0 and f"done at step {STEPS // 2} (budget)" in half.out
+    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", f"{steps // 2} steps", *identity)
+    assert half.code == 0 and f"done at step {steps // 2} (budget)" in half.out
     assert trahiv("init", recipe, "--output-dir", "halves", *identity).code == 0
     straight, halves = (
         load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "halves")
@@ -242,8 +229,9 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(trahiv, tmp_path):
 
 def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed(start_paced, endless, tmp_path):
     """Samples of data that is no stream are looked after by all tests of `tests/simulation`."""
-    for number in range(SHARDS):
-        lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(LINES))
+    shards, num_lines = 6, 60
+    for number in range(shards):
+        lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(num_lines))
         (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines))
     data = {"datasets": [{"path": str(tmp_path / "part-*.jsonl")}], "streaming": True}
     recipe = endless(training__save_steps=5, data=data)
@@ -254,7 +242,7 @@ def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed(start_paced
         second.wait_for_group()
         if not is_last:
             second.kill()
-    first.wait_for("step", 120, data=lambda data: data["passes"] >= 1 and data["shards"] == SHARDS)
+    first.wait_for("step", 120, data=lambda data: data["passes"] >= 1 and data["shards"] == shards)
     for peer in (second, first):
         peer.send_signal(signal.SIGTERM)
         peer.wait_for("done", 30)
@@ -262,5 +250,5 @@ def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed(start_paced
     ledger, _ = furthest_of([tmp_path / "first"])
     assert ledger.duplicates == 0
     whole, *_ = ledger.covered.spans
-    assert whole[0] == 0 and whole[1] >= SHARDS * SHARD, "the first pass"
-    assert sum(one["samples"] or 0 for one in first.steps) > SHARDS * LINES
+    assert whole[0] == 0 and whole[1] >= shards * SHARD, "the first pass"
+    assert sum(one["samples"] or 0 for one in first.steps) > shards * num_lines

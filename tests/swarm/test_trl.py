@@ -1,7 +1,5 @@
 """TRL's trainers in a swarm: one peer equals TRL alone, for preferences too, with and without adapters."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Two people, two terminals, one model: the real commands on loopback, readable as a story."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.kit.commands import LOOPBACK, left_by
 from tests.kit.recipes import TEXT, write_tiny
@@ -94,8 +93,6 @@ def test_a_lone_peer_finishes_and_its_model_loads(trahiv, tmp_path):
     assert (before["step"], after["step"]) == (0, 3), "what the model writes before training and after it"
     assert before["prompt"] == after["prompt"] and before["text"] != after["text"]
     assert 0 < len(before["prompt"]) and len(before["prompt"] + before["text"]) <= length
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")

@@ -1,7 +1,5 @@
 """A forked command finds what a new process finds; how one ends is in the other tests of this folder."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -75,15 +73,6 @@ def test_a_fork_finds_what_a_new_process_finds(place, words):
 def test_forks_share_no_chance_and_no_lock(place):
     """Each takes all locks and keeps them."""
     assert not set(said(place, "-c", OWN)) & set(said(place, "-c", OWN))
-
-
-def test_other_environments_and_prefixes_start_anew(place):
-    parent, command = warm.Parent(place.environment()), [sys.executable, "-m", "trahiv_cli"]
-    assert parent.can_fork(command, place.environment(TMPDIR="/elsewhere"))
-    assert not parent.can_fork(command, place.environment(HF_HUB_OFFLINE="0"))
-    assert not parent.can_fork(["env", *command], place.environment())
-    assert not parent.can_fork([sys.executable, "-u", *command[1:]], place.environment())
-    assert not parent.can_fork([*command, "x" * warm.ROOM], place.environment())
 
 
 def test_forks_end_with_the_parent_and_the_parent_with_the_tests(place):

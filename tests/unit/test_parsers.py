@@ -4,8 +4,6 @@ Each such parser is given what it should take, and a few hundred damaged inputs.
 answer or the parser's own refusal, and an input that takes more than `SLOW_S`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -272,8 +270,6 @@ def test_what_is_damaged_is_answered_or_refused(name, data):
     assert attempt(PARSERS[name], data.draw(damaged(PARSERS[name]))) == ""
 
 
-# -- every field of every message of a peer -------------------------------------------------------
-
 MESSAGES = [
     *("a report", "a history", "a ledger", "spans", "a pace", "a claim", "a statement", "a vote"),
     *("an offer of a state", "a manifest", "the header of a round"),
@@ -307,8 +303,5 @@ def test_whatever_a_field_says_the_message_is_refused_or_its_numbers_are_in_boun
         for what, changed in lies(tree):
             content = MSGPackSerializer.dumps(changed)
             assert attempt(parser, content) == "", what
-            try:
-                read = parser.parse(content)
-            except parser.refusals:
-                continue
-            assert not list(out_of_bounds(read)), what
+            with contextlib.suppress(*parser.refusals):
+                assert not list(out_of_bounds(parser.parse(content))), what

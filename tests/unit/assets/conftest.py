@@ -1,7 +1,5 @@
 """A tiny llama, tokenizers, recipes and files of rows; nothing here reaches a hub."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

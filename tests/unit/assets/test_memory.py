@@ -116,9 +116,7 @@ def test_a_cpu_peer_pays_for_everything_in_ram():
         ({"mode": "sync"}, {"grad_compression": "float16"}, 0, 1),
     ],
 )
-def test_a_gpu_peer_pays_for_the_model_there_and_for_copies_of_its_mode(
-    monkeypatch, swarm, opt, on_device, on_host
-):
+def test_a_gpu_peer_pays_there_and_in_ram_by_its_mode(monkeypatch, swarm, opt, on_device, on_host):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     scaler = {"fp16": "grad_compression" in opt}
@@ -188,9 +186,8 @@ def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unk
     one, both = (rehearsed(task, llama_folder, length=64, peft=LORA) for task in ("sft", "dpo"))
     assert both == pytest.approx(2 * one, rel=0.2)
     needed = estimate(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}), length=16)
-    assert (
-        needed.activation_bytes is None and needed.device_bytes == needed.held_on_device + needed.moment_bytes
-    )
+    assert needed.activation_bytes is None
+    assert needed.device_bytes == needed.held_on_device + needed.moment_bytes
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ def build(bert_tokenizer):
 
 
 @STREAMED
-def test_a_document_with_something_to_hide_is_one_sample_cut_to_length(
-    write_rows, build, bert_tokenizer, streaming
-):
+def test_a_document_with_something_to_hide_is_one_sample(write_rows, build, bert_tokenizer, streaming):
     source = write_rows([{"text": text} for text in ("ab", "abcdefgh", "", None, "[SEP][MASK]")])
     samples = list(build("mlm", source, max_length=6, streaming=streaming).train)
     assert [sample.keys() for sample in samples] == [{"input_ids"}] * 2
@@ -59,9 +57,8 @@ def test_a_class_is_a_number_or_a_name(write_rows, build, said, streaming):
 def test_a_label_that_is_none_names_its_row_in_another_process_too(write_rows, build, label, how):
     rows = [{"text": "a", "label": "bad" if isinstance(label, str) else 0} for _ in range(5)]
     rows[2]["label"] = label
-    with pytest.raises(
-        AssetError, match=f"Row 3 of .* has the label {label!r}, and .* names 3 classes"
-    ) as caught:
+    words = f"Row 3 of .* has the label {label!r}, and .* names 3 classes"
+    with pytest.raises(AssetError, match=words) as caught:
         list(build("seq-cls", write_rows(rows), **how).train)
     assert "a number from 0 to 2" in caught.value.hint
 
@@ -137,9 +134,7 @@ def test_a_row_that_trl_could_not_read_is_named(write_rows, build, task, row, br
 
 
 @STREAMED
-def test_the_form_of_a_conversation_and_the_kind_of_its_strings_do_not_matter(
-    write_rows, build, streaming, tmp_path
-):
+def test_the_form_of_a_conversation_does_not_matter(write_rows, build, streaming, tmp_path):
     message = {"role": Value("large_string"), "content": Value("large_string")}
     large = Dataset.from_list([{"messages": CHAT}], features=Features({"messages": List(message)}))
     large.to_parquet(str(tmp_path / "large.parquet"))

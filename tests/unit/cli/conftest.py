@@ -1,7 +1,5 @@
 """The command line within this process."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

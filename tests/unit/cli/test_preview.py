@@ -90,7 +90,7 @@ LOOKS = {
 def test_previews_look_as_they_did(trahiv, usual):
     """For a new picture: TRAHIV_REWRITE=1 pytest tests/unit/cli/test_preview.py, then look at it."""
     shown = []
-    for command in ("sft", "sft --set sft.packing=true", "dpo", "clm", "seq-cls"):
+    for command in ("sft", "sft --set sft.packing=true", "dpo", "clm", "mlm -n 1", "seq-cls"):
         task, *options = command.split()
         code, out, _ = trahiv("preview", usual(task), *options)
         assert code == 0
@@ -99,15 +99,6 @@ def test_previews_look_as_they_did(trahiv, usual):
     if os.environ.get("TRAHIV_REWRITE"):
         PICTURE.write_text(text, encoding="utf-8")
     assert text == PICTURE.read_text(encoding="utf-8")
-
-
-def test_hidden_words_are_marked_and_the_same_each_time(trahiv, usual):
-    code, out, err = trahiv("preview", usual("mlm"), "-n", "1")
-    assert (code, err) == (0, "") and "sample 2" not in out
-    assert trahiv("preview", usual("mlm"), "-n", "1") == (code, out, err)
-    sees, guesses = (line.strip() for line in out.splitlines() if line.startswith("[CLS]"))
-    assert "⟦" in sees and sees != guesses
-    assert guesses.replace("⟦", "").replace("⟧", "") == "[CLS]Some words to hide.[SEP]"
 
 
 def test_json_is_one_preview_event(events, usual):
@@ -161,9 +152,7 @@ def test_characters_stay_whole_wherever_training_begins(tokenizer):
 
 
 @pytest.mark.parametrize(("task", "is_stream", "total"), [("sft", True, "a stream"), ("clm", False, "5")])
-def test_only_the_first_samples_are_looked_at_and_a_stream_has_no_known_number(
-    trahiv, write, monkeypatch, task, is_stream, total
-):
+def test_only_the_first_samples_are_looked_at(trahiv, write, monkeypatch, task, is_stream, total):
     monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
     recipe = write(task, [{"text": "is a text"}] * 5, data={"streaming": is_stream}, packing=False)
     _, out, _ = trahiv("preview", recipe, "-n", "9")

@@ -1,4 +1,4 @@
-"""What `init` and `join` say of words that they can't use, and how they start themselves again."""
+"""What commands say of words that they can't use, how a peer starts itself again, and what `kick` says."""
 
 import atexit
 import os
@@ -7,11 +7,14 @@ import time
 
 import psutil
 import pytest
+from hivemind.p2p import PeerID
 
 from tests.kit.recipes import write_tiny
-from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli.swarm import RESTARTS_VARIABLE, restart, restarts, seconds_spent
-from trahiv_cli.errors import PeerBroken
+from trahiv_cli.errors import PeerBroken, Unreachable
+from trahiv_cli.swarm import owning
+from trahiv_cli.swarm.invitation import INVITATION_FILE, Invitation, find_standing, keep_invitation
+from trahiv_cli.swarm.roll import write_down
 
 
 @pytest.fixture(autouse=True)
@@ -32,10 +35,7 @@ def nothing_is_left(nothing_starts, tmp_path):
         (("init", "--wait", "5 steps"), "'--wait': '5 steps' is not a time; write one like 10m"),
         (("init", "--wait", "0s"), "'--wait': '0s' is not a time"),
         (("init", "--host-maddr", "x:80"), "'--host-maddr': 'x:80' is not a multiaddr; write one like"),
-        (
-            ("join", "--peer", ADDRESS, "--announce-maddr", "x:80"),
-            "'--announce-maddr': 'x:80' is not a multiaddr",
-        ),
+        (("init", "--announce-maddr", "x:80"), "'--announce-maddr': 'x:80' is not a multiaddr"),
         (("invite", "--watch", "--once"), "--once: who watches leaves no trace: give a time, --expires 1d"),
     ],
 )
@@ -85,3 +85,22 @@ def test_the_time_before_a_restart_counts_towards_a_budget(monkeypatch):
     for before, seconds in (("300", 60.0), ("", 0.0)):
         monkeypatch.setenv(RESTARTS_VARIABLE, before)
         assert seconds_spent() == pytest.approx(seconds)
+
+
+def test_kick_says_whether_it_closed_an_invitation_and_what_to_do_next(trahiv, tmp_path_factory, monkeypatch):
+    def nobody_answers(*_):
+        raise Unreachable("No peer could be reached.")
+
+    monkeypatch.setattr(owning, "visiting", nobody_answers)
+    known, unknown = (str(PeerID(b"\x12\x20" + one * 32)) for one in (b"k", b"u"))
+    membership = find_standing(run := tmp_path_factory.mktemp("run"), Invitation()).membership
+    keep_invitation(run / INVITATION_FILE, Invitation(membership=membership))
+    write_down(run, {known: membership.grant})
+    assert trahiv("invite", "--close", "all", "--output-dir", run)[0] == 4, "it is not known who may stay"
+    for peer, words, hint in (
+        (unknown, "is out. It is not known which invitation", "`trahiv invite --close all` keeps it"),
+        (known, "is out, and the invitation that it joined with is closed", "`trahiv invite` makes"),
+    ):
+        code, out, err = trahiv("kick", peer, "--output-dir", run)
+        assert code == 0 and f"{peer} {words}" in out and hint in " ".join(err.split())
+        assert "No peer of the swarm answers here" in err

@@ -1,7 +1,5 @@
 """What judges runs and links in tests and benchmarks finds what is wrong: else all would pass for nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -20,8 +18,6 @@ from tests.kit.verdicts import (
 )
 from tests.kit.wan import MIN_QUEUE_BYTES, QUEUE_S, Line
 from trahiv_cli.optim.ledger import Ledger, Spans
-
-# -- promises --------------------------------------------------------------------------------------
 
 
 def ready(peer):
@@ -62,33 +58,25 @@ def test_a_step_beside_the_longest_history_is_lost():
     assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), step("x", "0", 1)]}) == {"x": ["b"]}
 
 
-# -- verdicts --------------------------------------------------------------------------------------
-
-
 def taken(number, t=0.0, group=("a", "b"), lost=0):
     return {"event": "step", "step": number, "t": t, "round": {"group": list(group)}, "data": {"lost": lost}}
 
 
-def joined(source):
-    return {"event": "joined", "source": source}
-
-
 def test_steps_that_were_taken_before_are_falls_and_lost_leases_are_counted_in_all_lives():
-    assert not find_falls([[joined("fresh"), taken(1), joined("swarm"), taken(2)], [taken(2), taken(4)]])
-    falls = find_falls([[taken(1)], [taken(2), joined("checkpoint"), taken(2)]])
-    assert falls == ["peer 1 takes step 2 after step 2"]
-    assert find_falls([[joined("fresh"), taken(1), joined("fresh")]])
-    events = [taken(1, 9, lost=2), taken(2, 12, ["a"], lost=3), joined("swarm"), taken(3, 15, lost=1)]
+    fresh, swarm = ({"event": "joined", "source": source} for source in ("fresh", "swarm"))
+    assert not find_falls([[fresh, taken(1), swarm, taken(2)], [taken(2), taken(4)]])
+    assert find_falls([[taken(1)], [taken(2), swarm, taken(2)]]) == ["peer 1 takes step 2 after step 2"]
+    assert find_falls([[fresh, taken(1), fresh]])
+    events = [taken(1, 9, lost=2), taken(2, 12, ["a"], lost=3), swarm, taken(3, 15, lost=1)]
     assert (back_after(events, 10.0), back_after(events, 30.0), total_lost(events)) == (5.0, None, 4)
 
 
 def test_losses_and_checkpoints_after_the_same_step_must_be_the_same(tmp_path):
-    def evaluations(losses):
-        return [{"event": "eval", "step": at, "eval_loss": loss} for at, loss in losses.items()]
-
-    equal, different = evaluations({10: 2.0, 20: 1.0}), evaluations({20: 1.001})
-    assert losses_of([equal, equal]) == ({10: 2.0, 20: 1.0}, [])
-    assert "after step 20 peer 1" in losses_of([equal, different])[1][0]
+    first, equal, different = (
+        {"event": "eval", "step": at, "eval_loss": loss} for at, loss in ((10, 2.0), (20, 1.0), (20, 1.001))
+    )
+    assert losses_of([[first, equal]] * 2) == ({10: 2.0, 20: 1.0}, [])
+    assert "after step 20 peer 1" in losses_of([[first, equal], [different]])[1][0]
     assert worst_jump({10: 2.0, 20: 1.0, 30: 1.04, 40: 0.9}) == pytest.approx(1.04)
     for run, number, spans in (("a", 9, ((0, 5),)), ("b", 10, ((0, 8),)), ("c", 10, ((0, 9),))):
         folder = tmp_path / run / "checkpoints" / f"step-{number}"
@@ -112,18 +100,9 @@ def test_a_pass_must_be_whole_and_only_lost_leases_trained_twice(spans, duplicat
     assert judge_data(Ledger(Spans(spans), duplicates), num_samples=100, leases_lost=3) == wrong
 
 
-# -- figures ---------------------------------------------------------------------------------------
-
-
-def told(*steps, calls=(), is_share=False):
-    """What a peer tells of steps: key, time, samples, weight, and (else 0) what it held then."""
-    return Told(
-        calls=list(calls),
-        committed={
-            key: Committed(at, key, samples, is_share, *(held or (0,)), (weight,) * 3)
-            for key, at, samples, weight, *held in steps
-        },
-    )
+def told(key, at, samples, weight=0.0, held=0, calls=(), is_share=False):
+    """What a peer tells of its only step."""
+    return Told(calls=calls, committed={key: Committed(at, key, samples, is_share, held, (weight,) * 3)})
 
 
 @pytest.mark.parametrize(
@@ -136,18 +115,17 @@ def told(*steps, calls=(), is_share=False):
     ],
 )
 def test_a_step_counts_when_both_have_committed_it_and_from_then_on(others, weight, is_share, joint):
-    ours, theirs = (("a", 1.0, 48, 0.0), (others, 1.5, 51, weight))
-    found = find_joint([told(ours, is_share=is_share), told(theirs, is_share=is_share)])
-    assert [(one.at, one.samples) for one in found] == joint
+    ours, theirs = told("a", 1.0, 48, is_share=is_share), told(others, 1.5, 51, weight, is_share=is_share)
+    assert [(one.at, one.samples) for one in find_joint([ours, theirs])] == joint
 
 
 def test_samples_computed_until_the_others_have_committed_are_held():
-    early = told(("a", 1.0, 100, 0.0, 3), calls=[(1.0, 0.2), (1.2, 0.01), (1.4, 0.01), (1.6, 0.01)])
-    late = told(("a", 1.5, 100, 0.0, 4), calls=[(1.5, 0.4)])
+    early = told("a", 1.0, 100, held=3, calls=[(1.0, 0.2), (1.2, 0.01), (1.4, 0.01), (1.6, 0.01)])
+    late = told("a", 1.5, 100, held=4, calls=[(1.5, 0.4)])
     assert find_joint([early, late])[0].held == 3 + 2 + 4
     # hivemind tells of its step within `step()`; the sample of that call is in the step.
-    early = told(("3", 1.0, 50, 0.0), calls=[(1.3, 0.8), (1.5, 0.01)], is_share=True)
-    late = told(("3", 1.5, 50, 0.0), calls=[(1.6, 0.8)], is_share=True)
+    early = told("3", 1.0, 50, calls=[(1.3, 0.8), (1.5, 0.01)], is_share=True)
+    late = told("3", 1.5, 50, calls=[(1.6, 0.8)], is_share=True)
     assert find_joint([early, late])[0].held == 1
 
 
@@ -172,24 +150,13 @@ def test_the_window_opens_with_a_joint_step_and_closes_with_one(joint, is_closed
     assert utilisation(found, [0.5, 0.5]) == pytest.approx(found.samples / (found.end - found.start) / 4)
 
 
-# -- a line of the simulated network ----------------------------------------------------------------
-
-BYTES = 1250
-"""Of a packet; they take a millisecond at 10 Mbit/s."""
-
-
-def test_packets_leave_one_after_the_other_at_the_rate_that_holds_when_they_come():
-    line = Line(10)
-    assert [line.take(at, BYTES) for at in (5.0, 5.0, 5.0, 7.0)] == pytest.approx(
-        [5.001, 5.002, 5.003, 7.001]
-    )
+def test_packets_leave_at_the_rate_that_holds_when_they_come_and_a_full_queue_drops_the_last():
+    line, num_bytes = Line(10), 1250  # a packet takes a millisecond
+    assert [line.take(at, num_bytes) for at in (5.0, 5.0, 7.0)] == pytest.approx([5.001, 5.002, 7.001])
     line.set_rate(5)
-    assert line.take(7.0, BYTES) == pytest.approx(7.003)
-
-
-@pytest.mark.parametrize(("rate_mbit", "limit"), [(1, MIN_QUEUE_BYTES), (100, int(QUEUE_S * 100e6 / 8))])
-def test_a_full_queue_drops_what_comes_last_and_an_empty_one_takes_packets_again(rate_mbit, limit):
-    line = Line(rate_mbit)
-    taken = [line.take(0.0, BYTES) is not None for _ in range(limit // BYTES + 3)]
-    assert taken == [True] * (limit // BYTES) + [False] * 3
-    assert line.take(60.0, BYTES) is not None
+    assert line.take(7.0, num_bytes) == pytest.approx(7.003)
+    for rate_mbit, limit in ((1, MIN_QUEUE_BYTES), (100, int(QUEUE_S * 100e6 / 8))):
+        line = Line(rate_mbit)
+        taken = [line.take(0.0, num_bytes) is not None for _ in range(limit // num_bytes + 3)]
+        assert taken == [True] * (limit // num_bytes) + [False] * 3
+        assert line.take(60.0, num_bytes) is not None, "it is empty again"

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.agreement import (
     agreement,
     canonical,
@@ -14,10 +13,9 @@ from trahiv_cli.recipe.agreement import (
     run_id,
     what_changed,
 )
-from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import from_wire, to_wire
+from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.recipe.schema import TASK_SECTIONS, sections_of_a_recipe
 
 OWNED = """
@@ -127,14 +125,3 @@ def test_edited_data_is_told_from_another_recipe(put, of_file, file, text, overr
     folder = put({"before/chat.jsonl": "1234", f"after/{file}.jsonl": text})
     earlier = of_file(folder / "before/chat.jsonl")
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
-
-
-def test_other_data_of_the_same_name_is_refused_with_both_hashes_and_sizes(put, of_file):
-    """Which differences are listed is in `tests/unit/swarm/test_exchange.py`."""
-    folder = put({"starter/chat.jsonl": "1234", "joiner/chat.jsonl": "123"})
-    sent = of_file(folder / "starter/chat.jsonl")
-    said = "3 bytes, SHA-256 a665a4592042; the run has 1 file, 4 bytes, SHA-256 03ac674216f3"
-    with pytest.raises(RecipeMismatch, match=said):
-        read_contents(from_wire(to_wire(sent), [f"data.datasets.0.path={folder}/joiner/chat.jsonl"]))
-    with pytest.raises(RecipeMismatch, match="'owner/data' is not .* it has no local files"):
-        read_contents(from_wire(to_wire(sent), ["data.datasets.0.path=owner/data"]))

@@ -30,9 +30,7 @@ def recipe_of(*paths):
     return load_recipe("quickstart", [f"data.datasets=[{datasets}]"]).recipe
 
 
-def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once_unless_it_changes(
-    put, tmp_path, monkeypatch
-):
+def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once(put, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     put({"chat.jsonl": "hello\n"})
     held = held_by("chat.jsonl")
@@ -42,7 +40,7 @@ def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once_unless_
         patched.setattr(content.hashlib, "file_digest", None)
         assert held_by("chat.jsonl") == held
     assert held_by("~/chat.jsonl") == held
-    put({"chat.jsonl": "yy"})
+    put({"chat.jsonl": "yy"})  # once more where it has changed
     assert held_by("chat.jsonl").sha256 == hashlib.sha256(b"yy").hexdigest()
 
 
@@ -57,9 +55,7 @@ def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once_unless_
         ({"b/1.txt": "x", "b/2.txt": "y"}, "b", None, False),
     ],
 )
-def test_content_is_equal_under_any_name_and_other_bytes_boundaries_order_or_kinds_are_not(
-    put, texts, path, data_files, is_equal
-):
+def test_content_is_bytes_boundaries_order_and_kinds_and_no_names(put, texts, path, data_files, is_equal):
     put({"a/1.jsonl": "x", "a/2.jsonl": "y", **texts})
     assert (held_by(path, data_files=data_files) == held_by("a")) is is_equal
 
@@ -113,19 +109,17 @@ def test_another_built_in_text_is_told_with_its_version():
     assert ("data.datasets.0.content.version", version(), "99.1") in caught.value.differences
 
 
-ROOT = Path(__file__).parents[3]
-
-
 def test_a_wheel_has_the_recipes_and_the_text_of_the_checkout_documentation_first(tmp_path, monkeypatch):
+    root = Path(__file__).parents[3]
     in_checkout, recipes = content_of(DatasetSection(path=TEXT)), sorted(builtin_recipes())
-    names = [file.relative_to(ROOT).as_posix() for file in text_files()]
+    names = [file.relative_to(root).as_posix() for file in text_files()]
     assert names[0].startswith("docs/") and names[-1].startswith("trahiv_cli/")
     assert names == sorted(names, key=lambda name: Path(name).parts), "as everywhere"
-    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wheel = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for package in wheel["packages"]:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
     for source, place in wheel["force-include"].items():
-        shutil.copytree(ROOT / source, tmp_path / place)
+        shutil.copytree(root / source, tmp_path / place)
     monkeypatch.setattr(builtin, "_PACKAGE", tmp_path / "trahiv_cli")
     assert content_of(DatasetSection(path=TEXT)) == in_checkout
     assert sorted(builtin_recipes()) == recipes

@@ -222,9 +222,7 @@ hivemind_config: {dht: {identity_path: '@my.key', initial_peers: ['@friend', /ip
 """
 
 
-def test_every_path_is_relative_to_the_recipe_or_to_here_and_means_the_same_once_resolved(
-    write, tmp_path, elsewhere, monkeypatch
-):
+def test_a_path_is_relative_to_the_recipe_or_to_here_until_resolved(write, tmp_path, elsewhere, monkeypatch):
     project = tmp_path / "project"
     recipe = write(LOCAL, "project/recipe.yaml")
     for file in (project / "a.jsonl", elsewhere / "a.jsonl", elsewhere / "b.jsonl"):
@@ -263,25 +261,22 @@ def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are
 
 @pytest.fixture
 def stdin():
-    """`stdin(content)` puts content into standard input."""
+    """Give standard input back after a test."""
     before = os.dup(0)
-
-    def fill(content):
-        reading, writing = os.pipe()
-        os.write(writing, content)
-        os.close(writing)
-        os.dup2(reading, 0)
-        os.close(reading)
-
-    yield fill
+    yield
     os.dup2(before, 0)
     os.close(before)
 
 
-def test_a_recipe_may_come_through_a_pipe_or_from_stdin(stdin, elsewhere):
+@pytest.mark.usefixtures("stdin")
+def test_a_recipe_may_come_through_a_pipe_or_from_stdin(elsewhere):
     (elsewhere / "a.jsonl").touch()
     for name, file in (("/dev/fd/0", "/dev/fd/0"), ("-", "<stdin>")):
-        stdin(LOCAL.encode())
+        reading, writing = os.pipe()
+        os.write(writing, LOCAL.encode())
+        os.close(writing)
+        os.dup2(reading, 0)
+        os.close(reading)
         loaded = load_recipe(name)
         assert (loaded.text, loaded.document.file, loaded.is_from_pipe) == (LOCAL, file, True)
         assert loaded.recipe.name == "recipe"

@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-import string
 import tracemalloc
 import zlib
 
@@ -48,9 +47,6 @@ def refusal_of(obj, overrides=(), files=None):
     return caught.value
 
 
-# -- bytes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_a_recipe_survives_the_trip(name):
     sent = load_recipe(name).recipe
@@ -81,11 +77,6 @@ def test_noise_is_not_a_recipe_and_a_bomb_is_inflated_within_its_bound(kind):
     assert most < 2_000_000 or "bomb" not in kind, "inflated it has 3 MB"
 
 
-def noise(length):
-    """Letters that hardly deflate."""
-    return "".join(random.Random(0).choices(string.ascii_letters, k=length))
-
-
 LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
 
 
@@ -93,7 +84,7 @@ LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
     ("culprit", "overrides"),
     [
         ("data.chat_template", (*SFT, LONG_TEXT, "model.config.notes=" + "x" * 9_000)),
-        ("model.config.notes", (f"model.config.notes={noise(20_000)}",)),
+        ("model.config.notes", (f"model.config.notes=x{random.Random(0).getrandbits(120_000):x}",)),
     ],
     ids=["inflated", "deflated"],
 )
@@ -109,9 +100,6 @@ def test_what_no_peer_would_take_is_refused_at_home():
         pack(recipe_with("model.config._name_or_path=/home/me/model"))
     (finding,) = refused.value.findings
     assert (finding.path, finding.file) == ("model.config._name_or_path", "")
-
-
-# -- what arrives ---------------------------------------------------------------------------------
 
 
 def test_suggestions_arrive_and_secrets_do_not():
@@ -160,9 +148,6 @@ def test_words_may_look_like_places_where_nothing_is_looked_up():
     assert from_wire(sent).data.chat_template == template
     layers = with_value(wire("peft.r=4"), ["q_proj"], "peft", "target_modules")
     assert from_wire(layers).peft.target_modules == ["q_proj"], "names of layers are no pattern"
-
-
-# -- what is refused ------------------------------------------------------------------------------
 
 
 PLACES = [

@@ -34,9 +34,6 @@ def meet(met, *numbers):
         met.meet(peer_id(number), [address(number)])
 
 
-# -- what is written down -------------------------------------------------------------------------
-
-
 def test_ports_are_kept_and_news_alone_is_written_and_nothing_of_a_visit(tmp_path):
     path = tmp_path / "peers.json"
     met = Acquaintances(path)
@@ -95,9 +92,6 @@ def test_a_file_that_is_none_is_taken_for_an_empty_one(tmp_path, content):
     met = Acquaintances(tmp_path / "peers.json")
     met.meet(PEER, [address(2), "not a multiaddr", f"/ip4/999.0.113.7/tcp/31337/p2p/{PEER}", None])
     assert met.addresses == {} and met.ports == {}
-
-
-# -- keeping in touch -----------------------------------------------------------------------------
 
 
 class Network(FakeNode):

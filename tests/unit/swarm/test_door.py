@@ -143,9 +143,7 @@ async def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_t
     ("membership", "words"), [(None, "is closed"), (OTHER_SWARM, "not take this peer for a member")]
 )
 @played
-async def test_a_stranger_is_refused_before_its_request_is_parsed_and_named_once(
-    wire, membership, words, warnings
-):
+async def test_a_stranger_is_refused_unheard_and_named_once(wire, membership, words, warnings):
     a, stranger = await wire.serve(A, SWARM), await wire.serve(M, membership)
     for _ in range(3):
         await refused(ping(stranger, A))

@@ -103,9 +103,6 @@ def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
     assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
 
 
-# -- what an offer becomes ------------------------------------------------------------------------
-
-
 def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_is_its_own(node):
     offer = fetch_offer(node, [])
     assert agreement(accept_offer(offer)) == agreement(RECIPE)
@@ -133,7 +130,10 @@ def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp
     accepted = accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
     assert accepted.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
     (tmp_path / "copy.jsonl").write_text("123")
-    with pytest.raises(RecipeMismatch) as refused:
+    said = "3 bytes, SHA-256 a665a4592042; the run has 1 file, 4 bytes, SHA-256 03ac674216f3"
+    with pytest.raises(RecipeMismatch, match=said) as refused:
         accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
     differ = {path.removeprefix("data.datasets.0.content.") for path, _, _ in refused.value.differences}
     assert differ == {"num_bytes", "sha256"}
+    with pytest.raises(RecipeMismatch, match="'owner/data' is not .* it has no local files"):
+        accept_offer(fetch_offer(node, []), ["data.datasets.0.path=owner/data"])

@@ -56,9 +56,6 @@ def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
             read_invitation([f"@{tmp_path / name}"])
 
 
-# -- open or closed -------------------------------------------------------------------------------
-
-
 def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_by_a_bare_address_later(tmp_path):
     owned = [find_standing(tmp_path, Invitation()) for _ in range(2)]
     assert {one.owner.public for one in owned} == {one.membership.owner for one in owned}
@@ -98,9 +95,6 @@ def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, na
     for folder, words in ((tmp_path, "can be read by other users"), (tmp_path / name, "can't be used")):
         with pytest.raises(SetupError, match=words):
             find_standing(folder, Invitation())
-
-
-# -- the key that fixes a peer's id ---------------------------------------------------------------
 
 
 def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(tmp_path):

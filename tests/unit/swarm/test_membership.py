@@ -78,9 +78,6 @@ def test_who_is_a_member(policy, peer, grant, word, monkeypatch):
     assert word in objection and bool(word) == bool(objection)
 
 
-# -- the book -------------------------------------------------------------------------------------
-
-
 def wire(serial, owner=OWNER):
     return replace(KICKED, serial=serial).to_bytes(owner)
 

@@ -104,9 +104,6 @@ def test_a_visit_ends_with_the_visitor(monkeypatch, start):
     assert not dht.is_alive() and not visitor.is_alive()
 
 
-# -- records --------------------------------------------------------------------------------------
-
-
 def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody_took_it(start):
     own, malformed = own_place(RSAPrivateKey()), own_place(RSAPrivateKey())
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
@@ -125,9 +122,6 @@ def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypat
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
         with pytest.raises(SwarmError, match="does not answer"):
             ask()
-
-
-# -- why a node did not start ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,9 +163,6 @@ def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(capl
 
     do_chores([fail, lambda: done_times.append(1)], SimpleNamespace(wait=lambda _: len(done_times) == 3))
     assert caplog.text.count(str(error)) == 1
-
-
-# -- addresses ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0:31337", "/ip4/203.0.113.7/tcp/99999", "/ip4/1.2.3.4/tcp/1"])
@@ -221,9 +212,6 @@ def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
         assert addresses.what_answers(untold) == f"{untold}: no answer"
         nowhere = f"/dns4/nowhere.invalid/tcp/1/p2p/{PEER}"
         assert "nowhere.invalid can't be reached" in addresses.what_answers(nowhere)
-
-
-# -- whether it goes on ---------------------------------------------------------------------------
 
 
 class Home:

@@ -101,9 +101,6 @@ def swarm(tmp_path, monkeypatch):
     return made
 
 
-# -- who is there, and stays ------------------------------------------------------------------------
-
-
 def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(swarm):
     assert read_members(swarm, swarm.owner.public) == dict.fromkeys((A, B, M), swarm.home.grant)
     del swarm.lists[B]
@@ -167,9 +164,6 @@ def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_o
     assert (folder / roll.ROLL_FILE).stat().st_mode & 0o077 == 0
     (folder / roll.ROLL_FILE).write_text('{"version": 1, "members": {"x": {}}}')
     assert read_roll(folder) == {}
-
-
-# -- what the owner does ----------------------------------------------------------------------------
 
 
 def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_all(swarm):

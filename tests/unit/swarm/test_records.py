@@ -108,9 +108,6 @@ def test_a_peer_has_one_place_under_a_key_and_so_many_peers_have_one_that_came_b
     assert kept(quota, place=place_by(shared, THIRD)), "the others' are over"
 
 
-# -- statements -----------------------------------------------------------------------------------
-
-
 def test_a_statement_is_read_as_it_was_made_and_one_of_another_or_about_something_else_or_changed_is_none():
     said = b"I bring 8 samples"
     first, second, bob_s = (sign(key_of(name), b"step 7", said) for name in ("alice", "alice", "bob"))

@@ -25,18 +25,12 @@ def progress(*peers, samples):
     return {"event": "progress", "step": 7, "samples": samples, "target": 64, "peers": list(peers)}
 
 
+COUNTS = {"samples": 64, "my_samples": 24, "peers": 2, "samples_per_second": 11.3}
+
+
 def step(number, **fields):
-    return {
-        "event": "step",
-        "step": number,
-        "loss": 4.0 - number / 4,
-        "learning_rate": 0.0003,
-        "samples": 64,
-        "my_samples": 24,
-        "peers": 2,
-        "samples_per_second": 11.3,
-        "round": ROUND,
-    } | fields
+    loss = {"loss": 4.0 - number / 4, "learning_rate": 0.0003, "round": ROUND}
+    return {"event": "step", "step": number} | loss | COUNTS | fields
 
 
 READY = {

@@ -101,9 +101,7 @@ def test_an_averager_that_nobody_takes_over_is_not_waited_for(is_running, timeou
     started._ended.set_result(None)  # or it would be shut down, and waited for
 
 
-def test_a_node_shows_life_when_the_loops_of_its_averagers_do_and_none_is_expected_after_their_end(
-    monkeypatch, dht
-):
+def test_a_node_shows_life_when_the_loops_of_its_averagers_do_until_their_end(monkeypatch, dht):
     async def done(*_):
         return p2p
 

@@ -25,9 +25,6 @@ from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES, receive_prot
 LONG = bytes(3600)
 
 
-# -- what a message carries ------------------------------------------------------------------------
-
-
 def stored(num_records, num_keys=1):
     """A node's part of the DHT that holds long records under each of some keys."""
 
@@ -108,9 +105,6 @@ def test_a_message_of_a_stream_is_received_or_ends_it_if_it_is_endless_or_can_no
             received(lambda reader: receive_protobuf(dht_pb2.PingRequest, reader), sent)
 
 
-# -- whom a node believes --------------------------------------------------------------------------
-
-
 def test_of_a_dictionary_no_more_forged_records_are_judged_than_it_takes_to_know_it_and_good_ones_count():
     protocol, [key] = stored(0)
     judged, counted = [], []
@@ -151,9 +145,6 @@ def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value):
     for one in (record, replace(record), replace(record, expiration_time=2.0)):
         assert validator.validate(one) == (value == b"truth")
     assert judge.judged == num_judged
-
-
-# -- who is asked ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_known", "is_for_a_store"), [(16, True), (20, True), (16, False)])

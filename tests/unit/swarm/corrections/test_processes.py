@@ -46,9 +46,6 @@ def test_all_of_hivemind_has_the_swarm_s_time_and_this_process_as_many_files_as_
     assert soft == hard
 
 
-# -- messages and tasks ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "upstream still"])
 def test_a_message_is_read_when_all_of_it_is_there(is_ours):
     reader, writer = multiprocessing.Pipe(duplex=False)
@@ -92,9 +89,6 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
     asyncio.run(run())
 
 
-# -- futures and memory ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
 def test_the_event_loop_that_a_future_made_is_closed(is_closed):
     before = asyncio.get_event_loop_policy()
@@ -118,9 +112,6 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
     for piece in pieces:
         libc.free(piece)
     assert is_mapped
-
-
-# -- what processes leave behind -------------------------------------------------------------------
 
 
 def test_a_forked_process_keeps_tasks_and_folder_and_leaves_ctrl_c_to_its_parent(monkeypatch):
