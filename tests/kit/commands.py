@@ -251,9 +251,6 @@ class Peer:
         return f"{' '.join(self.command)}\n{what} ({state})\nevents:\n{events}\nstderr:\n{self.err[-3000:]}"
 
 
-# -- a place for them -----------------------------------------------------------------------------
-
-
 @functools.cache
 def _clean_environment() -> dict[str, str]:
     """What all commands have. Libraries derive folders from the home when they are imported."""

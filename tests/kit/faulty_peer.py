@@ -111,9 +111,6 @@ MODES_BESIDE_TRAINING = {
 """Peers in the modes in which training goes on during a round."""
 
 
-# -- in the peer's process ------------------------------------------------------------------------
-
-
 def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw inputs and targets, each of shape (count, WIDTH), float32: targets are the inputs in reverse."""
     inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
@@ -264,9 +261,6 @@ class Peer:
                 "weights": digest_of(self._model.parameters()).hex()[:16],
                 "loss": float(torch.nn.functional.mse_loss(self._model(inputs), targets)),
             }
-
-
-# -- what goes wrong in a real one ----------------------------------------------------------------
 
 
 def say_struck(fault: Any) -> None:

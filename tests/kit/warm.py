@@ -61,8 +61,6 @@ START_S = 120.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 NAME = "warm parent"
 
-# -- in the test's process ------------------------------------------------------------------------
-
 
 class Parent:
     """A process that has imported the libraries and forks commands. It starts with the first command.
@@ -164,9 +162,6 @@ def _shown(command: Sequence[str], environment: Mapping[str, str]) -> list[bytes
     return [b"".join(os.fsencode(word) + b"\0" for word in words) for words in (command, pairs)]
 
 
-# -- in the parent --------------------------------------------------------------------------------
-
-
 def _serve(connection: socket.socket, libraries: Sequence[str]) -> None:
     """Import, and fork as asked until the tests' process is gone. In a fork it returns after the command."""
     from trahiv_cli.cli.output import quiet_libraries
@@ -224,9 +219,6 @@ def _fork_for_grandparent() -> int:
     while os.getppid() == between:
         os.sched_yield()
     return 0
-
-
-# -- in a command ---------------------------------------------------------------------------------
 
 
 def _become(

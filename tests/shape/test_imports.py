@@ -174,8 +174,6 @@ def test_the_rules_catch_what_is_forbidden_and_nothing_else():
         TopologicalSorter(edges(circle)).prepare()
 
 
-# -- what stays light ------------------------------------------------------------------------------
-
 HEAVY = {"torch", "transformers", "hivemind", "peft", "datasets", "trl", "bitsandbytes"}
 UNNEEDED_FOR_HELP = {"pydantic", "yaml"}
 

@@ -105,8 +105,6 @@ def shortest(
         size //= 2
 
 
-# -- lies -------------------------------------------------------------------------------------------
-
 # A lie changes one thing in a peer, once that has its optimizer. The product's own code runs in a liar up to
 # the edge: the lie is put in after the peer's own checks.
 

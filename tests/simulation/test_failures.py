@@ -246,9 +246,6 @@ def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
         assert waited_s < WAITED_AT_MOST * statistics.median(b["time"] - a["time"] for a, b in pairwise(own))
 
 
-# -- liars ------------------------------------------------------------------------------------------
-
-
 def loss(run: Run) -> float:
     """The largest of the honest peers' on data that they have not seen."""
     models = [peer._model for peer in run.world.peers.values()][:-1]

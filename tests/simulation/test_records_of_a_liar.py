@@ -296,8 +296,6 @@ def test_policies(nodes, caplog, clock, tmp_path):
         assert newcomer.policy == book.policy == nodes["A"].book.policy, lie
 
 
-# -- what nodes of the DHT ask and answer -----------------------------------------------------------
-
 # Each message is one between two real protocols, with one field changed. A handler may refuse a request, of
 # which only the one that asked hears; an answer that can't be read counts as none.
 

@@ -37,8 +37,6 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
             self._local_accumulators = tuple(map(torch.zeros_like, self.aside))
         yield from self._local_accumulators
 
-    # -- batches -------------------------------------------------------------------------------------
-
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
         """Announce a batch of so many rows whose gradients come next; `accumulate_grads_` counts them.
 
@@ -82,8 +80,6 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         self.local_weight = 0.0
         self.forget_announced()
         super().reset_accumulated_grads_()
-
-    # -- a round -----------------------------------------------------------------------------------
 
     def set_aside(self) -> None:
         """Set what was accumulated aside, for a round; what comes now goes into other memory, if anything."""

@@ -144,8 +144,6 @@ class SwarmOptimizer(hivemind.Optimizer):
             **keywords,
         )
 
-    # -- one local step ----------------------------------------------------------------------------
-
     def divide_data(self, number: int, *, is_stream: bool = False) -> Leases:
         """Have peers train different samples, or shards, of so many; return where this peer's come from."""
         leases = Leases(
@@ -199,8 +197,6 @@ class SwarmOptimizer(hivemind.Optimizer):
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm; see `CatchUp.load`, also for what it raises."""
         return self.catch_up.load(timeout_s)
-
-    # -- where it is -------------------------------------------------------------------------------
 
     history = property(attrgetter("state_averager.history"))
     """What was committed on the way to the weights that this peer holds; what its rounds have trained of the

@@ -148,9 +148,6 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-# -- copies ---------------------------------------------------------------------------------------
-
-
 def with_copies(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe with the paths of copies in the place of paths where the data of a dataset is not.
 

@@ -186,9 +186,6 @@ class Reunion:
             self._node.run(partial(greet, due))
 
 
-# -- in the DHT's process --------------------------------------------------------------------------
-
-
 async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
     """Return the ids, base58, of the peers in the routing table; for `DHT.run_coroutine`."""
     del dht

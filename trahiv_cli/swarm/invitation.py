@@ -147,9 +147,6 @@ def _lines(text: str) -> Iterator[str]:
         yield from (line for line in peers_in(content) if not line.startswith("@"))
 
 
-# -- what makes this peer a member ----------------------------------------------------------------
-
-
 def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
     """Find what makes a peer that only looks a member; None: nothing. No file is written."""
     membership = invitation.membership
@@ -221,9 +218,6 @@ def _keep(path: Path, text: str) -> None:
         write_private(path, text.encode() + b"\n")
     except OSError as error:
         raise SetupError(UNUSABLE.format(path, error.strerror or error), hint=OTHER_FOLDER) from error
-
-
-# -- by which others join -------------------------------------------------------------------------
 
 
 def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:

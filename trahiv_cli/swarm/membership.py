@@ -186,9 +186,6 @@ def _key_of(secret: bytes) -> Ed25519PrivateKey:
     return Ed25519PrivateKey.from_private_bytes(derived)
 
 
-# -- what the owner decides -----------------------------------------------------------------------
-
-
 def mark_of(*parts: bytes) -> bytes:
     """Shorten a peer's id, an invitation's key, or both, to `MARK_BYTES`."""
     return hashlib.sha256(b"".join(parts)).digest()[:MARK_BYTES]

@@ -63,8 +63,6 @@ class OwnedSwarm:
             )
         return read_invitation([f"@{path}"])
 
-    # -- invitations -------------------------------------------------------------------------------
-
     def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Grant, Path]:
         """Make an invitation, which is in a private file then; `lasts_s` None: until it is closed."""
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
@@ -98,8 +96,6 @@ class OwnedSwarm:
 
     def _is_open(self, grant: Grant) -> bool:
         return not self.book.policy.objection(b"", grant)
-
-    # -- members -----------------------------------------------------------------------------------
 
     def find(self, word: str) -> str:
         """Find a peer by its id, or by how that ends; SetupError if that is not one member's."""
@@ -138,8 +134,6 @@ class OwnedSwarm:
             fresh = self.owner.invite(era=self.book.policy.era)
             keep_invitation(self.folder / MEMBER_FILE, Invitation(membership=fresh))
             keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
-
-    # -- visits ------------------------------------------------------------------------------------
 
     def synchronize(self) -> bool:
         """Learn who came and what was decided elsewhere, and hand on what was decided here.

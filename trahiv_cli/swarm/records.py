@@ -208,9 +208,6 @@ class Quota:
             self._owners[place.certificate[:KEY_BYTES]] = owners
 
 
-# -- statements -----------------------------------------------------------------------------------
-
-
 def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
     """Make a statement: the content, and some 540 bytes of an identity's public key and signature.
 

@@ -145,9 +145,6 @@ def test_a_member_that_is_not_there_fails_the_round_for_all_and_is_named():
         assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
 
 
-# -- a reducer by itself ----------------------------------------------------------------------------
-
-
 def claims(*norms):
     return {f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}
 

@@ -67,9 +67,6 @@ def test_what_a_member_says_arrives_as_it_was_sent_but_for_long_reasons():
     assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
 
 
-# -- a vote among members -------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def _late_votes_are_waited_for_a_moment(monkeypatch):
     monkeypatch.setattr(ballots, "VOTE_GRACE_S", 0.1)

@@ -218,8 +218,6 @@ async def test_a_search_ends_at_its_deadline_and_one_for_a_round_alone_at_once_a
     await require(peers, *look(peers))
 
 
-# -- of whom rounds fail, and for how long nobody is with it in a group --------------------------------
-
 PEERS = {name: PeerID(b"peer %s" % name.encode()) for name in "ABCL"}
 
 

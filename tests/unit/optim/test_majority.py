@@ -165,8 +165,6 @@ def test_who_is_fewer_comes_back(clock, which):
     assert seen == [None] * (len(looks) - 1) + [goes_to]
 
 
-# -- what is believed of a report -----------------------------------------------------------------
-
 TARGET, ANY = 100, 10**9
 
 

@@ -110,9 +110,6 @@ def now(monkeypatch, clock):
     return clock
 
 
-# -- members and strangers ------------------------------------------------------------------------
-
-
 @played
 async def test_a_caller_has_each_peer_introduce_itself_once(wire):
     a, b = await wire.serve(A, SWARM), await wire.serve(B, SWARM)
@@ -176,9 +173,6 @@ async def test_a_member_calls_nobody_who_can_t_show_a_certificate(wire):
     assert m.asked == a.asked == []
 
 
-# -- how much anybody may ask ---------------------------------------------------------------------
-
-
 def spend(door, peer, membership=SWARM):
     """How many calls a peer is answered at once."""
     certificate = shown(peer, membership) if membership else b""
@@ -228,9 +222,6 @@ def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, 
         assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
 
 
-# -- what the owner decides -----------------------------------------------------------------------
-
-
 def decided(owner=OWNER, **marks):
     return Policy(1, **{name: frozenset(some) for name, some in marks.items()}).to_bytes(owner)
 
@@ -269,9 +260,6 @@ async def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else
     for handler in (INTRODUCE, PING, FIND, STORE, PART, STATE, f"{FIND}x"):
         assert bool(admit(a.door, M, watcher, handler)) == (handler not in (INTRODUCE, PING, FIND))
     assert warnings == [f"Peer {M} was refused: it may only watch."]
-
-
-# -- streams --------------------------------------------------------------------------------------
 
 
 class Writer(bytearray):

@@ -80,9 +80,6 @@ def test_a_copy_has_the_values_of_the_moment_when_it_began_and_shares_nothing():
     assert equal(after := copies.wait(), live) and [copy.data_ptr() for copy in after] == places
 
 
-# -- the bytes ------------------------------------------------------------------------------------
-
-
 def test_tensors_arrive_as_they_were_stored_and_equal_states_alone_have_equal_digests():
     said = {"epoch": 3, "layout": [1.5, None, "x"]}
     metadata, tensors = read(first := build(TENSORS, metadata=said))
@@ -113,9 +110,6 @@ def test_bytes_that_are_not_what_the_manifest_says_are_refused(entry):
     manifest = Manifest((1, b""), MSGPackSerializer.dumps({}), (entry,), (bytes(16),))
     with pytest.raises(ValueError):
         read_state(manifest, torch.full((8,), 2, dtype=torch.uint8))
-
-
-# -- those that are kept --------------------------------------------------------------------------
 
 
 class Giver:
@@ -231,8 +225,6 @@ async def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(
         assert await giver.find(4, later_s=snapshot.SHARE_S) is taken[2], "the furthest that there is"
     assert (await giver.find(4)).manifest.rank == (4, b"")
 
-
-# -- fetched from several peers ---------------------------------------------------------------------
 
 CHUNKS = 12
 STEP_0, STEP_1, STEP_2 = (0, b""), (1, b""), (2, b"")
