@@ -114,21 +114,17 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
     assert is_mapped
 
 
-def test_a_forked_process_keeps_tasks_and_folder_and_leaves_ctrl_c_to_its_parent(monkeypatch):
-    (here, there), did = multiprocessing.Pipe(), []
-    for name in ("return_freed_memory", "renew_thread_pool"):
-        monkeypatch.setattr(processes, name, lambda name=name: did.append(name))
-
-    def run():
-        processes.become_child(os.getppid())
-        did.extend([asyncio.create_task.__name__, signal.getsignal(signal.SIGINT)])
-        there.send((did, *Path("/tmp").glob(f"trahiv-{os.getpid()}-*")))
-
-    (child := multiprocessing.get_context("fork").Process(target=run)).start()
-    child.join(30)
-    did, folder = here.recv()
-    assert did == ["return_freed_memory", "renew_thread_pool", "create_and_hold", signal.SIG_IGN]
-    assert not folder.exists(), "it went with the process"
+def test_a_child_dies_with_its_parent_and_leaves_ctrl_c_to_it_and_keeps_its_tasks(monkeypatch):
+    did = []
+    for name in ("die_with_parent", "private_folder", "return_freed_memory", "renew_thread_pool"):
+        monkeypatch.setattr(processes, name, lambda *args, name=name: did.append((name, *args)))
+    monkeypatch.setattr(signal, "signal", lambda *args: did.append(args))
+    monkeypatch.setattr(asyncio, "create_task", asyncio.create_task)
+    processes.become_child(os.getppid())
+    signals = [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)]
+    own = [("die_with_parent",), ("private_folder", os.getpid())]
+    assert did == [*signals, *own, ("return_freed_memory",), ("renew_thread_pool",)]
+    assert asyncio.create_task.__name__ == "create_and_hold"
 
 
 def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
