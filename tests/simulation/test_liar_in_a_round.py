@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.control import StepControl
 from hivemind.p2p import P2P
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
@@ -93,26 +95,21 @@ class Member:
     async def attempt(self, claim: bytes | None = None) -> None:
         """Try one round, with a claim in place of its own; `outcome` says whether it was committed."""
         averager, exchange = self.averager, self.exchange
-        EXCHANGE.set(exchange)
-        brought = torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number)
         with averager.get_tensors() as [tensor]:
-            tensor.copy_(brought)
-        norm = averager._prepare_contribution(exchange)
-        own = Claim(SAMPLES, float(SAMPLES), norm, bytes(8), self.quorum).to_bytes()
-        control = SimpleNamespace(deadline=swarm_time() + AVERAGING_TIMEOUT_S, data_for_gather=claim or own)
-        averager._pending_groups_registered.clear()
-        options = {"tensor_infos": averager.tensor_infos, "weight": 1.0} | averager.allreduce_kwargs
+            tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
+        own, now = Claim(SAMPLES, float(SAMPLES), 0.0, bytes(8), self.quorum).to_bytes(), swarm_time()
+        control = StepControl(now, now + AVERAGING_TIMEOUT_S, False, float(SAMPLES), claim or own)
+        init = SimpleNamespace(set_result=lambda _: control.allow_allreduce(), set_exception=lambda _: None)
         try:
-            group = await averager._matchmaking.look_for_group(control)
-            assert group, "no group was found"
-            with averager._register_allreduce_group(group):
-                async with asyncio.timeout(AVERAGING_TIMEOUT_S):
-                    self.commit(await averager._aggregate_with_group(group, **options))
+            if claim is None:
+                await averager._step(exchange, step=control, future_for_init=init)
+            else:  # the averager would read it, and fill in the norm
+                EXCHANGE.set(exchange)
+                await DecentralizedAverager._step(averager, step=control, future_for_init=init)
+            self.commit(control.result())
         except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
-            with averager.get_tensors() as [tensor]:
-                self.is_changed |= not tensor.equal(brought)
 
     async def replay(self, donor: Member) -> None:
         """Go through the round that others took meanwhile; `outcome` says whether the donor gave it."""
@@ -219,6 +216,7 @@ def swarm() -> Iterator[Swarm]:
         clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
         patch.setattr(group_finder, "time", clock)
         patch.setattr(P2P, "receive_protobuf", staticmethod(streams.receive_protobuf))
+        patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)  # this process is all of them
         yield Swarm()
     gc.collect()  # what waited for ever, and would tell of that in the midst of something else
 
