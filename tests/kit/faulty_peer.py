@@ -41,7 +41,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.rounds import Outcome, Round
+from trahiv_cli.optim.rounds import Log, Round
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
@@ -274,7 +274,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {
     "first-part": (ExactAllReduce, "_generate_input_for_peer", 1),
     "half-way": (ExactAllReduce, "_encode", 4),
     "before-vote": (ExactAverager, "_hold_vote", 1),
-    "after-vote": (Outcome, "of_claims", 1),
+    "after-vote": (Log, "add", 1),
 }
 """Moments of a round: it begins; the group stands and nothing was sent; some parts were averaged; this peer
 holds the average and has told nobody; it has voted and not applied anything. Each is a method's n-th call."""
