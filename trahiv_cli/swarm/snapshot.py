@@ -137,7 +137,7 @@ class Manifest:
     rank: Rank
     metadata: bytes  # what is small in a state, as MessagePack
     tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    """Of each the dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
+    """Each tensor's dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
 
     checksums: tuple[bytes, ...]  # of each chunk
 

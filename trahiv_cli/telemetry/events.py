@@ -27,10 +27,10 @@ SAY_AFTER_S = 5.0
 """A wait is talked about when it has lasted this long, and again as often."""
 
 MAX_BYTES = 32 * 2**20
-"""Of one file. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
+"""The size at which a file is full. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
 
 OLDER_FILES = 3
-"""So many that were full are kept beside the present one, as `<name>.1`, the newest, to `<name>.3`."""
+"""Full files that are kept beside the present one, as `<name>.1`, the newest, to `<name>.3`."""
 
 TRANSIENT = frozenset({"progress", "download"})
 """Events for live views only: many a minute, each out of date with the next."""

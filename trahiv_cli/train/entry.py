@@ -1,4 +1,4 @@
-"""Where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
+"""This module finds where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
 
 1. What it loaded is compared with what the others loaded (`comparison.py`), as whenever it finds no group.
 2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
@@ -30,7 +30,7 @@ OTHERS_S = 20.0
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a peer began."""
+    """The place from which a peer began."""
 
     source: Literal["fresh", "swarm", "checkpoint"]
     why: str  # one sentence for a person

@@ -40,7 +40,7 @@ from trahiv_cli.telemetry.events import EventFile, Events, RotatingFile
 from trahiv_cli.train.checkpoint import saved_in
 
 RUNS = Path("runs")
-"""Where runs live unless the user says otherwise."""
+"""The folder in which runs live unless the user says otherwise."""
 
 RESOLVED, LOCK_FILE = "recipe.json", "lock"
 MAX_FOLDERS_OF_A_RUN = 100

@@ -103,7 +103,7 @@ class Row(NamedTuple):
 
     @property
     def num_trained(self) -> int:
-        """Those that the loss is computed on."""
+        """Tokens that the loss is computed on."""
         return sum(is_trained for tokens in self.sequences for _, is_trained in tokens)
 
 
