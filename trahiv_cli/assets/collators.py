@@ -71,7 +71,9 @@ def hide(samples: list[dict[str, list[int]]], *, mask: DataCollatorForLanguageMo
         rows = []
         for sample, generator in zip(samples, generators, strict=True):
             mask.generator = generator
-            rows.append({name: values[0] for name, values in mask([sample]).items()})
+            # Not the collator itself: its padding of one sample takes longer than hiding does.
+            inputs, labels = mask.torch_mask_tokens(torch.tensor([sample["input_ids"]]))
+            rows.append({"input_ids": inputs[0], "labels": labels[0]})
         batch = collate(rows, pad_token_id=mask.tokenizer.pad_token_id, is_padded=True)
         # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
         if (batch["labels"] != IGNORED_LABEL).any():
