@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def as_child(what: str, *words: str) -> None:
 
 
 def train_plainly(folder: str, name: str, output: str) -> None:
-    """Train the model of a run with plain Trainer, on random tokens in samples of the same length."""
+    """Train the model of a run on random tokens, in samples of the same length, without a swarm."""
     import torch
     import transformers
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -214,16 +215,23 @@ def train_plainly(folder: str, name: str, output: str) -> None:
             model = prepare_model_for_kbit_training(model, bool(own.get("activation_checkpointing")))
     if "peft" in own:
         model = get_peft_model(model, LoraConfig(**own["peft"], target_modules="all-linear"))
-    args = transformers.TrainingArguments(
+    tokens = torch.randint(4, 1000, (2 * STEPS * own["batch"], own["length"]))
+    labels = torch.zeros(len(tokens), dtype=torch.long) if own["task"] == "seq-cls" else tokens
+    rows: Any = [{"input_ids": one, "labels": label} for one, label in zip(tokens, labels, strict=True)]
+    trainer, arguments = transformers.Trainer, transformers.TrainingArguments
+    if own["task"] == "sft":  # what TRL takes is no cost of a swarm
+        from datasets import Dataset
+        from trl import SFTConfig, SFTTrainer
+
+        rows = Dataset.from_dict({"input_ids": tokens.tolist()})
+        trainer, arguments = SFTTrainer, partial(SFTConfig, max_length=own["length"], bf16=False)
+    args = arguments(
         output_dir=output, max_steps=STEPS, save_steps=1, save_total_limit=1, report_to=[],
         disable_tqdm=True, per_device_train_batch_size=own["batch"], gradient_accumulation_steps=2,
         optim=own.get("optim", "adamw_torch_fused"), logging_strategy="no", dataloader_pin_memory=False,
         gradient_checkpointing=bool(own.get("activation_checkpointing")),
     )  # fmt: skip
-    tokens = torch.randint(4, 1000, (2 * STEPS * own["batch"], own["length"]))
-    labels = torch.zeros(len(tokens), dtype=torch.long) if own["task"] == "seq-cls" else tokens
-    rows = [{"input_ids": one, "labels": label} for one, label in zip(tokens, labels, strict=True)]
-    transformers.Trainer(model=model, args=args, train_dataset=rows).train()
+    trainer(model=model, args=args, train_dataset=rows).train()
 
 
 DEEDS = {PLAIN: train_plainly, MODELS: write_models}
