@@ -6,8 +6,8 @@ Every run has a model of about 100M weights that is drawn and saved first (`quic
 Two peers train it together for a few steps through the real command, then two processes of plain Trainer
 train it side by side: libraries are then shared by as many in both cases. Measured 20 times a second is the
 sum over a peer's processes of the memory that is theirs alone and their part of what they share (PSS), and
-on a GPU what torch had allocated at most. Printed of each run, of the peer that took more: the estimate and
-its ratio, and what the peer held beyond plain Trainer. Run nothing else that loads torch.
+on a GPU what torch had allocated at most. Printed of each run, of the peer that took more: the estimate for
+when a peer joins and its ratio, and what it held beyond plain Trainer. Run nothing else that loads torch.
 """
 
 from __future__ import annotations
@@ -299,7 +299,7 @@ def main() -> None:
                     ram, gpu = measure_peers(runs, recipe)
                 if gpu:
                     report(run, mode, "GPU", needed["device_bytes"], gpu, plain[1])
-                ram_needed = needed["host_bytes"] if gpu else needed["total_bytes"]
+                ram_needed = needed["host_bytes" if gpu else "total_bytes"] + needed["joiner_bytes"]
                 report(run, mode, "RAM", ram_needed, ram, plain[0])
 
 
