@@ -57,17 +57,20 @@ def giving_averager(
     width: int = 3,
     kind: Any = torch.optim.AdamW,
     has_local_steps: bool = False,
+    offload: bool = False,
 ) -> Any:
     """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
 
     Its inner optimizer has taken a step; its one weight and the tensor beside it are full of a value.
     """
     weight = torch.nn.Parameter(torch.full((width,), fill))
-    inner, weight.grad = kind([weight], lr=0.1), torch.full((width,), fill + 0.5)
+    stepped = torch.nn.Parameter(weight.detach().clone()) if offload else weight
+    inner, stepped.grad = kind([stepped], lr=0.1), torch.full((width,), fill + 0.5)
     inner.step()
-    weight.data.fill_(fill)
+    stepped.data.fill_(fill)
     more = {"scheduler": LambdaLR(inner, lambda step: 1 / (1 + step)), "parameter_names": ("weight",)}
     averager = state_averager(inner, (weight,), peer=peer, extra_tensors=(torch.full((4,), fill),), **more)
+    averager.offload_optimizer = offload
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
     averager.move_schedule(history.step)

@@ -84,6 +84,11 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     assert all(held[name] is had[name] for name in ("exp_avg", "exp_avg_sq")), "in the memory that it had"
 
 
+def test_who_steps_a_copy_of_its_weights_adopts_the_state_of_one_who_does_not(download):
+    donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History(), offload=True)
+    assert download(joiner, state_of(donor)) is True and everything(joiner) == everything(donor)
+
+
 BROKEN = {  # what is small: simulation/test_states_of_a_liar.py
     "another model": lambda meta, tensors: state_of(giving_averager(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
