@@ -160,8 +160,8 @@ import json, signal, psutil
 from tests.kit.stand_ins import Blocks, model_of_blocks
 from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
 
-def say(event, **fields):
-    print(json.dumps({"v": 1, "event": event, **fields}), flush=True)
+def say(event, **fields):  # on a line of its own: Ctrl-C may have cut one off that the Trainer printed
+    print("\\n" + json.dumps({"v": 1, "event": event, **fields}), flush=True)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as a kernel does, whatever it was started from
 config = {"dht": {"initial_peers": []}, "opt": {"run_id": "spanish", "target_batch_size": 8}}

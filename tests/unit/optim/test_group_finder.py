@@ -110,6 +110,8 @@ async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
         assert peers[0].claim_of(peer, said).state == peer.to_bytes()[:8]
     for peer in peers:
         peer.know(peers, suffix=b"next")
+    with pytest.raises(ValueError, match="did not state this"):  # it was about the history before
+        peers[0].claim_of(groups[0].peer_ids[1], groups[0].gathered[1])
     await require(peers, *look(peers))
 
 
