@@ -3,11 +3,12 @@
     .venv/bin/python benchmarks/memory.py [--only quickstart mlm lora "sft, qlora" ...] [--modes sync auto]
 
 Every run has a model of about 100M weights that is drawn and saved first (`quickstart` has its own of 0.6M).
-Two peers train it together for a few steps through the real command, then two processes of plain Trainer
-train it side by side: libraries are then shared by as many in both cases. Measured 20 times a second is the
-sum over a peer's processes of the memory that is theirs alone and their part of what they share (PSS), and
-on a GPU what torch had allocated at most. Printed of each run, of the peer that took more: the estimate for
-when a peer joins and its ratio, and what it held beyond plain Trainer. Run nothing else that loads torch.
+Two peers train it together for a few steps through the real command, then two processes of plain Trainer,
+for `sft` of TRL's, train it side by side: libraries are then shared by as many in both cases. Measured 20
+times a second is the sum over a peer's processes of the memory that is theirs alone and their part of what
+they share (PSS), and on a GPU what torch had allocated at most. Printed of each run, of the peer that took
+more: the estimate for when a peer joins and its ratio, and what it held beyond plain Trainer. Run nothing
+else that loads torch.
 """
 
 from __future__ import annotations

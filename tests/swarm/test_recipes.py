@@ -71,7 +71,7 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "bert-mlm": {**HELD_OUT, **FULL, "mlm.max_length": 48},
     "chat-sft": {**HELD_OUT, "sft.max_length": 96},
     "mistral-7b-lora": {**HELD_OUT, "clm.max_length": 32},
-    "preference-dpo": {**HELD_OUT, "dpo.max_length": 96, "model.dtype": "float32"},
+    "preference-dpo": {**HELD_OUT, "dpo.max_length": 96, "model.dtype": "float32"},  # bfloat16 rounds 1e-4
     "qwen3-0.6b-full": {**FULL, "clm.max_length": 32},
     # In one process, with any of eight seeds, all held-out rows are right after 12 steps, not after 8.
     "review-classes": {**HELD_OUT, **FULL, "seq_cls.max_length": 32, "training.max_steps": 16}
