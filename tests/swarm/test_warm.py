@@ -14,7 +14,7 @@ from tests.kit import commands, warm
 from tests.kit.commands import Workplace
 
 FINDS = """
-import gc, json, os, signal, sys, threading
+import gc, json, os, re, signal, sys, threading
 block = lambda name: open(f"/proc/self/{name}", "rb").read().rstrip(b"\\0").decode().split("\\0")
 streams = [
     [one.encoding, one.errors, one.line_buffering, one.isatty(), one.name, one.mode, str(one.buffer)]
@@ -29,7 +29,7 @@ found = {
     "family": [os.getppid(), os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
     "signals": {number: str(signal.getsignal(number)) for number in sorted(signal.valid_signals())},
     "limits": block("limits"),
-    "masks": [line for line in open("/proc/self/status") if line.startswith(("Sig", "ShdP"))],
+    "masks": re.findall("(?:Sig[^Q]|ShdP).*", open("/proc/self/status").read()),  # SigQ: the whole user's
     "threads": [threading.get_native_id() == os.getpid(), len(os.listdir("/proc/self/task"))],
     "main": [sorted(vars(sys.modules["__main__"])), gc.isenabled()],
 }
