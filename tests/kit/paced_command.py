@@ -3,12 +3,13 @@
     python -m tests.kit.paced_command SECONDS ARGUMENTS...
 
 Each batch of training takes that many seconds longer, as a GPU would take for a larger model: so two cores
-carry four peers.
+carry four peers. A peer that starts itself again is paced again.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from typing import Any
@@ -26,5 +27,9 @@ if __name__ == "__main__":
             time.sleep(pace_s)
         return forward(model, *arguments, **keywords)
 
+    def begin_again(python: str, words: list[str]) -> None:
+        execv(python, [python, "-m", "tests.kit.paced_command", f"{pace_s}", *words[words.index("-m") + 2 :]])
+
     LlamaForCausalLM.forward = paced
+    execv, os.execv = os.execv, begin_again
     main()
