@@ -34,9 +34,7 @@ LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 """Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
 address of this machine may be of that kind."""
 
-STOP_S = 20.0
-"""A peer that is told to leave writes a checkpoint and says goodbye; after this it is killed."""
-
+STOP_S = 20.0  # a peer that is told to leave writes a checkpoint and says goodbye; after this it is killed
 VANISH_S = 5.0
 """What dies with its parent dies by a signal that the kernel sends: at once, but not at the same time."""
 

@@ -19,12 +19,8 @@ from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 
 from trahiv_cli.swarm.door import Door, GuardedP2P
 
-DIAL_S = 5.0
-"""Within this time p2pd says that somebody can't be reached."""
-
-LOOK_S = 0.25
-"""How often what was held up looks whether it can go on."""
-
+DIAL_S = 5.0  # within this time p2pd says that somebody can't be reached
+LOOK_S = 0.25  # how often what was held up looks whether it can go on
 TURN_S = 1e-9
 """What each turn of the loop takes: in no time at all, who waits for a moment that is as good as over would
 look for ever whether it is."""

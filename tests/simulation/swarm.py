@@ -35,11 +35,8 @@ from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 
 SETTLE_S = 600.0
-SAVE_EVERY = 5
-"""Steps between two checkpoints of a peer."""
-
-COLLECT_EVERY = 10
-"""Steps between two collections of garbage: a hundred peers leave 100 MB in a round."""
+SAVE_EVERY = 5  # steps between two checkpoints of a peer
+COLLECT_EVERY = 10  # steps between two collections of garbage: a hundred peers leave 100 MB in a round
 
 
 class Wrong(AssertionError):

@@ -141,12 +141,16 @@ def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s
 def start_memory_manager() -> None:
     """Have torch start its process that keeps shared memory, out of Ctrl-C's reach: SIGINT stays blocked.
 
-    lib/libshm/core.cpp waits without an end for one that Ctrl-C ended while it started.
+    lib/libshm/core.cpp waits without an end for one that Ctrl-C ended while it started. That process makes
+    its socket in the private folder of this one: when it is killed, its own folder would stay in /tmp.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before, place = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}), os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(private_folder(os.getpid()))
     try:
         shared_bytes(1)
     finally:
+        del os.environ["TMPDIR"]
+        os.environ |= {} if place is None else {"TMPDIR": place}
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
