@@ -35,8 +35,7 @@ LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 address of this machine may be of that kind."""
 
 STOP_S = 20.0  # a peer that is told to leave writes a checkpoint and says goodbye; after this it is killed
-VANISH_S = 5.0
-"""What dies with its parent dies by a signal that the kernel sends: at once, but not at the same time."""
+VANISH_S = 5.0  # what dies with its parent dies by a signal that the kernel sends, not all at the same time
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
