@@ -52,7 +52,6 @@ from trahiv_cli.train.entry import enter_swarm
 
 WIDTH, HIDDEN = 40, 256
 """20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
-
 BATCH = 8
 HELD_OUT = 512
 AVERAGING_TIMEOUT_S = 20.0
@@ -99,9 +98,7 @@ class Settings:
         }
 
 
-QUICK_S = 0.05
-"""Seconds of a batch in `MODES_BESIDE_TRAINING`."""
-
+QUICK_S = 0.05  # of a batch in `MODES_BESIDE_TRAINING`
 MODES_BESIDE_TRAINING = {
     "overlap": Settings(pace=Pace(mode="overlap"), seconds_per_batch=QUICK_S, codec="float16"),
     "streaming": Settings(
@@ -310,8 +307,7 @@ class drop_peer:
         GroupFinder.look_for_group = looks  # type: ignore[method-assign]
 
 
-CALLS = 160
-"""Of each kind, to each peer, in one round of `ask_too_much`."""
+CALLS = 160  # of each kind, to each peer, in one round of `ask_too_much`
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,7 @@ from trahiv_cli.optim.pace import Pace
 
 LEARNING_RATE = 1e-3
 
-Sample = tuple[float, ...]
-"""Some of a peer's weights."""
+Sample = tuple[float, ...]  # some of a peer's weights
 
 
 @dataclass(frozen=True)

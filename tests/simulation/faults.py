@@ -108,11 +108,8 @@ def shortest(
 # A lie changes one thing in a peer, once that has its optimizer. The product's own code runs in a liar up to
 # the edge: the lie is put in after the peer's own checks.
 
-Lie = Callable[[Any], None]
-"""Makes a liar of a `tests.simulation.swarm.Peer`."""
-
-CLAIMED = [field.name for field in fields(Claim)]
-"""What a claim says, in the order in which it travels."""
+Lie = Callable[[Any], None]  # makes a liar of a `tests.simulation.swarm.Peer`
+CLAIMED = [field.name for field in fields(Claim)]  # what a claim says, in the order in which it travels
 
 
 def poison(factor: float, claimed: float | None = None) -> Lie:

@@ -22,8 +22,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from tests.simulation.network import VirtualLoop
 
-STARTED_AT = 1000.0
-"""The virtual clocks' time when the loop begins: hivemind subtracts from them."""
+STARTED_AT = 1000.0  # the virtual clocks' time when the loop begins: hivemind subtracts from them
 
 
 class Strand:

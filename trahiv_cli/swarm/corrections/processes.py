@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import multiprocessing.util
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
@@ -141,16 +143,12 @@ def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s
 def start_memory_manager() -> None:
     """Have torch start its process that keeps shared memory, out of Ctrl-C's reach: SIGINT stays blocked.
 
-    lib/libshm/core.cpp waits without an end for one that Ctrl-C ended while it started. That process makes
-    its socket in the private folder of this one: when it is killed, its own folder would stay in /tmp.
+    lib/libshm/core.cpp waits without an end for one that Ctrl-C ended while it started.
     """
-    before, place = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}), os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(private_folder(os.getpid()))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         shared_bytes(1)
     finally:
-        del os.environ["TMPDIR"]
-        os.environ |= {} if place is None else {"TMPDIR": place}
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
@@ -174,6 +172,10 @@ def private_folder(pid: int) -> Path:
         other = stale.name.removeprefix(PREFIX).partition("-")[0]
         if other.isdigit() and not Path(f"/proc/{other}").exists():
             _sweep(stale, int(other))
+    for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
+        with socket.socket(socket.AF_UNIX) as one, contextlib.suppress(OSError):
+            if one.connect_ex(str(address)) == errno.ECONNREFUSED:  # torch's process there was killed
+                shutil.rmtree(address.parent)
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-", dir="/tmp"))
     cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))

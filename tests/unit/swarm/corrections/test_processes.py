@@ -10,7 +10,9 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
@@ -127,7 +129,9 @@ def test_a_child_dies_with_its_parent_and_leaves_ctrl_c_to_it_and_keeps_its_task
     assert asyncio.create_task.__name__ == "create_and_hold"
 
 
-def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(monkeypatch):
+def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(
+    monkeypatch, tmp_path
+):
     at_end, left, own_pid = [], {}, DEAD_PID + 1
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr("multiprocessing.util.Finalize", lambda _, do, args, **_k: at_end.append((do, args)))
@@ -136,9 +140,18 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
         left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
         left[pid][0].mkdir()
         left[pid][1].touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    keepers = {"alive": socket.socket(socket.AF_UNIX), "killed": socket.socket(socket.AF_UNIX)}
+    for name, one in keepers.items():  # torch's processes that keep shared memory, whose folder is elsewhere
+        (tmp_path / f"torch-shm-dir-{name}").mkdir()
+        one.bind(str(tmp_path / f"torch-shm-dir-{name}" / "manager.sock"))
+    keepers["alive"].listen()
+    keepers["killed"].close()
     (stuck := Path(f"{left[DEAD_PID][1]}1")).mkdir()  # it can't be removed, as another user's memory
     folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
     stuck.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
+    keepers["alive"].close()
     there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
     for one, its_memory in left.values():
         shutil.rmtree(one, ignore_errors=True)
