@@ -12,8 +12,9 @@ that has ended. The seed draws which fault strikes which peer when:
 - `damage`: a bit changes in a peer's newest checkpoint, and the peer is killed, so that it has to read it;
 - `restart-first`: the peer that began the run, whose address is the join line, leaves and comes back.
 
-A peer is not killed while its disk is full: it could not begin then, and would say so with exit code 3,
-after which no supervisor starts it again.
+A peer is not killed while its disk is full, nor is the disk filled of one that has taken no step since its
+last start: it could not begin then, and would say so with exit code 3, after which no supervisor starts it
+again.
 
 Printed: the faults, each with what it struck and how long its peer took until it stepped together with
 another one; then the verdict: what was not as promised, which alone makes the exit code 1. Promised is that
@@ -132,6 +133,8 @@ class Chaos:
             fault = self._to_come[0]
             if fault.kind in ("kill", "damage", "restart-first") and fault.peer in self._full:
                 return  # and all after it wait, too
+            if fault.kind == "full-disk" and not self._keeper.peers[fault.peer].is_training:
+                return
             self._to_come.pop(0)
             self._strike(fault, now_s)
 

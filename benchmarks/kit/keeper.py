@@ -97,6 +97,12 @@ class KeptPeer:
     def is_running(self) -> bool:
         return bool(self.lives) and self.lives[-1].is_running
 
+    @property
+    def is_training(self) -> bool:
+        """Whether it has taken a step since it started last, also by itself."""
+        said = [one["event"] for one in self.lives[-1].events if one["event"] in ("ready", "step", "error")]
+        return self.is_running and said[-1:] == ["step"]
+
     def start(self, *entry: str) -> None:
         """Start it, for the first time, with the arguments that say which run it trains in."""
         listen = f"/ip4/{address_of(self.number)}/tcp/{PORT}"
