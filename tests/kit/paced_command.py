@@ -28,7 +28,9 @@ if __name__ == "__main__":
         return forward(model, *arguments, **keywords)
 
     def begin_again(python: str, words: list[str]) -> None:
-        execv(python, [python, "-m", "tests.kit.paced_command", f"{pace_s}", *words[words.index("-m") + 2 :]])
+        if words[2] == "trahiv_cli":  # or else it is this command, without the invitation that was typed
+            words = [python, "-m", "tests.kit.paced_command", f"{pace_s}", *words[3:]]
+        execv(python, words)
 
     LlamaForCausalLM.forward = paced
     execv, os.execv = os.execv, begin_again
