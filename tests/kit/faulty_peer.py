@@ -314,8 +314,7 @@ CALLS = 160  # of each kind, to each peer, in one round of `ask_too_much`
 class ask_too_much:
     """In each round the peer asks all others, many times at once and whatever they answer.
 
-    It votes in rounds that do not exist, and asks for a state that is further than any. To votes of others it
-    does not answer.
+    It votes in rounds that do not exist, asks for a state that is further than any, and answers no vote.
     """
 
     def install(self) -> None:

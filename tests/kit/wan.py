@@ -196,8 +196,7 @@ class Router:
     def end_processes(self) -> None:
         """End all that runs in the namespaces.
 
-        First all but torch's, which frees shared memory when the last of its users has gone, and then leaves
-        by itself.
+        First all but torch's, which frees shared memory when its last user has gone, and then leaves.
         """
         deadline = time.monotonic() + END_LIMIT_S / 2
         while found := _processes_in({os.fstat(namespace).st_ino for namespace in self.namespaces}):

@@ -3,8 +3,7 @@
     cli > train > optim | assets > swarm > recipe > telemetry > errors
 
 An upper room may import a lower one; rooms on one line never import each other. Imports for the type checker
-alone do not count; imports inside functions do. What stays light is told by which modules are loaded, not by
-the clock.
+alone do not count; imports inside functions do. Which modules are loaded tells what is light, not a clock.
 """
 
 from __future__ import annotations

@@ -22,8 +22,7 @@ def clock():
 
 @pytest.fixture
 def undisturbed():
-    """Do without logs and without collections but a run's own: they take a third of the time, and come by
-    chance."""
+    """Do without logs, and without collections but a run's own: they take a third of the time."""
     gc.collect()
     gc.freeze()  # what is there before the test
     gc.disable()

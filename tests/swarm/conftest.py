@@ -28,8 +28,7 @@ STORIES = (
     "test_recipes.py::test_two_peers_train_one_model[spanish-qlora]",
     "test_recipes.py::test_two_peers_train_one_model[review-classes]",
 )
-"""Those that stand for all swarm tests in `make test`: one for each room, and for each thing that a process
-alone can show."""
+"""Those that stand for all in `make test`: one for each room, and for what only a process can show."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -71,8 +70,7 @@ def start_paced(workplace: Workplace) -> Callable[..., Peer]:
 
 @pytest.fixture
 def endless(tmp_path: Path) -> Callable[..., Path]:
-    """`endless(training__save_steps=2)` writes a recipe that nobody will see the end of, and that anybody can
-    join without a file."""
+    """`endless(training__save_steps=2)` writes a recipe without an end, which one can join without a file."""
     return partial(
         recipes.write_tiny,
         tmp_path,

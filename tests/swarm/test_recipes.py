@@ -1,5 +1,4 @@
-"""Every recipe that comes with trahiv, by the real commands: two peers, one model, and an artefact that says
-the same.
+"""Every recipe that comes with trahiv, by the real commands: two peers, one model and an artefact of it.
 
 The models are as small as can be, and a few rows stand for the data; everything else is as a user has it.
 `quickstart` is what other tests run.

@@ -1,7 +1,13 @@
-"""What to join by, found in text that went through mails, chats and hands."""
+"""What to join by, found in text that went through mails, chats and hands.
+
+An invitation is `trahiv1:` and base64url, without padding, of a checksum and its content. The checksum tells
+whether it goes on in the next line.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 
 INVITATION_PREFIX = "trahiv1:"
@@ -11,11 +17,26 @@ AROUND = re.compile(r"[\s\u200b-\u200d\u2060\ufeff\"'`´‘’‚‛“”„‟
 """What separates words, or stands around them: white space, visible or not, quotes, angle brackets."""
 
 INVITATION = re.compile(rf"{INVITATION_PREFIX}[A-Za-z0-9_-]*")
-REST_OF_ONE = re.compile(r"(?!--)[A-Za-z0-9_-]+")
-"""A later line of an invitation that was wrapped; an option begins otherwise."""
-
 OTHER = re.compile(r"@.+|/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/.+")
 """The name of a file with an invitation, or a multiaddr."""
+
+CHECKSUM_BYTES = 4
+
+
+def invitation_of(content: bytes) -> str:
+    """Write what an invitation says as one word; `content_of` reads it."""
+    checksum = hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
+    return INVITATION_PREFIX + base64.urlsafe_b64encode(checksum + content).rstrip(b"=").decode()
+
+
+def content_of(invitation: str) -> bytes | None:
+    """Return what `invitation_of` was given, or None if the word is damaged, or not complete."""
+    encoded = invitation.removeprefix(INVITATION_PREFIX)
+    try:
+        content = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))[CHECKSUM_BYTES:]
+    except ValueError:
+        return None
+    return content if invitation_of(content) == invitation else None
 
 
 def peers_in(text: str) -> list[str]:
@@ -31,16 +52,11 @@ def peers_in(text: str) -> list[str]:
         What was found, in its order; nothing if `text` is about something else.
     """
     peers: list[str] = []
-    is_open = False  # whether the last one is an invitation that may go on in the next line
     for word in AROUND.split(text):
-        invitation = INVITATION.search(word)
-        if invitation is not None:
+        if (invitation := INVITATION.search(word)) is not None:
             peers.append(invitation[0])
-            is_open = word.endswith(invitation[0])
-        elif is_open and REST_OF_ONE.fullmatch(word):
-            peers[-1] += word
-        elif word:
-            is_open = False
-            if found := OTHER.match(word.removeprefix("--peer=")):
-                peers.append(found[0])
+        elif peers and INVITATION.fullmatch(peers[-1] + word) and content_of(peers[-1]) is None:
+            peers[-1] += word  # it was wrapped
+        elif found := OTHER.match(word.removeprefix("--peer=")):
+            peers.append(found[0])
     return peers

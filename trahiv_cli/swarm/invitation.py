@@ -1,13 +1,11 @@
 """What a newcomer needs to join, in one line: where, which run, and the secret of a closed swarm.
 
-The line is `trahiv1:` and base64url, without padding, of a checksum and a MessagePack list. Whoever reads it
-can join; so it is written into private files and onto a person's screen, and nowhere else.
+The content of the line is a MessagePack list (`recipe/pasted.py` has its form). Whoever reads it can join; so
+it is written into private files and onto a person's screen, and nowhere else.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import secrets
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +18,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
-from trahiv_cli.recipe.pasted import INVITATION_PREFIX, peers_in
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX, content_of, invitation_of, peers_in
 from trahiv_cli.swarm.addresses import is_address_of, reach_of
 from trahiv_cli.swarm.identity import require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
@@ -38,7 +36,6 @@ INVITED_BY_FILE = "invited-by"  # by which this peer joined, so that it can be t
 
 MAX_CHARS = 2048
 MAX_ADDRESSES = 4  # of a peer, those that reach furthest: the line stays one that can be pasted
-CHECKSUM_BYTES = 4
 UNUSABLE = "The file of a secret, {}, can't be used: {}."
 OTHER_FOLDER = "choose another place with --output-dir DIR"
 FINGERPRINT_CHARS = 16  # enough to tell runs apart, and to find one that was not agreed on
@@ -62,20 +59,15 @@ class Invitation:
         parts = self.membership.to_parts() if self.membership is not None else []
         found = [[PeerID.from_base58(peer).to_bytes(), some[:MAX_ADDRESSES]] for peer, some in places.items()]
         fingerprint = bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS])
-        packed = MSGPackSerializer.dumps([found, parts, self.run_id, fingerprint])
-        return INVITATION_PREFIX + _encoded(packed)
+        return invitation_of(MSGPackSerializer.dumps([found, parts, self.run_id, fingerprint]))
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Read what `to_text` gave; Unreachable if it is not that."""
         try:
-            if not text.startswith(INVITATION_PREFIX) or len(text) > MAX_CHARS:
-                raise ValueError("not an invitation")
-            encoded = text.removeprefix(INVITATION_PREFIX)
-            content = base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_", validate=True)
-            packed = content[CHECKSUM_BYTES:]
-            if _encoded(packed) != encoded:
-                raise ValueError("mistyped")
+            packed = content_of(text)
+            if packed is None or len(text) > MAX_CHARS:
+                raise ValueError("not an invitation, or mistyped")
             said: Any = unpacked(packed)
             match said:
                 case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
@@ -95,11 +87,6 @@ class Invitation:
                 hint="copy the whole line that `trahiv init` printed, and put it in quotes if it is broken "
                 'into several: trahiv join "trahiv1:..."',
             ) from error
-
-
-def _encoded(packed: bytes) -> str:
-    checksum = hashlib.sha256(packed).digest()[:CHECKSUM_BYTES]
-    return base64.urlsafe_b64encode(checksum + packed).rstrip(b"=").decode()
 
 
 def read_invitation(texts: Sequence[str]) -> Invitation:

@@ -6,13 +6,13 @@ import sys
 import pytest
 
 from trahiv_cli.cli.options import PEER_VARIABLE, hide_invitations, taken_peers
-from trahiv_cli.recipe.pasted import peers_in
+from trahiv_cli.recipe.pasted import invitation_of, peers_in
 
-ONE = "trahiv1:mR0kZpKS-x_9AbCdEfGhIjKlMnOpQrStUvWxYz0123456789"
+ONE = invitation_of(b"\xef\xbe\xfb" * 12)  # "----" almost wherever it is wrapped
+OTHER = invitation_of(bytes(range(36)))
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
 LINE = f"trahiv join --peer {ONE}"
 AROUND = ("  {}\n", '"{}"', "“{}”", "<{}>", "\ufeff{}\u200b", "({}), please", "«\u00a0{}\u00a0»", "Come: {}.")
-WRAPPED = [f"{LINE[:40]}{gap}{LINE[40:]}" for gap in ("\n", "\n> ", "\u200b")]
 PYTHON = ["python", "-X", "dev", "-m", "trahiv_cli"]
 
 
@@ -20,11 +20,11 @@ PYTHON = ["python", "-X", "dev", "-m", "trahiv_cli"]
     ("text", "peers"),
     [
         *((form.format(text), [ONE]) for form in AROUND for text in (ONE, LINE, f"trahiv join —peer {ONE}")),
-        *((text, [ONE]) for text in (*WRAPPED, f"{LINE[:40]} {LINE[40:50]}\r\n  {LINE[50:]}")),
         ("trahiv1:\nmR0kZpKS", ["trahiv1:mR0kZpKS"]),
         (f"{LINE} --yes --output-dir there", [ONE]),
+        (f"{ONE} is what you need", [ONE]),
         (f"{LINE} --peer={ADDRESS}", [ONE, ADDRESS]),
-        (f"{ONE} {ONE}x", [ONE, f"{ONE}x"]),
+        (f"{ONE} {OTHER}", [ONE, OTHER]),
         (f"@/one/file {ONE} @two", ["@/one/file", ONE, "@two"]),
         *((text, []) for text in ("", "./recipes/p2p/recipe.yaml", "trahiv join --peer")),
         ("/home/ip4/recipe.yaml by me@example.org", []),
@@ -32,6 +32,12 @@ PYTHON = ["python", "-X", "dev", "-m", "trahiv_cli"]
 )
 def test_what_to_join_by_is_found_in_what_was_pasted(text, peers):
     assert peers_in(text) == peers
+
+
+@pytest.mark.parametrize("gap", [" ", "\n", "\r\n> ", "\u200b"])
+def test_an_invitation_may_be_wrapped_anywhere(gap):
+    for at in range(len("trahiv1:"), len(ONE)):
+        assert peers_in(f"{ONE[:at]}{gap}{ONE[at:]}{gap}--yes") == [ONE]
 
 
 @pytest.fixture

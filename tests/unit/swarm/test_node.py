@@ -1,7 +1,6 @@
 """What a node says of itself and reads of others, and why it did not start; no process is started here.
 
-Also which addresses are taken, who can dial one, and where a peer may listen; which of its processes fail,
-and which are only slow.
+Also which addresses are taken, who can dial one, and where a peer may listen; which processes fail.
 """
 
 import asyncio
