@@ -9,7 +9,6 @@ from trahiv_cli.cli.options import PEER_VARIABLE, hide_invitations, taken_peers
 from trahiv_cli.recipe.pasted import invitation_of, peers_in
 
 ONE = invitation_of(b"\xef\xbe\xfb" * 12)  # "----" almost wherever it is wrapped
-OTHER = invitation_of(bytes(range(36)))
 ADDRESS = "/ip4/203.0.113.7/tcp/31337/p2p/QmXk"
 LINE = f"trahiv join --peer {ONE}"
 AROUND = ("  {}\n", '"{}"', "“{}”", "<{}>", "\ufeff{}\u200b", "({}), please", "«\u00a0{}\u00a0»", "Come: {}.")
@@ -24,7 +23,7 @@ PYTHON = ["python", "-X", "dev", "-m", "trahiv_cli"]
         (f"{LINE} --yes --output-dir there", [ONE]),
         (f"{ONE} is what you need", [ONE]),
         (f"{LINE} --peer={ADDRESS}", [ONE, ADDRESS]),
-        (f"{ONE} {OTHER}", [ONE, OTHER]),
+        (f"{ONE} {ONE}x", [ONE, f"{ONE}x"]),
         (f"@/one/file {ONE} @two", ["@/one/file", ONE, "@two"]),
         *((text, []) for text in ("", "./recipes/p2p/recipe.yaml", "trahiv join --peer")),
         ("/home/ip4/recipe.yaml by me@example.org", []),
@@ -34,10 +33,10 @@ def test_what_to_join_by_is_found_in_what_was_pasted(text, peers):
     assert peers_in(text) == peers
 
 
-@pytest.mark.parametrize("gap", [" ", "\n", "\r\n> ", "\u200b"])
-def test_an_invitation_may_be_wrapped_anywhere(gap):
-    for at in range(len("trahiv1:"), len(ONE)):
-        assert peers_in(f"{ONE[:at]}{gap}{ONE[at:]}{gap}--yes") == [ONE]
+@pytest.mark.parametrize("gap", [" ", "\n", "\n> ", "\r\n  ", "\u200b"])
+def test_an_invitation_may_be_wrapped_anywhere_and_twice(gap):
+    for at in range(LINE.index(":") + 1, len(LINE)):
+        assert peers_in(f"{LINE[:at]}{gap}{LINE[at : at + 9]}{gap}{LINE[at + 9 :]}{gap}--yes") == [ONE]
 
 
 @pytest.fixture
