@@ -17,7 +17,7 @@ from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 
-from trahiv_cli.swarm.door import Door, GuardedP2P
+from trahiv_cli.swarm.door import Door
 
 DIAL_S = 5.0  # within this time p2pd says that somebody can't be reached
 LOOK_S = 0.25  # how often what was held up looks whether it can go on
@@ -101,7 +101,7 @@ class Network:
 
     def p2p_of(self, peer: PeerID, door: Door | None = None) -> P2P:
         """Make what a process of a peer speaks with the others by; by default in an open swarm."""
-        p2p = GuardedP2P.behind(door or Door())()
+        p2p = (door or Door()).guarded()()
         p2p.peer_id = peer
         p2p._client = daemon = Daemon(self, peer)
         self.daemons.setdefault(peer, []).append(daemon)

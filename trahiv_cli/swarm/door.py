@@ -27,6 +27,7 @@ from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils import get_logger
 
 from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.swarm.corrections.streams import and_end, caller_is_gone, until_end
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
     GRANT_BYTES,
@@ -122,6 +123,10 @@ class Door:
     def another(self) -> Door:
         """Make a door of the same swarm for another event loop."""
         return Door(self._membership, self._book, self._own)
+
+    def guarded(self) -> type[GuardedP2P]:
+        """Make the class of the P2P instances behind this door."""
+        return type(GuardedP2P.__name__, (GuardedP2P,), {"door": self})
 
     # -- who is let in -----------------------------------------------------------------------------
 
@@ -274,11 +279,6 @@ class GuardedP2P(P2P):
 
     door: Door
 
-    @classmethod
-    def behind(cls, door: Door) -> type[GuardedP2P]:
-        """Make the class of the P2P instances of one process."""
-        return type(cls.__name__, (cls,), {"door": door})
-
     def __init__(self) -> None:
         super().__init__()
         self._services: set[str] = set()
@@ -320,9 +320,25 @@ class GuardedP2P(P2P):
                         words = str(error if isinstance(error, Refused) else NotAMember("no certificate"))
                         await P2P.send_protobuf(RPCError(message=words), writer)
                     return
-                await handler(stream_info, reader, writer)
+                close, writer.close = writer.close, lambda: None  # handlers close what they have just sent
+                try:
+                    await handler(stream_info, reader, writer)
+                    await caller_is_gone(reader)
+                finally:
+                    close()
 
         await super().add_binary_stream_handler(name, guarded, balanced)
+
+    async def _add_protobuf_stream_handler(
+        self, name: str, handler: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        def to_the_end(requests: Any, context: P2PContext) -> Any:
+            return and_end(handler(requests, context))
+
+        await super()._add_protobuf_stream_handler(name, to_the_end, *args, **kwargs)
+
+    async def _iterate_protobuf_stream_handler(self, *args: Any) -> Any:
+        return until_end(await super()._iterate_protobuf_stream_handler(*args))
 
     async def _receive(self, handle_name: str) -> None:
         """Let callers introduce themselves to the service of a handler."""

@@ -11,6 +11,7 @@ from hivemind.proto import dht_pb2
 
 from tests.simulation.network import Network, VirtualLoop
 from trahiv_cli.swarm import door as doors
+from trahiv_cli.swarm.corrections.streams import LINGER_S
 from trahiv_cli.swarm.door import INTRODUCE, REFUSAL, Door, NotAMember, Refused
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Policy, Role, mark_of
 from trahiv_cli.swarm.roll import PolicyBook
@@ -307,6 +308,42 @@ async def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is
     end.is_full = True
     with pytest.raises(TimeoutError):  # who takes nothing of what it is sent is not waited for
         await end.drain()
+
+
+@played
+@pytest.mark.parametrize("hangs_up", [True, False])
+async def test_a_stream_is_closed_after_its_caller_has_closed_it_or_soon(wire, hangs_up):
+    async def handler(info, reader, writer):
+        writer.close()
+
+    await wire.p2p_of(B, Door()).add_binary_stream_handler(PING, handler)
+    loop, reader, writer = asyncio.get_running_loop(), asyncio.StreamReader(), Writer()
+    if hangs_up:
+        loop.call_later(LINGER_S / 2, reader.feed_eof)
+    began = loop.time()
+    await wire.daemons[B][0].handlers[PING](SimpleNamespace(peer_id=M), reader, writer)
+    assert writer.is_closed and loop.time() - began == pytest.approx(LINGER_S / (2 if hangs_up else 1))
+
+
+@played
+@pytest.mark.parametrize("fails", [False, True])
+async def test_what_a_handler_sends_has_an_end_that_is_said_and_a_failure_is_another_one(wire, fails):
+    async def serve(requests, context):
+        async for request in requests:
+            yield request
+        if fails:
+            raise TimeoutError
+
+    p2p = wire.p2p_of(B, Door())
+    await p2p.add_protobuf_handler(PING, serve, dht_pb2.PingRequest, stream_input=True, stream_output=True)
+    taken = []
+    asked = await wire.p2p_of(A, Door()).iterate_protobuf_handler(
+        B, PING, dht_pb2.PingRequest(validate=True), dht_pb2.PingRequest
+    )
+    with pytest.raises(P2PHandlerError) if fails else contextlib.nullcontext():
+        async for response in asked:
+            taken.append(response.validate)
+    assert taken == [True]
 
 
 def test_one_peer_has_only_so_many_streams_open_and_fewer_that_send_a_state(warnings):

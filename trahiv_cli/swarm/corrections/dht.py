@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import hivemind
 from hivemind.averaging import DecentralizedAverager
@@ -28,9 +28,11 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import ControlPipe, become_child, die_with_parent, require_start
-from trahiv_cli.swarm.door import Door, GuardedP2P
 from trahiv_cli.swarm.records import OwnersOnly, Readable
 from trahiv_cli.swarm.snapshot import SharedNumber
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.door import Door
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class CorrectedDHT(hivemind.DHT):
         )
         self._inner_pipe: Any = ControlPipe(self._inner_pipe)
         self._record_validator: Any = RememberingValidator(self._record_validator._validators)
-        hivemind.dht.node.P2P = GuardedP2P.behind(self.door)
+        hivemind.dht.node.P2P = self.door.guarded()
         super().run()
         # One that tells of its end holds the lock of all futures: ended with this process, it would keep it.
         for thread in self._hosting:
@@ -98,7 +100,7 @@ class CorrectedDHT(hivemind.DHT):
     async def replicate_p2p(self) -> P2P:
         """Make a client of p2pd for an averager's event loop; it stands behind a door like this one's."""
         self.loops.append(asyncio.get_running_loop())
-        p2p = GuardedP2P.behind(self.door.another())
+        p2p = self.door.another().guarded()
         return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:

@@ -113,7 +113,7 @@ def test_a_node_shows_life_when_the_loops_of_its_averagers_do_until_their_end(mo
         await asyncio.wait_for(life, timeout=10)
 
     p2p = SimpleNamespace(peer_id=None, daemon_listen_maddr="", **dict.fromkeys(P2P_CALLS, done))
-    monkeypatch.setattr(corrected.GuardedP2P, "behind", lambda door: p2p)
+    monkeypatch.setattr(Door, "guarded", lambda door: p2p)
     monkeypatch.setattr(hivemind_averager, "switch_to_uvloop", asyncio.new_event_loop)
     dht._peer_id, dht._node = "QmMe", SimpleNamespace(protocol=SimpleNamespace(p2p=p2p))
     served, is_busy, may_go_on = averager(), threading.Event(), threading.Event()
