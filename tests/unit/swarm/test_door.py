@@ -311,18 +311,22 @@ async def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is
 
 
 @played
-@pytest.mark.parametrize("hangs_up", [True, False])
-async def test_a_stream_is_closed_after_its_caller_has_closed_it_or_soon(wire, hangs_up):
+@pytest.mark.parametrize(("what", "waited_s"), [("hangs up", LINGER_S / 2), ("waits", LINGER_S), ("ends", 0)])
+async def test_a_stream_is_closed_after_its_caller_has_closed_it_or_soon(wire, what, waited_s):
     async def handler(info, reader, writer):
         writer.close()
+        if what == "ends":  # the process does, and cancels what it serves
+            asyncio.current_task().cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(LINGER_S)
 
     await wire.p2p_of(B, Door()).add_binary_stream_handler(PING, handler)
     loop, reader, writer = asyncio.get_running_loop(), asyncio.StreamReader(), Writer()
-    if hangs_up:
-        loop.call_later(LINGER_S / 2, reader.feed_eof)
-    began = loop.time()
-    await wire.daemons[B][0].handlers[PING](SimpleNamespace(peer_id=M), reader, writer)
-    assert writer.is_closed and loop.time() - began == pytest.approx(LINGER_S / (2 if hangs_up else 1))
+    if what == "hangs up":
+        loop.call_later(waited_s, reader.feed_eof)
+    began, serve = loop.time(), wire.daemons[B][0].handlers[PING]
+    await asyncio.create_task(serve(SimpleNamespace(peer_id=M), reader, writer))
+    assert writer.is_closed and loop.time() - began == pytest.approx(waited_s, abs=1e-6)
 
 
 @played

@@ -68,8 +68,11 @@ async def until_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any,
 
 
 async def caller_is_gone(reader: asyncio.StreamReader) -> None:
-    """Wait until a caller has closed its stream, or for `LINGER_S`."""
+    """Wait until a caller has closed its stream, or for `LINGER_S`; not in a task that was cancelled."""
     await asyncio.sleep(0)  # until then the handler's own task reads, which it has cancelled
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        return
     with contextlib.suppress(TimeoutError, OSError):
         async with asyncio.timeout(LINGER_S):
             while await reader.read(MAX_MESSAGE_BYTES):
