@@ -278,6 +278,7 @@ class ExactAverager(CorrectedAverager):
         limit_s, peer = self.allreduce_kwargs["sender_timeout"], context.remote_id
         ballot = await self._ballots.find(request.schema_hash, peer, limit_s)
         known = await ballot.answer(peer, request.gather) if ballot is not None else {}
+        self._matchmaking.blame.clear(peer)  # it was late, as its line is slow, and is there
         ids = [member.to_bytes() for member in known]
         return averaging_pb2.MessageFromLeader(
             group_id=request.schema_hash, ordered_peer_ids=ids, gathered=list(known.values())

@@ -1,25 +1,34 @@
 """What members claim before a round, how long they wait for one another, and what is kept for others."""
 
+import asyncio
 import math
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hivemind.averaging.group_info import GroupInfo
 from hivemind.compression import CompressionInfo, serialize_torch_tensor
+from hivemind.p2p import PeerID
 from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import JoinRequest
 from hivemind.utils import MSGPackSerializer
 
 from tests.kit.averagers import gradient_averager
+from tests.kit.identities import id_of, key_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import averager as averaging
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.averager import patience_s
+from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.group_finder import Blame
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim, Exchange, Header, Log, Round, decoded
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.codecs import CODECS
+from trahiv_cli.swarm.records import sign
 
 INF, NAN = math.inf, math.nan
 MIB = 2**20
@@ -80,6 +89,18 @@ def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_an
 def test_a_part_is_waited_for_as_long_as_links_take_within_bounds(members, part_bytes, all_bytes, low, high):
     claims = {str(number): Claim(measured=measured) for number, measured in enumerate(members)}
     assert low <= patience_s(claims, part_bytes, all_bytes) <= high
+
+
+def test_who_votes_late_is_suspected_no_more():
+    averager, late = gradient_averager([torch.zeros(1)]), id_of("B")
+    group = GroupInfo(b"round", (id_of("A"), late), (b"", b""))
+    ballot, blame = averager._ballots.open(group, limit_s=0.0), Blame(PeerID.to_bytes)
+    averager._matchmaking = SimpleNamespace(blame=blame)
+    blame.suspect(late)
+    vote = sign(key_of("B"), ballot.about, Vote(b"held" * 8).to_bytes())
+    request = JoinRequest(schema_hash=group.group_id, gather=vote)
+    asyncio.run(averager.rpc_vote(request, SimpleNamespace(remote_id=late)))
+    assert not blame.is_suspect(late)
 
 
 def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(monkeypatch):
