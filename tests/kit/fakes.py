@@ -34,6 +34,9 @@ class FakeNode:
         """Another node of the same swarm."""
         return FakeNode(peer_id, self.records, self._now)
 
+    def only_dials(self) -> bool:
+        return False
+
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         self.records.setdefault(key, {})[self.peer_id] = value, self._now() + ttl_s
         return True

@@ -28,10 +28,12 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
+
+from tests.kit.nat import TCP, Nat
 
 MTU = 1500
 QUEUE_S, MIN_QUEUE_BYTES = 0.1, 64 * 1024
@@ -58,6 +60,28 @@ PROCESSES = mp.get_context("forkserver")
 def address_of(host: int) -> str:
     """Return a host's IPv4 address."""
     return f"10.77.0.{host + 1}"
+
+
+def public_address_of(host: int) -> str:
+    """Return the address of a host of a network with homes, or of its router: a public one."""
+    return f"5.5.5.{host + 1}"
+
+
+def home_address_of(host: int) -> str:
+    """Return the address of a host in its home; all homes have the same network."""
+    return f"192.168.1.{host + 20}"
+
+
+def routers_of(hosts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, list[Nat]]:
+    """Make `homes` of what the routers before each host are like, from inside to outside."""
+    return {
+        host: [
+            Nat(f"100.64.{host}.9" if router < len(kinds) - 1 else public_address_of(host), **how)
+            for router, how in enumerate(kinds)
+        ]
+        for host, kinds in enumerate(hosts)
+        if kinds
+    }
 
 
 class Line:
@@ -90,10 +114,19 @@ class Line:
 class Router:
     """Moves packets between the TUNs of its hosts. Lives in a process of its own."""
 
-    def __init__(self, hosts: int, rate_mbit: float, delay_ms: float, loss: float, congestion: str) -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rate_mbit: float,
+        delay_ms: float,
+        loss: float,
+        congestion: str,
+        homes: Mapping[int, Sequence[Nat]],
+    ) -> None:
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
         self.namespaces: list[int] = []
         self._tuns: list[int] = []
+        self._homes = homes
         try:
             for host in range(hosts):
                 self._make_host(host, congestion)
@@ -104,7 +137,7 @@ class Router:
         self._delay_s = delay_ms / 1e3
         self._due: list[tuple[float, int, bool, int, bytes]] = []
         """A heap: when which packet has left which host's uplink (False) or downlink (True), by number."""
-        self._host_of = {socket.inet_aton(address_of(host)): host for host in range(hosts)}
+        self._host_of = {socket.inet_aton(self._outside(host)): host for host in range(hosts)}
         self._cut: set[tuple[int, int]] = set()
         """Senders and receivers between which nothing gets through."""
         self._loss, self._random, self._numbers = loss, random.Random(0), itertools.count()
@@ -116,14 +149,22 @@ class Router:
         tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"wan0", IFF_TUN | IFF_NO_PI))
         self._tuns.append(tun)
+        address = home_address_of(host) if host in self._homes else self._outside(host)
         commands = (
             "link set lo up\n"
-            f"addr add {address_of(host)}/24 dev wan0\n"
+            f"addr add {address}/24 dev wan0\n"
             f"link set wan0 mtu {MTU} txqueuelen {TUN_PACKETS} up\n"
+            "route add default dev wan0\n"
         )
         subprocess.run(["ip", "-batch", "-"], input=commands, text=True, check=True)
         if congestion:
             CONTROLS.write_text(congestion)
+
+    def _outside(self, host: int) -> str:
+        """Return the address at which the others know a host."""
+        if routers := self._homes.get(host):
+            return routers[-1].public
+        return public_address_of(host) if self._homes else address_of(host)
 
     def run(self, pipe: Connection) -> None:
         """Move packets, and do what comes through the pipe, until that is closed."""
@@ -150,6 +191,8 @@ class Router:
         with contextlib.suppress(BlockingIOError):
             for _ in range(READS_AT_ONCE):
                 packet = read(tun, MTU)
+                for router in self._homes.get(host, ()):
+                    packet = packet and packet[0] >> 4 == 4 and router.out(packet) or b""
                 if packet[16:20] not in host_of:  # multicast, IPv6
                     continue
                 left_at = take(now, len(packet))
@@ -167,6 +210,10 @@ class Router:
                 continue
             self._sent_bytes += len(packet)
             to = self._host_of[packet[16:20]]
+            for router in reversed(self._homes.get(to, ())):
+                packet = packet and router.let_in(packet) or b""
+            if not packet:
+                continue
             if (host, to) in self._cut or (self._loss and self._random.random() < self._loss):
                 continue
             left_at = self._down[to].take(at, len(packet))
@@ -189,6 +236,16 @@ class Router:
 
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
         (self._cut.update if is_cut else self._cut.difference_update)({(one, other), (other, one)})
+
+    def forward(self, host: int, port: int) -> None:
+        to = home_address_of(host)
+        for router in self._homes[host]:
+            router.forward(TCP, port, (socket.inet_aton(to), port))
+            to = router.public
+
+    def restart_router(self, host: int) -> None:
+        for router in self._homes[host]:
+            router.restart()
 
     def sent_bytes(self) -> int:
         return self._sent_bytes
@@ -254,6 +311,7 @@ class Wan:
         rate_mbit: of each host's uplink and of its downlink, in 10^6 bits per second.
         delay_ms: one way, for each pair; a round trip takes twice that.
         loss: share of packets that get lost at random.
+        homes: the routers before a host that is at home, by its number, from inside to outside.
         congestion: TCP's congestion control in the namespaces, one of
             /proc/sys/net/ipv4/tcp_allowed_congestion_control; default the machine's own. Most homes have
             `cubic`, which takes each lost packet for a full queue; `bbr` does not.
@@ -263,12 +321,18 @@ class Wan:
     """
 
     def __init__(
-        self, hosts: int, rate_mbit: float, delay_ms: float = 25.0, loss: float = 0.0, congestion: str = ""
+        self,
+        hosts: int,
+        rate_mbit: float,
+        delay_ms: float = 25.0,
+        loss: float = 0.0,
+        congestion: str = "",
+        homes: Mapping[int, Sequence[Nat]] | None = None,
     ) -> None:
         if os.geteuid() != 0:
             raise SystemExit("can't make network namespaces: run this as root")
         self._pipe, its = mp.Pipe()
-        arguments = (its, hosts, rate_mbit, delay_ms, loss, congestion)
+        arguments = (its, hosts, rate_mbit, delay_ms, loss, congestion, homes or {})
         self._process = PROCESSES.Process(target=route, args=arguments)
         self._process.start()
         its.close()
@@ -295,6 +359,14 @@ class Wan:
     def set_cut(self, one: int, other: int, is_cut: bool) -> None:
         """Let nothing through between a pair, without a word to either; or let it through again."""
         self._ask("set_cut", one, other, is_cut)
+
+    def forward(self, host: int, port: int) -> None:
+        """Have the routers of a home let everybody in at a TCP port, as their owner would."""
+        self._ask("forward", host, port)
+
+    def restart_router(self, host: int) -> None:
+        """Have the routers of a home forget whom they let in."""
+        self._ask("restart_router", host)
 
     def sent_bytes(self) -> int:
         """Return what all uplinks have carried, IP headers included, also what was lost behind them."""

@@ -21,6 +21,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reach import Reach
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
 from trahiv_cli.swarm.roll import Credentials, PolicyBook
 
@@ -110,11 +111,12 @@ class Dht:
         async def visible(latest: bool) -> list[Multiaddr]:
             return [Multiaddr(f"/ip4/203.0.113.7/tcp/31337/p2p/{self.peer_id}")]
 
-        node = SimpleNamespace(
-            peer_id=self.peer_id,
-            protocol=SimpleNamespace(routing_table=SimpleNamespace(peer_id_to_uid=known), client_mode=False),
-            get_visible_maddrs=visible,
-        )
+        async def connected() -> list[Any]:
+            return []
+
+        table, p2p = SimpleNamespace(peer_id_to_uid=known), SimpleNamespace(list_peers=connected)
+        protocol = SimpleNamespace(routing_table=table, p2p=p2p, client_mode=False)
+        node = SimpleNamespace(peer_id=self.peer_id, protocol=protocol, get_visible_maddrs=visible)
         return done(asyncio.run(coroutine(self, node)))
 
 
@@ -128,4 +130,5 @@ class InMemory(Node):
     def __init__(self, board: Board, name: str) -> None:
         self.dht: Any = Dht(board, key_of(name))
         self.peer_id = id_of(name)
+        self._finder: Any = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
         self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)

@@ -21,6 +21,7 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.door import REFUSAL
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.invitation import read_invitation, read_owner
+from trahiv_cli.swarm.meeting import ANSWER, LOOK, MEASURE, SEEK
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.roll import Credentials
@@ -113,6 +114,7 @@ def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
     calls = {f"CorrectedProtocol.rpc_{name}": call for name in ("ping", "find", "store")}
     calls |= {f"{grads}.rpc_vote": call, f"{state}.rpc_offer_state": call, f"{state}.rpc_send_state": stream}
     calls |= {f"{grads}.rpc_join_group": stream, f"{grads}.rpc_aggregate_part": stream}
+    calls |= dict.fromkeys((LOOK, MEASURE, SEEK, ANSWER), stream)
 
     async def make() -> dict[str, str]:
         options = {"dht_mode": "client", "no_listen": True, "auto_nat": False}
@@ -226,6 +228,10 @@ def test_invitations_are_closed_and_who_is_taken_out_stays_out(pair, start_paced
     listed = trahiv("members", "--peer", f"@{fresh['path']}", "--format", "json").events
     there = {event["peer_id"] for event in listed if event["event"] == "member" and event["is_there"]}
     assert there == {peer.wait_for("ready", 60)["peer_id"] for peer in (first, second, third)}
+    seen = trahiv("status", "--peer", f"@{fresh['path']}", "--format", "json").events
+    [run] = [event for event in seen if event["event"] == "run"]
+    assert run["peers"] == 3 and 0 < run["step"] < run["max_steps"] and run["seconds_since_round"] < 30
+    assert {event["peer_id"] for event in seen if event["event"] == "peer"} == there
 
     id_ = third.wait_for("ready", 60)["peer_id"]
     kicked, at = trahiv("kick", id_[-6:], "--output-dir", "first"), time.monotonic()

@@ -35,21 +35,32 @@ def do_without_hub(recipe: Recipe) -> str:
     has_chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
     if not any(map(is_of_hub, names)) or has_chosen or urllib.request.getproxies():
         return ""
-    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    heard: list[bool] = []
+    if not (said := trouble()):
+        return ""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    return f"{said} Only what this machine has cached is used."
+
+
+def endpoint() -> str:
+    """Return the hub's URL."""
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def trouble() -> str:
+    """Connect to the hub; return a sentence on why it can't be had, or nothing."""
+    found = [f"The name of the hub {endpoint()} could not be resolved."]
 
     def ask() -> None:
         with contextlib.suppress(OSError, ValueError):
-            parts = urlsplit(endpoint)
-            port = parts.port or {"http": 80}.get(parts.scheme, 443)
-            socket.create_connection((parts.hostname, port), PATIENCE_S).close()
-            heard.append(True)
+            parts = urlsplit(endpoint())
+            place = parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)
+            socket.getaddrinfo(*place)
+            found[0] = f"The hub {endpoint()} does not answer."
+            socket.create_connection(place, PATIENCE_S).close()
+            found[0] = ""
 
     # A thread asks, as the look-up of a name has no limit.
     asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
     asking.start()
     asking.join(PATIENCE_S)
-    if heard:
-        return ""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    return f"The hub {endpoint} does not answer; only what this machine has cached is used."
+    return found[0]

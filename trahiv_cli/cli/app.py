@@ -9,11 +9,13 @@ from typing import Annotated
 
 import typer
 
+from trahiv_cli.cli.doctor import doctor
 from trahiv_cli.cli.options import hide_invitations
 from trahiv_cli.cli.output import out
 from trahiv_cli.cli.owner import invite, kick, members
 from trahiv_cli.cli.preview import preview
 from trahiv_cli.cli.recipe import check, new, schema, show
+from trahiv_cli.cli.status import status
 from trahiv_cli.cli.swarm import init, join
 from trahiv_cli.errors import TrahivError
 
@@ -45,7 +47,7 @@ def _options(
     """Take the options of `trahiv` itself."""
 
 
-for command in (init, join, invite, members, kick, new, check, show, schema, preview):
+for command in (init, join, status, doctor, invite, members, kick, new, check, show, schema, preview):
     app.command()(command)  # in the order of `--help`
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import psutil
 import typer
@@ -54,6 +54,11 @@ PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Als
 PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
 HOST_HELP = "Listen on M. Can be repeated. Default: a free TCP port."
 HostOption = Annotated[list[str] | None, option("--host-maddr", "M", HOST_HELP, parser=parse_multiaddr)]
+REACH_HELP = "How others reach this peer. Default: auto, which finds out."
+ReachOption = Annotated[
+    Literal["auto", "direct", "relay", "dial-out"],
+    option("--reach", None, REACH_HELP),
+]
 ANNOUNCE_HELP = "Tell others that M is your address. Can be repeated."
 AnnounceOption = Annotated[
     list[str] | None, option("--announce-maddr", "M", ANNOUNCE_HELP, parser=parse_multiaddr)
@@ -84,6 +89,7 @@ def init(
     public: Annotated[bool, option("--public", None, "Let in everybody who learns the address.")] = False,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
+    reach: ReachOption = "auto",
     identity: IdentityOption = None,
     output_dir: FolderOption = None,
     overrides: SetOption = None,
@@ -112,6 +118,7 @@ def init(
         rehearse(loaded.recipe)
         return
     options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
+    options = replace(options, reach=reach)
     options = replace(options, is_public=public or (loaded is not None and loaded.recipe.swarm.public))
     if loaded is not None and not no_train:
         live(loaded.recipe, loaded.text, resumable(options, loaded, str(recipe), loaded.recipe))
@@ -127,6 +134,7 @@ def join(
     peer: PeerOption = None,
     host_maddr: HostOption = None,
     announce_maddr: AnnounceOption = None,
+    reach: ReachOption = "auto",
     identity: IdentityOption = None,
     output_dir: FolderOption = None,
     overrides: SetOption = None,
@@ -150,6 +158,7 @@ def join(
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
     options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
+    options = replace(options, reach=reach)
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.train.folder import require_free
 

@@ -67,12 +67,14 @@ def build_optimizer(
     params: list[dict[str, Any]],
     optimizer: OptimizerFactory,
     samples_per_step: int,
+    only_dials: bool = False,
     **keywords: Any,
 ) -> SwarmOptimizer:
     """Build the swarm's optimizer from `hivemind_config.opt`.
 
     `params` are groups of trainable float32 tensors on the model's device, of which `optimizer` makes the
     inner torch optimizer (on the CPU when offloaded). `samples_per_step` are behind one call of `step()`.
+    A peer that `only_dials` averages in client mode, unless `options` say otherwise.
     `keywords` are fields of `RunSettings`, and keywords of `SwarmOptimizer`; `scheduler`, among these, makes
     a learning-rate schedule in swarm steps.
 
@@ -103,7 +105,7 @@ def build_optimizer(
         optimizer=factory,
         batch_size_per_step=samples_per_step,
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
-        client_mode=options.pop("client_mode", dht.client_mode),
+        client_mode=options.pop("client_mode", only_dials),
         settings=run,
         **options,
         **keywords,

@@ -16,6 +16,7 @@ from trahiv_cli.optim.method import SharedGradients
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.rounds import Outcome
+from trahiv_cli.swarm.clock import swarm_time
 
 MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
 """A member may bring samples so many rounds behind the last that is trained: what it leased when rounds were
@@ -30,6 +31,8 @@ class Position:
         self.method = self._make_method()
         self.step_taken = -1
         """The last step that this peer took itself, rather than went through after others or downloaded."""
+        self.round_at = 0.0
+        """When the last round with others was committed, in Unix seconds; 0: never."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before the first, those it will have."""
         self._state.set_pace = self.set_pace
@@ -67,6 +70,8 @@ class Position:
         """Take the step of a round of this peer's, perhaps of it alone."""
         self._move(history, outcome, self.method.apply)
         self.step_taken = history.step
+        if len(outcome.group) > 1:
+            self.round_at = swarm_time()
         self._parts.adaptation.measure(outcome)
 
     def follow(self, history: History, outcome: Outcome) -> None:

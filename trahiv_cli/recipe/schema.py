@@ -527,9 +527,9 @@ class DhtSection(Section):
     initial_peers: Annotated[list[str], AfterValidator(_without_secrets)] = []
     """Multiaddrs of peers to join, or `@FILE` with an invitation; usually given by `join --peer`."""
 
-    host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0"]
-    """Listen here; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default:
-    rounds of three peers on loopback stalled for 20 s in every second run with it, never with TCP."""
+    host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
+    """Listen here; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default: p2pd's
+    connections over it stand still for good after some hundred streams that were cut off."""
 
     announce_maddrs: list[str] = []
     """Addresses to tell others, where a router forwards a port to this machine."""
@@ -540,12 +540,12 @@ class DhtSection(Section):
     client_mode: bool = False
     """Dial out only: for a network that lets nothing in. Cannot lead rounds or share the state."""
 
-    use_relay: bool = True
+    use_relay: bool = False
     use_auto_relay: bool = False
     use_ipfs: bool = False
-    auto_nat: bool = True
-    nat_port_map: bool = True
-    """Ask the router (UPnP, NAT-PMP) to forward the port."""
+    auto_nat: bool = False
+    nat_port_map: bool = False
+    """What libp2p itself does about routers; trahiv's own way needs none of it (docs/reach.md)."""
 
     startup_timeout: Annotated[float, Field(gt=0)] = 60.0
     """Seconds for the network daemon to start. Raise it at "daemon failed to start"."""
@@ -588,7 +588,7 @@ class OptSection(Section):
     this. Averaged gradients are bit-equal, so only what unlike processors round differently is removed."""
 
     client_mode: Own[bool | None] = None
-    """Default: as the DHT."""
+    """Default: where this peer can only dial (docs/reach.md)."""
 
     grad_compression: CompressionName | None = None
     """Codec of gradients, and of what local steps changed. Default: `none`, or what mode `auto` chooses."""
@@ -675,6 +675,10 @@ class SwarmSection(Section):
     public: Own[bool] = False
     """Anyone who learns an address may join, take the weights and send gradients. By default a swarm is
     closed and takes invitations. Of those that join nothing is asked here."""
+
+    relay: Own[Annotated[float, Field(ge=0)] | None] = None
+    """Mbit/s that this peer passes on at most for members whose routers let nothing in, if others can dial
+    it. 0: nothing. Default: no limit."""
 
     save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
     """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""

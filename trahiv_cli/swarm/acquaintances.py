@@ -2,14 +2,16 @@
 
 1. Each node publishes where it can be reached, and writes down where others can (`Acquaintances`), and on
    which port it listened itself: a join line with its address is good after its restart.
-2. Whoever is written down and not in this node's routing table is called on, at first often, then rarely
-   (`Reunion`). So peers find each other after cuts, and when no address on a join line is good.
+2. Whoever is written down or publishes, and is not connected, is called on, at first often, then rarely
+   (`Reunion`). So peers find each other after cuts, when no address on a join line is good, and where p2pd
+   does not know an address: one that a router forwards, or that of a peer which must be met (`meeting`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -20,13 +22,17 @@ import hivemind
 from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
-from trahiv_cli.swarm.addresses import is_address_of
+from trahiv_cli.swarm.addresses import NOT_A_MULTIADDR, is_address_of, reach_of
 from trahiv_cli.swarm.identity import write_whole
+from trahiv_cli.swarm.reach import servers_of
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
+
+logger = get_logger(__name__)
 
 FILE = "peers.json"  # in a run's folder
 VERSION = 1
@@ -37,14 +43,18 @@ MAX_ADDRESSES = 12  # of one peer: what others publish must not fill a disk
 # Peers seen within so long of each other were there together. Times are kept to a tenth of it.
 LATELY_S = 600.0
 
-PUBLISH_EVERY_S = 60.0  # records go with the peers that hold them
+PUBLISH_EVERY_S = 10.0  # records go with the peers that hold them, or were stored where nobody asks
 ADDRESSES_TTL_S = 600.0
 READ_EVERY_S = 60.0  # others' addresses; and at once when there is somebody whose address is not known
-READ_AT_MOST_EVERY_S = 4.0
+READ_AT_MOST_EVERY_S, READ_AT_ONCE = 2.0, 8  # with more peers, each eight of them make it that much longer
 CALL_S = 5.0  # a peer may take so long to answer: libp2p would dial an address that is gone for minutes
+DIAL_S, DIAL_NEAR_S = 3.0, 1.0  # the same for a dial, and for one that can only be meant for this network
 CALLS_AT_ONCE = 8
-# Between two calls on the same peer, each twice the one before; `ALONE`: where this node knows nobody else.
-PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 300.0, 10.0
+# Between two calls on the same peer, each longer than the one before; `ALONE`: where this node knows nobody.
+PAUSE_S, LONGER, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 1.25, 300.0, 10.0
+
+
+_calling: set[asyncio.Task[None]] = set()
 
 
 class Acquaintance(NamedTuple):
@@ -52,6 +62,12 @@ class Acquaintance(NamedTuple):
 
     maddrs: tuple[str, ...]  # where it could be reached; each ends in `/p2p/<its id>`
     seen: float  # the last time that it was there, in Unix seconds
+
+
+def read_addresses(peer_id: str, record: object) -> tuple[str, ...]:
+    """Read what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
+    addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
+    return tuple(one for one in addresses if is_address_of(peer_id, one))
 
 
 class Acquaintances:
@@ -88,8 +104,7 @@ class Acquaintances:
 
     def meet(self, peer_id: str, record: object) -> None:
         """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
-        addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
-        if not (maddrs := tuple(one for one in addresses if is_address_of(peer_id, one))):
+        if not (maddrs := read_addresses(peer_id, record)):
             return
         before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
         if before is None and len(self._peers) >= MAX_PEERS:
@@ -131,7 +146,8 @@ class Acquaintances:
 class Reunion:
     """Keeps a node and those whom it has `met` in touch, through a key of the DHT.
 
-    `also` has addresses to call on besides, by peer id. `clock` is monotonic seconds.
+    `also` has more multiaddrs to call on. A visitor publishes nothing, so nobody calls on it. `clock` is
+    monotonic seconds.
     """
 
     def __init__(
@@ -140,23 +156,28 @@ class Reunion:
         key: str,
         met: Acquaintances,
         *,
-        also: Mapping[str, Sequence[str]] | None = None,
+        also: Sequence[str] = (),
+        is_visitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node, self._key, self._met, self._clock = node, key, met, clock
-        self._also = dict(also or {})
+        self._also: dict[str, list[str]] = {}  # by peer id
+        for address in also:
+            self._also.setdefault(address.rpartition("/p2p/")[2], []).append(address)
+        self._is_visitor = is_visitor
         self._published: list[str] = []
         self._publish_at, self._read_at = 0.0, -READ_EVERY_S
         self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
+        self._told: dict[str, tuple[str, ...]] = {}  # what others published when it was read last
 
     def turn(self) -> None:
         """Publish, read, call, and write down, as far as it is time for that."""
         now = self._clock()
         own = self._node.own_addresses()
-        if own and (own != self._published or now >= self._publish_at):
+        if own and not self._is_visitor and (own != self._published or now >= self._publish_at):
             self._node.publish(self._key, own, ADDRESSES_TTL_S)
             self._published, self._publish_at = own, now + PUBLISH_EVERY_S
-        there: set[str] = set(self._node.run(known_peers))
+        there: set[str] = set(self._node.run(peers_there))
         self._read(there, now)
         self._call(there, now)
         self._met.save()
@@ -164,49 +185,79 @@ class Reunion:
     def _read(self, there: set[str], now: float) -> None:
         written = self._met.addresses  # no more than `MAX_PEERS`: in a larger swarm some never are
         is_news = len(written) < MAX_PEERS and not there <= written.keys()
-        if not there or now < self._read_at + (READ_AT_MOST_EVERY_S if is_news else READ_EVERY_S):
+        is_news |= self._node.reach.kind != "direct"  # others that can't be dialled either are not heard of
+        soon_s = READ_AT_MOST_EVERY_S * (1 + len(self._told) // READ_AT_ONCE)  # what is read is as long
+        if not there or now < self._read_at + (min(soon_s, READ_EVERY_S) if is_news else READ_EVERY_S):
             return
         self._read_at = now
         found = self._node.fetch(self._key)
+        self._told = {peer: read_addresses(peer, record) for peer, record in found.items()}
         for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
             if peer_id in there:  # of those that were met before it is seen first that they are there
                 self._met.meet(peer_id, record)
 
     def _call(self, there: set[str], now: float) -> None:
-        self._calls = {peer: call for peer, call in self._calls.items() if peer not in there}
+        known: dict[str, Sequence[str]] = {**self._also, **self._told, **self._met.addresses}
+        self._calls = {
+            peer: call for peer, call in self._calls.items() if peer in known and peer not in there
+        }
         longest = LONGEST_PAUSE_S if there else LONGEST_PAUSE_ALONE_S
         due: dict[str, Sequence[str]] = {}
-        for peer, maddrs in (self._also | self._met.addresses).items():
-            called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / 2))
+        # Whoever was called longest ago comes first: made-up names keep nobody waiting.
+        for peer in sorted(known, key=lambda peer: self._calls.get(peer, (-math.inf, 0.0))[0]):
+            maddrs = known[peer]
+            called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / LONGER))
             is_missing = peer not in there and peer != self._node.peer_id
             if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
                 due[peer] = maddrs
-                self._calls[peer] = now, min(2 * pause, LONGEST_PAUSE_S)
+                self._calls[peer] = now, min(LONGER * pause, LONGEST_PAUSE_S)
         if due:
-            self._node.run(partial(greet, due))
+            self._node.run(partial(greet, due, self._is_visitor))
 
 
 async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
     """Return the ids, base58, of the peers in the routing table; for `DHT.run_coroutine`."""
     del dht
-    return [peer.to_base58() for peer in node.protocol.routing_table.peer_id_to_uid if peer != node.peer_id]
+    return [peer.to_base58() for peer in servers_of(node)]
 
 
-async def greet(peers: Mapping[str, Sequence[str]], dht: hivemind.DHT, node: DHTNode) -> None:
+async def peers_there(dht: hivemind.DHT, node: DHTNode) -> list[str]:
+    """Return the ids, base58, of the peers in the routing table or connected; for `DHT.run_coroutine`."""
+    connected = (one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers())
+    return [*await known_peers(dht, node), *connected]
+
+
+async def greet(
+    peers: Mapping[str, Sequence[str]], is_visitor: bool, dht: hivemind.DHT, node: DHTNode
+) -> None:
     """Call on peers (multiaddrs by id, base58), and have them in the routing table if they answer.
 
-    dht/node.py drops a node that did not answer, and never asks it again by itself.
+    dht/node.py drops a node that did not answer, and never asks it again by itself. Of two that can't dial
+    each other the one with the lower id asks for a meeting, or the one that visits.
     """
     del dht
+    for peer in map(PeerID.from_base58, peers):
+        asks = is_visitor or node.peer_id.to_bytes() < peer.to_bytes()
+        task = asyncio.create_task(call_on(node, peer, peers[peer.to_base58()], asks=asks))
+        _calling.add(task)  # the event loop refers to it weakly
+        task.add_done_callback(_calling.discard)
 
-    async def call_on(peer: PeerID, maddrs: Sequence[str]) -> None:
+
+async def call_on(node: DHTNode, peer: PeerID, maddrs: Sequence[str], *, asks: bool) -> None:
+    """Dial a peer, or meet it if that fails and this one `asks`, and ping it."""
+    p2p, is_far = node.protocol.p2p, any(reach_of(maddr) == "internet" for maddr in maddrs)
+    try:
         dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # libp2p is told the id beside
         try:
-            async with asyncio.timeout(CALL_S):
-                await node.protocol.p2p._client.connect(peer, dialed)
-                if await node.protocol.call_ping(peer, strict=False) is not None:
-                    node.blacklist.register_success(peer)
+            async with asyncio.timeout(DIAL_S if is_far else DIAL_NEAR_S):
+                await p2p._client.connect(peer, dialed)
         except (TimeoutError, OSError, P2PDaemonError):
-            return
-
-    await asyncio.gather(*(call_on(PeerID.from_base58(peer), maddrs) for peer, maddrs in peers.items()))
+            if node.meeting is None or not asks:
+                return
+            way = await node.meeting.meet(peer, servers_of(node))
+            logger.info(f"Peer {peer} was met: {way or 'dialled'}.")
+        async with asyncio.timeout(CALL_S):
+            if await node.protocol.call_ping(peer, strict=False) is not None:
+                node.blacklist.register_success(peer)
+    except (*NOT_A_MULTIADDR, OSError, EOFError, P2PDaemonError) as error:
+        logger.info(f"Peer {peer} does not answer: {error!r}")

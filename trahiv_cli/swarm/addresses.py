@@ -110,16 +110,16 @@ def answering_of(addresses: Iterable[str]) -> list[str]:
     """Knock at all addresses at once; return those where somebody listens, or where that can't be told."""
     addresses = list(dict.fromkeys(addresses))
     with ThreadPoolExecutor(max_workers=len(addresses) or 1) as pool:
-        found = pool.map(_knock, addresses)
+        found = pool.map(knock, addresses)
         return [address for address, trouble in zip(addresses, found, strict=True) if trouble is None]
 
 
-def what_answers(address: str) -> str:
-    """Knock at an address that p2pd could not reach, and say what is wrong there."""
+def what_answers(address: str, found_before: OSError | None = None) -> str:
+    """Knock at an address that p2pd could not reach, unless that was done, and say what is wrong there."""
     named = socket_of(Multiaddr(address))
     if named is None or named.kind is not socket.SOCK_STREAM:
         return f"{address}: no answer"
-    match _knock(address):
+    match found_before or knock(address):
         case None:
             found = "something listens there, but not this peer, or it hangs"
         case ConnectionRefusedError():
@@ -130,7 +130,7 @@ def what_answers(address: str) -> str:
     return f"{address}: {found}"
 
 
-def _knock(address: str) -> OSError | None:
+def knock(address: str) -> OSError | None:
     """Connect to an address over TCP; return what went wrong. Of another address nothing can be told."""
     named = socket_of(Multiaddr(address))
     if named is not None and named.kind is socket.SOCK_STREAM:

@@ -45,3 +45,8 @@ def take_over(answers: Iterable[tuple[float, float]]) -> float:
         return 0.0
     _ahead.value += difference
     return difference
+
+
+def ahead_s() -> float:
+    """Return by how many seconds the swarm's time is ahead of this machine's clock, as far as is known."""
+    return float(_ahead.value)

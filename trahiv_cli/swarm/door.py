@@ -50,6 +50,8 @@ INTRODUCTION_S = 10.0  # a peer may take so long to answer that, and a caller to
 # The handlers that a watcher may call. A call of another one uses up an invitation for one peer: before it
 # joins, a peer looks under a passing id.
 WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
+# Those that a member may call without using one up: `trahiv doctor` does.
+LOOKED = WATCHED | {"rpc_look", "rpc_measure", "rpc_seek", "rpc_answer"}
 
 # Of one peer to one process, or of all strangers together: a round takes a peer four calls of another one,
 # and to judge a certificate takes 0.26 ms.
@@ -59,7 +61,7 @@ CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
 CALL_BYTES = 1024
 # A round needs two streams, a download one. Each is an open file, of a stranger for up to `INTRODUCTION_S`.
 STREAMS_AT_ONCE = 64
-GIVING = frozenset({"rpc_send_state", "rpc_replay"})  # the handlers that send a state, or a round
+GIVING = frozenset({"rpc_send_state", "rpc_replay", "rpc_measure"})  # the handlers that send much
 GIVEN_AT_ONCE = 4  # streams of each of these: those of a download that broke off may not have ended
 TAKE_S = 60.0  # a stream is closed whose caller takes nothing for so long
 PEERS_REMEMBERED = 4096
@@ -137,16 +139,16 @@ class Door:
         """
         if self._membership is None:
             return
-        id_, is_watching = peer.to_bytes(), handler.rpartition(".")[2] in WATCHED
+        id_, name = peer.to_bytes(), handler.rpartition(".")[2]
         grant, policy = certified(self._membership.owner, id_, certificate), self._book.policy
         if grant is None:
             self._refuse(peer, "it is not a member of this swarm")
         self._grants.add(certificate[:GRANT_BYTES])
-        if grant.role is Role.watcher and not is_watching:
+        if grant.role is Role.watcher and name not in WATCHED:
             self._refuse(peer, "it may only watch")
         if objection := policy.objection(id_, grant):
             self._refuse(peer, objection, self._book.wire)
-        if grant.is_once and not is_watching and self._came_by.setdefault(grant.key, peer) != peer:
+        if grant.is_once and name not in LOOKED and self._came_by.setdefault(grant.key, peer) != peer:
             # Until the owner's policy says who stays, only the first peer is let in.
             if not policy.keeps(id_, grant):
                 self._refuse(peer, USED)

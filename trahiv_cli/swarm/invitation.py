@@ -216,7 +216,7 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
     membership, path = node.standing.membership, (folder / INVITATION_FILE).resolve()
     if membership.grant.is_once:
         return None
-    own = node.own_addresses()
+    own = node.entrances()
     reachable = tuple([one for one in own if reach_of(one) != "this machine"] or own)
     keep_invitation(path, Invitation(reachable, membership, run_id, fingerprint))
     return path

@@ -3,7 +3,8 @@
 1. The ports of the last time are taken again where they are free, so that join lines stay good.
 2. Of the addresses on the join line, and of peers met before, those that answer let the DHT's process in.
 3. While it runs, a thread does chores: it calls on peers that are missing (`Reunion`), and in a closed swarm
-   publishes this peer's certificate and hands on the owner's policy (`roll`).
+   publishes this peer's certificate and hands on the owner's policy (`roll`). Another one looks at how others
+   reach this peer (`reach`).
 
 Every key that we put into the DHT comes from this module or from `roll`.
 """
@@ -33,20 +34,23 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import addresses, corrections
-from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
+from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion, known_peers
 from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.reach import Reach, ReachFinder, ReachRules, visible_maddrs
 from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
 from trahiv_cli.swarm.roll import Credentials, MemberList
+from trahiv_cli.swarm.router import Router
 
 logger = logging.getLogger(__name__)
 
 MET_TRIED = 8  # peers of before that are tried when a node starts; the others are called on later
 RECORD_TIMEOUT_S = 10.0
 LIFE_EVERY_S = 0.1  # an event loop that does not answer is looked at so often: it may have ended
+REACH_KNOWN_S = 10.0  # by then it should be known how others reach this peer
 GRACE_S = 3.0  # the DHT's process may take so long to end by itself
 CHORES_EVERY_S = 2.0
 # The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`).
@@ -76,6 +80,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`.
         standing: in a closed swarm; None: the swarm is open.
         is_visitor: whether it only looks; it does not stand in the roll then.
+        reach: what its user says of how others reach it.
 
     Raises:
         SetupError: a port is taken, an address to listen on is wrong, the identity can't be used.
@@ -96,6 +101,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         must_reach: bool = True,
         standing: Credentials | None = None,
         is_visitor: bool = False,
+        reach: ReachRules = ReachRules(),  # noqa: B008
     ) -> None:
         for address in initial_peers:
             addresses.require_peer_address(address)
@@ -125,21 +131,25 @@ class Node(contextlib.AbstractContextManager["Node"]):
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
             ),
         )
+        self._entered_by = initial_peers[:1]
         self.dht = self._entered(start, initial_peers, must_reach=must_reach)
         with contextlib.ExitStack() as undo:
             undo.callback(self.dht.shutdown)
+            self._finder = ReachFinder(self, reach, Router(), is_visitor=is_visitor)
+            undo.callback(self._finder.close)
             self._note_ports(settings.host_maddrs)
-            called_on: dict[str, list[str]] = {}
-            for address in initial_peers:
-                called_on.setdefault(address.rpartition("/p2p/")[2], []).append(address)
-            chores = [Reunion(self, ADDRESSES_KEY, self._met, also=called_on).turn]
+            reunion = Reunion(self, ADDRESSES_KEY, self._met, also=initial_peers, is_visitor=is_visitor)
+            chores = [reunion.turn]
             if standing is not None and self.book is not None and not is_visitor:
                 chores.append(MemberList(self, standing, self.book).turn)
             self._is_over = threading.Event()
-            self._chores = threading.Thread(
-                target=do_chores, args=(chores, self._is_over), name="chores", daemon=True
-            )
-            self._chores.start()
+            looks = [] if is_visitor and settings.client_mode else [self._finder.turn]
+            self._threads = [
+                threading.Thread(target=do_chores, args=(some, self._is_over), name=name, daemon=True)
+                for name, some in (("chores", chores), ("looks", looks))  # those take seconds
+            ]
+            for thread in self._threads:
+                thread.start()
             undo.pop_all()
 
     def _entered(
@@ -211,8 +221,32 @@ class Node(contextlib.AbstractContextManager["Node"]):
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
         maddrs, reaches = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(addresses.Reach)
+        maddrs |= {f"{place}/p2p/{self.peer_id}" for place in self._finder.addresses()}
         order = {maddr: reaches.index(addresses.reach_of(maddr)) for maddr in maddrs}
         return sorted(maddrs, key=lambda maddr: (order[maddr], "/tcp/" not in maddr, maddr))
+
+    @property
+    def reach(self) -> Reach:
+        """How others can reach this peer."""
+        return self._finder.reach
+
+    def known_reach(self, within_s: float) -> Reach:
+        """Return it as soon as it was found out, and what is known by then if that takes too long."""
+        self._finder.is_known.wait(within_s)
+        return self.reach
+
+    def only_dials(self) -> bool:
+        """Say whether this peer averages with those alone that it can dial."""
+        return bool(self.dht.client_mode) or self.known_reach(REACH_KNOWN_S).only_dials
+
+    def entrances(self) -> list[str]:
+        """Return multiaddrs by which others can join; of two members, where they can't dial this peer."""
+        there = self.run(known_peers) if self.reach.kind not in ("direct", "alone") else []
+        known = {peer: self._met.addresses[peer] for peer in there if peer in self._met.addresses}
+        return [places[0] for places in list(known.values())[:2]] or [
+            *self._entered_by,
+            *self.own_addresses(),
+        ]
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store what MessagePack carries under a key, signed by this peer, for at most an hour.
@@ -238,7 +272,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
     def _wait(self, future: Any) -> Any:
         try:
             return future.result(timeout=RECORD_TIMEOUT_S)
-        except OSError as error:  # of p2pd's socket, or a `TimeoutError`
+        except (OSError, EOFError, P2PDaemonError) as error:  # of p2pd's socket, or a `TimeoutError`
             raise SwarmError(
                 f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",
                 hint="start again with the same command",
@@ -264,7 +298,9 @@ class Node(contextlib.AbstractContextManager["Node"]):
             self._is_over.set()
             if effort_of(self.pids()[:1])[1]:  # it stands still, and would not hear of it
                 self.dht.kill()
-            self._chores.join(GRACE_S)
+            for thread in self._threads:
+                thread.join(GRACE_S)
+            self._finder.close()
             self.dht.shutdown()
             self.dht.join(GRACE_S)
         finally:
@@ -274,12 +310,6 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
-    """Ask p2pd where it can be reached, if it can be; in the DHT's process."""
-    del dht
-    return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
 async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
@@ -306,7 +336,7 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
                 chore()
             except (TrahivError, concurrent.futures.CancelledError, OSError) as error:
                 troubles[chore] = f"A chore of this peer's node was not done: {error}"
-                if troubles[chore] != trouble_before:
+                if troubles[chore] != trouble_before and not is_over.is_set():
                     logger.warning(troubles[chore])
         if is_over.wait(CHORES_EVERY_S):
             return

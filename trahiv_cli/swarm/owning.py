@@ -7,8 +7,8 @@ same way, as a peer of that folder does every few seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from typing import Any
 
 from hivemind.p2p import PeerID
 
-from trahiv_cli.errors import SetupError, SwarmError
+from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.swarm import roll
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     INVITED_BY_FILE,
@@ -32,7 +33,7 @@ from trahiv_cli.swarm.invitation import (
     read_owner,
 )
 from trahiv_cli.swarm.membership import Grant, Policy, Role
-from trahiv_cli.swarm.node import visiting
+from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
@@ -110,7 +111,8 @@ class OwnedSwarm:
                 "nothing was changed.",
                 hint="`trahiv members` lists them; the last six characters of an id are enough",
             )
-        if found[0] in {address.rpartition("/p2p/")[2] for address in self._home.addresses}:
+        key = self.folder / IDENTITY_FILE
+        if key.exists() and found[0] == ensure_identity(key):
             raise SetupError(
                 f"{word} is this folder's own peer; nothing was changed.",
                 hint="to stop it, press Ctrl-C where it runs",
@@ -173,13 +175,8 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
     own = passing_standing(folder, Invitation())
     if own is None or own.membership.owner != standing.membership.owner:
         folder = None  # of another swarm, whose policy and roll say nothing about this one
-    addresses = list(invitation.addresses)
-    for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
-        if path.exists():
-            found = read_invitation([f"@{path}"])
-            addresses += _addresses_of(found) if path.name == INVITATION_FILE else found.addresses
     standing = replace(standing, folder=folder)
-    with visiting(addresses, standing, Acquaintances.remembered(folder and folder / FILE)) as node:
+    with looking_in(folder, invitation, standing) as node:
         there = roll.read_members(node, standing.membership.owner)
     policy = standing.book().policy
     known = roll.read_roll(folder) if folder else {}
@@ -193,6 +190,28 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
         }
         for peer, grant in {**known, **there}.items()
     ]
+
+
+@contextmanager
+def looking_in(folder: Path | None, invitation: Invitation, standing: Credentials | None) -> Iterator[Node]:
+    """Visit a swarm by an invitation, or by what the folder of a run says of where its peers are.
+
+    Unreachable, NotAdmitted as by `Node`.
+    """
+    addresses = list(invitation.addresses)
+    for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
+        if path.exists():
+            found = read_invitation([f"@{path}"])
+            addresses += _addresses_of(found) if path.name == INVITATION_FILE else found.addresses
+    met = Acquaintances.remembered(folder and folder / FILE)
+    addresses = addresses or [maddr for maddrs in met.addresses.values() for maddr in maddrs]
+    if not addresses:
+        raise Unreachable(
+            f"{folder} does not say where any peer is; nothing was changed.",
+            hint="name a peer: --peer ADDR",
+        )
+    with visiting(addresses, standing, met) as node:
+        yield node
 
 
 def own_folder(file: str = OWNER_FILE) -> Path:

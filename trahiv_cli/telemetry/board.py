@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trahiv_cli.telemetry.events import Event, short_name
+from trahiv_cli.telemetry.lines import reached
 
 HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"
@@ -76,6 +77,8 @@ class Board:
                 self.notes.append(f"checkpoint at step {event['step']}")
             case "pace":
                 self.notes.append(event["message"])
+            case "reach":
+                self.notes.append(f"reach {reached(event)}")
             case "warning":
                 self.notes.append(f"[{event['code']}] {event['message']}")
 

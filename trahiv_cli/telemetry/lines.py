@@ -42,6 +42,8 @@ def line(event: Event) -> str | None:
             return f"at step {event['step']} the model continues {event['prompt']!r} with {event['text']!r}"
         case "pace":
             return f"pace: {event['message']}"
+        case "reach":
+            return f"reach {reached(event)}"
         case "folder":
             return str(event["message"])
         case "warning":
@@ -74,4 +76,10 @@ def ready(event: Event) -> str:
         how += [event["join"]]
     else:
         how = ["To join, type on another machine:", event["join"]]
-    return "\n".join([f"{run}, peer {event['peer_id']}", *addresses, "", *how, ""])
+    peer = [f"{run}, peer {event['peer_id']}", *addresses, f"  {reached(event)}"]
+    return "\n".join([*peer, "", *how, ""])
+
+
+def reached(event: Event) -> str:
+    """Say how others reach this peer, and why that is so."""
+    return f"{event['reached']}: {event['reached_why']}"

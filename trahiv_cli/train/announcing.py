@@ -15,9 +15,9 @@ from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.addresses import reach_of
-from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, publish_recipe
+from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Status, publish_recipe
 from trahiv_cli.swarm.invitation import join_by, write_invitation
-from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
 from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS_EVERY_S = 0.5
+REACH_EVERY_S = 2.0
 SECRET_HERE = ". This contains a secret: treat it like a password."
 SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
 
@@ -42,9 +43,11 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
     if recipe is not None:
         run, mark, opt = run_id(recipe), fingerprint(agreement(recipe)), recipe.hivemind_config.opt
         more = {"max_steps": recipe.training.max_steps, "target_batch_size": opt.target_batch_size}
+    with events.waiting("others to say how they can reach this peer", until_s=REACH_KNOWN_S):
+        reach = node.known_reach(REACH_KNOWN_S)
     addresses, join, file, invite = node.own_addresses(), "", None, None
     if addresses and node.standing is None:
-        join = f"trahiv join --peer {addresses[0]}"
+        join = f"trahiv join --peer {node.entrances()[0]}"
     elif addresses and (file := write_invitation(folder, node, run, mark)):
         join = join_by(file)
     if node.standing and node.standing.owner:
@@ -55,6 +58,8 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
         peer_id=node.peer_id,
         maddrs=addresses,
         reach=[reach_of(address) for address in addresses],
+        reached=reach.kind,
+        reached_why=reach.why,
         join=join,
         invitation=file and str(file),
         invite=invite,
@@ -65,7 +70,8 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
 
 def log_how_to_join(node: Node, folder: Path, run: str) -> None:
     """Log what others need: an invitation only where a person alone reads it, and else where it is."""
-    peers, note = node.own_addresses(), ""
+    node.known_reach(REACH_KNOWN_S)
+    peers, note = node.entrances(), ""
     if node.standing is not None and peers:
         file = write_invitation(folder, node, run, "")
         if file is None:
@@ -92,16 +98,24 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 
 @contextmanager
-def published(node: Node, recipe: Recipe, reached: Callable[[], int]) -> Iterator[None]:
-    """While the block runs, keep the recipe and the step that was reached in the DHT, as every peer does."""
+def published(node: Node, recipe: Recipe, progress: Callable[[], tuple[int, float]]) -> Iterator[None]:
+    """While the block runs, keep the recipe and this peer's status in the DHT, as every peer does.
+
+    `progress` says which step it has reached, and when it last had a round with others.
+    """
+
+    def publish() -> None:
+        step, round_at = progress()
+        max_steps, reached = recipe.training.max_steps, node.reach.kind
+        publish_recipe(node, recipe, Status(run_id(recipe), step, max_steps, reached, int(round_at)))
 
     def repeat() -> None:
         try:
-            publish_recipe(node, recipe, run_id(recipe), reached())
+            publish()
         except SwarmError as error:  # until the next try joiners get it from other peers
             logger.warning("The recipe was not published again: %s", error.message)
 
-    publish_recipe(node, recipe, run_id(recipe), reached())
+    publish()
     with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
         yield
 
@@ -131,6 +145,21 @@ def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) ->
         )
 
     with _every(PROGRESS_EVERY_S, tell, "progress"):
+        yield
+
+
+@contextmanager
+def reach_told(node: Node, events: Events) -> Iterator[None]:
+    """While the block runs, say when others reach this peer in another way than before."""
+    told = node.reach.kind
+
+    def tell() -> None:
+        nonlocal told
+        if (reach := node.reach).kind != told:
+            told = reach.kind
+            events.emit("reach", reached=reach.kind, reached_why=reach.why)
+
+    with _every(REACH_EVERY_S, tell, "reach"):
         yield
 
 

@@ -71,7 +71,8 @@ def enter(
         node.require_membership()  # peers that refuse this one look as if they had left
         raise
     step, peers = optimizer.local_epoch, 1 + len(tracker.others)
-    events.emit("joined", step=step, peers=peers, source=entry.source, why=entry.why)
+    more = {"why": entry.why, "reached": node.reach.kind, "reached_why": node.reach.why}
+    events.emit("joined", step=step, peers=peers, source=entry.source, **more)
     if step == 0 and not optimizer.catch_up.gather(min_peers, wait_s):
         events.warn(
             "min-peers",

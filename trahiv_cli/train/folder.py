@@ -36,6 +36,7 @@ from trahiv_cli.swarm.invitation import (
 )
 from trahiv_cli.swarm.membership import Membership
 from trahiv_cli.swarm.node import Node, visiting
+from trahiv_cli.swarm.reach import ReachRules
 from trahiv_cli.telemetry.events import EventFile, Events, RotatingFile
 from trahiv_cli.train.checkpoint import saved_in
 
@@ -317,12 +318,15 @@ def start_node(
     *,
     identity: Path | None = None,
     is_public: bool = False,
+    reach: ReachRules,
 ) -> Node:
     """Start the network part of a peer; one that has a checkpoint starts also if nobody answers.
 
     Without addresses in the invitation, `section.initial_peers` says whom it joins. `is_public`: the swarm
     that it starts is. Raises what `Node` does.
     """
+    if reach.wanted == "dial-out":
+        section = section.model_copy(update={"client_mode": True})
     if not invitation.addresses:
         invitation = read_invitation(section.initial_peers)
     return Node(
@@ -332,4 +336,5 @@ def start_node(
         met=Acquaintances(folder / FILE),
         must_reach=not saved_in(folder),
         standing=find_standing(folder, invitation, is_public=is_public),
+        reach=reach,
     )

@@ -30,8 +30,9 @@ from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reach import ReachRules, Wanted
 from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.announcing import announce, progress_told, published
+from trahiv_cli.train.announcing import announce, progress_told, published, reach_told
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
 from trahiv_cli.train.folder import (
     RUNS,
@@ -78,6 +79,7 @@ class PeerOptions:
     identity: Path | None = None  # key file. Default: `identity.key` in the run's folder
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
+    reach: Wanted = "auto"
     invitation: Invitation = Invitation()  # by which it joins; an empty one starts a swarm
     is_public: bool = False  # whether the swarm that it starts is open
     reached_step: int = 0  # the step that the swarm had reached when this peer asked to join
@@ -90,12 +92,15 @@ class PeerOptions:
         """Return the run's usual folder."""
         return self.output_dir or RUNS / run
 
-    def node(self, section: DhtSection, folder: Path) -> Node:
+    def node(self, section: DhtSection, folder: Path, relay_mbit: float | None = None) -> Node:
         """Start this peer's node, as the command line says and, where that says nothing, the DHT section."""
         said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
         section = section.model_copy(update={key: value for key, value in said.items() if value})
         identity, is_public = self.identity, self.is_public
-        return start_node(section, folder, self.invitation, identity=identity, is_public=is_public)
+        reach = ReachRules(self.reach, relay_mbit)
+        return start_node(
+            section, folder, self.invitation, identity=identity, is_public=is_public, reach=reach
+        )
 
     def resume_in(self, folder: Path, run: str) -> str:
         """Add the options that depend on the folder to the command that resumes."""
@@ -152,11 +157,13 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
     with leaving.interruptible():
         if not resumes and options.reached_step == 0:
             warn_of_edited_data(recipe, folder, events)
-        node = options.node(recipe.hivemind_config.dht, folder)
+        node = options.node(recipe.hivemind_config.dht, folder, recipe.swarm.relay)
 
-    def reached() -> int:
+    def progress() -> tuple[int, float]:
         optimizer = trainer.swarm_optimizer if trainer is not None else None
-        return options.reached_step if optimizer is None else optimizer.local_epoch
+        if optimizer is None:
+            return options.reached_step, 0.0
+        return optimizer.local_epoch, optimizer.position.round_at
 
     with ExitStack() as stack:
         stack.enter_context(node)
@@ -175,7 +182,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)
-            stack.enter_context(published(node, recipe, reached))
+            stack.enter_context(published(node, recipe, progress))
             announce(node, folder, events, recipe)
             if joins and not node.run(known_peers):
                 events.warn(
@@ -194,7 +201,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
             # bitsandbytes packs quantized weights anew where a CPU evaluates them.
             if recipe.model.config and not resumes and not joins:
                 show_sample(trainer, tokenizer, recipe, 0, events)
-        with progress_told(trainer, recipe, events):
+        with progress_told(trainer, recipe, events), reach_told(node, events):
             trainer.train()
         return finish(trainer, tokenizer, recipe, folder, events)
 
@@ -246,7 +253,8 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht:
         with owned(options.folder("bootstrap")) as folder, leaving.interruptible():
             with options.node(dht, folder) as node:
                 announce(node, folder, events)
-                threading.Event().wait(None if math.isinf(seconds) else seconds)
+                with reach_told(node, events):
+                    threading.Event().wait(None if math.isinf(seconds) else seconds)
     except Left:
         ended = Ended("signal")
     ended.tell(events, options.resume)

@@ -34,6 +34,7 @@ from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reach import ReachRules
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.announcing import log_how_to_join
 from trahiv_cli.train.batches import Batches
@@ -193,7 +194,8 @@ class SwarmTrainerMixin(_Host):
                         logging.getLogger("hivemind").setLevel(logging.WARNING)
                     invitation = read_invitation(settings.initial_peers)
                     is_public = settings.swarm.public
-                    self.node = start_node(settings.dht, folder, invitation, is_public=is_public)
+                    reach = ReachRules(relay_mbit=settings.swarm.relay)
+                    self.node = start_node(settings.dht, folder, invitation, is_public=is_public, reach=reach)
                     log_how_to_join(self.node, folder, settings.run_id)
             try:
                 result = super().train(**kwargs)
@@ -306,6 +308,7 @@ class SwarmTrainerMixin(_Host):
             home=self.node,
             schema=comparison.schema,
             samples_per_step=self._samples_per_step,
+            only_dials=self.node.only_dials(),
             **training_keywords(self, args, plain, max_steps),
             **settings.round_keywords(),
             events=events,

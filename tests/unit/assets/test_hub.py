@@ -27,6 +27,7 @@ def called(monkeypatch):
         return contextlib.ExitStack()
 
     monkeypatch.setattr(socket, "create_connection", answer)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [host])
     return called
 
 
@@ -51,14 +52,33 @@ def test_the_hub_is_asked_only_for_what_it_has_and_unless_the_user_has_chosen(ca
     assert said_of(*OF_THE_HUB) == "" and called == hosts
 
 
-@pytest.mark.usefixtures("called")
-@pytest.mark.parametrize("wait_s", [0.0, 0.5], ids=["fails", "takes long, as the look-up of a name may"])
-def test_without_an_answer_only_the_cache_is_used(monkeypatch, wait_s):
-    def fail(*_):
-        threading.Event().wait(wait_s)
-        raise OSError(-2, "Name or service not known")
+NO_NAME, NO_ANSWER = "The name of the hub {} could not be resolved.", "The hub {} does not answer."
 
-    monkeypatch.setattr(socket, "create_connection", fail)
+
+@pytest.mark.usefixtures("called")
+@pytest.mark.parametrize(
+    ("edge", "error", "said"),
+    [
+        ("getaddrinfo", socket.gaierror(-2, "Name or service not known"), NO_NAME),
+        ("getaddrinfo", None, NO_NAME),
+        ("create_connection", ConnectionRefusedError("refused"), NO_ANSWER),
+        ("create_connection", None, NO_ANSWER),
+    ],
+    ids=["unknown", "the look-up takes long", "refused", "the hub is silent"],
+)
+def test_only_the_cache_is_used_without_an_answer_and_a_name_that_is_unknown_is_told_from_a_silent_hub(
+    monkeypatch, edge, error, said
+):
+    def fail(*_):
+        if error is None:
+            threading.Event().wait(0.5)
+        raise error or TimeoutError
+
+    assert hub.trouble() == ""
+    monkeypatch.setattr(socket, edge, fail)
     monkeypatch.setattr(hub, "PATIENCE_S", 0.1)
-    said = "The hub https://huggingface.co does not answer; only what this machine has cached is used."
-    assert (said_of(*OF_THE_HUB), os.environ["HF_HUB_OFFLINE"]) == (said, "1")
+    for url in ("https://huggingface.co", "http://mirror.example"):
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "")
+        found = said_of(*OF_THE_HUB), os.environ["HF_HUB_OFFLINE"]
+        assert found == (f"{said.format(url)} Only what this machine has cached is used.", "1")

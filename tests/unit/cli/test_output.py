@@ -15,6 +15,8 @@ READY = {
     "peer_id": "QmPeer",
     "maddrs": ["/ip4/192.168.1.7/tcp/1/p2p/QmPeer"],
     "reach": ["local network"],
+    "reached": "alone",
+    "reached_why": "Nobody is there.",
     "fingerprint": "0123456789abcdef",
     "max_steps": 2,
     "target_batch_size": 8,

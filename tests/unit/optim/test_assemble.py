@@ -100,13 +100,14 @@ def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monk
 def keywords_for(monkeypatch):
     """Return the keywords that the swarm's optimizer would be made with."""
 
-    def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, client_mode=False, settings=(), **options):
+    def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, only_dials=False, settings=(), **options):
         return build_optimizer(
             OptSection(run_id="run").model_dump() | options,
-            dht=SimpleNamespace(client_mode=client_mode),
+            dht=SimpleNamespace(),
             params=[{"params": params or parameters()}],
             optimizer=optimizer,
             samples_per_step=4,
+            only_dials=only_dials,
             **dict(settings),
         )
 
@@ -137,12 +138,13 @@ def test_options_that_can_t_be_are_refused(keywords_for, options, message, hint)
     assert hint in refused.value.hint
 
 
-@pytest.mark.parametrize("client_mode", [True, False])
-def test_what_was_said_goes_over_our_defaults(keywords_for, client_mode):
+@pytest.mark.parametrize("only_dials", [True, False])
+def test_what_was_said_goes_over_our_defaults(keywords_for, only_dials):
     told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
     run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
-    keywords = keywords_for(client_mode=client_mode, delay_state_averaging=True, settings=told | run)
-    assert keywords["batch_size_per_step"] == 4 and keywords["client_mode"] is client_mode
+    keywords = keywords_for(only_dials=only_dials, delay_state_averaging=True, settings=told | run)
+    assert keywords["batch_size_per_step"] == 4 and keywords["client_mode"] is only_dials
+    assert keywords_for(only_dials=only_dials, client_mode=False)["client_mode"] is False
     assert "state_averaging_compression" not in keywords, "nothing is compressed that is never averaged"
     assert keywords["delay_state_averaging"] is False and keywords["tracker_opts"] == TRACKER_OPTIONS
     assert keywords["averager_opts"] == {"request_timeout": 2.5}

@@ -27,7 +27,8 @@ training.report_to hivemind_config.opt.averaging_timeout hivemind_config.opt.all
 hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
 hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode hivemind_config.opt.averager_opts
 hivemind_config.opt.tracker_opts hivemind_config.opt.performance_ema_alpha
-hivemind_config.opt.shutdown_timeout hivemind_config.opt.verbose swarm.public swarm.save_minutes
+hivemind_config.opt.shutdown_timeout hivemind_config.opt.verbose swarm.public swarm.relay
+swarm.save_minutes
 """.split()
 """Fields that each peer decides for itself, beside those of `hivemind_config.dht`."""
 

@@ -4,11 +4,13 @@ What is no list of addresses is left out, and what was met is there after a rest
 `tests/simulation/test_records_of_a_liar.py`.
 """
 
+import asyncio
 import json
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PDaemonError, PeerID
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.swarm import acquaintances as acq
@@ -97,6 +99,8 @@ def test_a_file_that_is_none_is_taken_for_an_empty_one(tmp_path, content):
 class Network(FakeNode):
     """A node whose routing table a test says (`there`); it remembers on whom it called, and when."""
 
+    reach = SimpleNamespace(kind="direct")
+
     def __init__(self, clock):
         super().__init__(ME, now=clock)
         self.clock, self.there, self.calls, self.addresses = clock, set(), [], [address(0)]
@@ -117,9 +121,10 @@ class Network(FakeNode):
         return self.addresses
 
     def run(self, coroutine):
-        if coroutine is acq.known_peers:
+        if coroutine is acq.peers_there:
             return [peer_id(number) for number in self.there]
-        return self.calls.append((self.clock.now, *coroutine.args))
+        peers, _ = coroutine.args
+        return self.calls.append((self.clock.now, peers))
 
     def pauses(self):
         """Between the calls on peer 1."""
@@ -138,7 +143,11 @@ def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_o
         network.turn(acq.PUBLISH_EVERY_S)
         clock.now += acq.ADDRESSES_TTL_S - 1.0
         assert network.fetch(KEY) == {ME: network.addresses}, "it was published again"
-    clock.now += 1.0
+        del network.records[KEY][ME]  # with the peers that held it
+        network.turn()
+        network.turn(acq.PUBLISH_EVERY_S)
+        assert network.fetch(KEY) == {ME: network.addresses} and acq.PUBLISH_EVERY_S <= 10.0
+    clock.now += acq.ADDRESSES_TTL_S
     network.addresses = []
     network.turn(acq.PUBLISH_EVERY_S)
     assert network.fetch(KEY) == {}, "nobody can reach it"
@@ -154,7 +163,8 @@ def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_ab
         network.tell(1, port)
         network.turn(limit_s)
         assert network.met.addresses == {PEER: (address(port=port),), OTHER: (address(2),)}
-    assert network.calls == [], "who is there is left in peace"
+    called_on = {peer for _, peers in network.calls for peer in peers}
+    assert called_on == {peer_id(3)}, "who publishes and is not there; who is there is left in peace"
 
 
 def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_is_read_sooner(network, clock):
@@ -173,7 +183,7 @@ def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_is_re
 def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock):
     meet(network.met, 1)
     network.there = {2}
-    network.turn(4 * acq.LONGEST_PAUSE_S)
+    network.turn(8 * acq.LONGEST_PAUSE_S)
     pauses = network.pauses()
     assert network.calls[0][0] == 0.0 and pauses == sorted(pauses) and pauses[0] <= 2 * CHORES_EVERY_S
     assert acq.LONGEST_PAUSE_S <= max(pauses) <= acq.LONGEST_PAUSE_S + CHORES_EVERY_S
@@ -183,9 +193,9 @@ def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock
 
 
 def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(network, clock):
-    also = {PEER: [address()], ME: [address(0)]}  # of the join line
+    also = [address(), address(0), address(port=2)]  # of the join line
     Reunion(network, KEY, network.met, also=also, clock=clock).turn()
-    assert [peers for _, peers in network.calls] == [{PEER: [address()]}]
+    assert [peers for _, peers in network.calls] == [{PEER: [address(), address(port=2)]}]
     meet(network.met, 1)
     network.turn(600)
     assert max(network.pauses()) <= acq.LONGEST_PAUSE_ALONE_S + CHORES_EVERY_S
@@ -193,3 +203,91 @@ def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(
     network.turn(10 * CHORES_EVERY_S)
     assert max(len(peers) for _, peers in network.calls) == acq.CALLS_AT_ONCE
     assert len({peer for _, peers in network.calls for peer in peers}) == 3 * acq.CALLS_AT_ONCE - 1
+
+
+def test_a_visitor_publishes_nothing_and_calls_on_others_for_itself(network, clock):
+    visit = Reunion(network, KEY, network.met, also=[address()], is_visitor=True, clock=clock)
+    asked = []
+    network.run = lambda coroutine: [] if coroutine is acq.peers_there else asked.append(coroutine.args)
+    visit.turn()
+    assert network.fetch(KEY) == {} and asked == [({PEER: [address()]}, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_told", "every_s"),
+    [("direct", 1, acq.READ_EVERY_S), ("punched", 1, acq.READ_AT_MOST_EVERY_S), ("punched", 33, 10.0)],
+)
+def test_who_can_t_be_dialled_reads_often_who_has_come_and_less_so_the_more_there_are(
+    network, kind, num_told, every_s
+):
+    read, fetch = [], network.fetch
+    network.reach, network.fetch = SimpleNamespace(kind=kind), lambda key: read.append(key) or fetch(key)
+    network.there = set(range(1, num_told + 1))
+    for number in network.there:
+        network.tell(number)
+    network.turn(2 * acq.READ_EVERY_S)
+    assert len(read) == 1 + 2 * acq.READ_EVERY_S / every_s
+
+
+class Daemon:
+    """What a node dials and pings with, and by which it meets; where nobody `answers` a dial, it fails."""
+
+    def __init__(self, own, answers=False, error=None):
+        self.answers, self.error, self.said, self.known = answers, error or P2PDaemonError("no route"), [], []
+        self.peer_id, self._client, self.p2p, self.meeting, self.blacklist = own, self, self, self, self
+        self.protocol, self.routing_table, self.peer_id_to_uid = self, self, {own: None}
+
+    async def connect(self, peer, maddrs):
+        self.said.append(("dial", *map(str, maddrs)))
+        if not self.answers:
+            raise self.error
+
+    async def meet(self, peer, middles):
+        self.said.append("meet")
+        if middles != []:
+            raise ConnectionError("nobody is there")
+        return "punched"
+
+    async def call_ping(self, peer, strict):
+        self.said.append("ping")
+        return None if self.answers == "not" else peer
+
+    def register_success(self, peer):
+        self.known.append(peer)
+
+
+def call(daemon, peer, *, is_visitor=False):
+    """Call on a peer at an address."""
+
+    async def scene():
+        peers = {peer: [address().replace(PEER, peer)]}
+        await acq.greet(peers, is_visitor, None, daemon)
+        while acq._calling:
+            await asyncio.sleep(0)
+
+    asyncio.run(scene())
+    assert daemon.said.pop(0) == ("dial", "/ip4/203.0.113.7/tcp/1"), "libp2p is told the id beside"
+    return daemon.said
+
+
+LOW, HIGH = (PeerID.from_base58(one) for one in (ME, OTHER))
+
+
+@pytest.mark.parametrize("error", [P2PDaemonError("no route"), TimeoutError(), OSError("p2pd is gone")])
+def test_of_two_that_can_t_dial_each_other_the_one_with_the_lower_id_asks_for_a_meeting(error):
+    assert call(low := Daemon(LOW, error=error), PEER) == ["meet", "ping"]
+    assert low.known == [PeerID.from_base58(PEER)]
+    assert call(Daemon(HIGH, error=error), PEER) == []
+    assert call(Daemon(HIGH, error=error), PEER, is_visitor=True) == ["meet", "ping"]
+    alone = Daemon(LOW, error=error)
+    alone.meeting = None
+    assert call(alone, PEER) == []
+
+
+def test_who_is_dialled_need_not_be_met_and_who_does_not_answer_is_not_known():
+    for answers, known in ((True, [PeerID.from_base58(PEER)]), ("not", [])):
+        daemon = Daemon(LOW, answers)
+        assert call(daemon, PEER) == ["ping"] and daemon.known == known
+    daemon = Daemon(LOW)
+    daemon.peer_id_to_uid = dict.fromkeys([LOW, HIGH])  # a member that can be dialled is in the middle
+    assert call(daemon, PEER) == ["meet"] and daemon.known == []

@@ -27,6 +27,9 @@ def made_up(number):
     return PeerID(b"\x12\x20" + number.to_bytes(32))
 
 
+MEETING = [f"Meeting.rpc_{name}" for name in ("look", "measure", "seek", "answer")]
+
+
 A, B, M = map(made_up, (2**200, 2**201, 2**202))
 
 
@@ -244,7 +247,8 @@ async def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(
 def test_an_invitation_for_one_lets_the_first_in_until_the_owner_says_who_stays():
     once, book = OWNER.invite(is_once=True), PolicyBook(OWNER.public)
     door, key = Door(SWARM, book), once.grant.key
-    assert not admit(door, M, once, FIND), "it only looks"
+    for handler in (FIND, *MEETING):
+        assert not admit(door, M, once, handler), "it only looks"
     for _ in range(2):
         assert not admit(door, B, once) and admit(door, M, once)
     book.offer(decided(closed=[mark_of(key)], stay=[mark_of(M.to_bytes(), key)]))
@@ -258,7 +262,7 @@ async def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else
     for _ in range(2):
         await refused(ping(a, M), "only watches")
     assert w.asked == []
-    for handler in (INTRODUCE, PING, FIND, STORE, PART, STATE, f"{FIND}x"):
+    for handler in (INTRODUCE, PING, FIND, STORE, PART, STATE, f"{FIND}x", *MEETING):
         assert bool(admit(a.door, M, watcher, handler)) == (handler not in (INTRODUCE, PING, FIND))
     assert warnings == [f"Peer {M} was refused: it may only watch."]
 
@@ -353,14 +357,16 @@ async def test_what_a_handler_sends_has_an_end_that_is_said_and_a_failure_is_ano
 def test_one_peer_has_only_so_many_streams_open_and_fewer_that_send_a_state(warnings):
     door = Door(SWARM)
     assert not any(admit(door, peer) for peer in (A, M))
-    for handler, most in ((PART, doors.STREAMS_AT_ONCE), (STATE, doors.GIVEN_AT_ONCE)) * 2:
+    giving = (STATE, MEETING[1])
+    limits = {PART: doors.STREAMS_AT_ONCE} | dict.fromkeys(giving, doors.GIVEN_AT_ONCE)
+    for handler, most in [*limits.items()] * 2:
         with contextlib.ExitStack() as stack:
             for _ in range(most):
                 stack.enter_context(door.stream(M, handler))
             with pytest.raises(Refused, match="too many streams"):
                 stack.enter_context(door.stream(M, handler))
             stack.enter_context(door.stream(A, handler))
-            if handler is STATE:
+            if handler in giving:
                 stack.enter_context(door.stream(M, PART))
     assert warnings == [f"Peer {M} was refused: it has too many streams open."]
 

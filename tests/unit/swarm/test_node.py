@@ -12,17 +12,21 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
+from psutil import Process
 
 from trahiv_cli.errors import NotAdmitted, PeerBroken, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import addresses, alive, node
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.alive import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
+from trahiv_cli.swarm.meeting import Seen
 from trahiv_cli.swarm.node import Node, do_chores, visiting
+from trahiv_cli.swarm.reach import Reach
 from trahiv_cli.swarm.records import own_place, owner_of
 from trahiv_cli.telemetry.events import Events
 
@@ -37,13 +41,16 @@ def done(value):
     return future
 
 
-def dht_of(found=None, visible=(), *, client_mode=False):
+def dht_of(found=None, visible=(), *, client_mode=False, knows=()):
     """A DHT whose process runs here until it is shut down; p2pd says that it is `visible` there."""
 
     async def answer(latest=True):
         return visible
 
-    table, p2p = SimpleNamespace(peer_id_to_uid={}), SimpleNamespace(list_peers=answer)
+    async def serve(name, handler): ...
+
+    table = SimpleNamespace(peer_id_to_uid=dict.fromkeys(map(PeerID.from_base58, knows)))
+    p2p = SimpleNamespace(list_peers=answer, add_binary_stream_handler=serve, _child=Process())
     protocol = SimpleNamespace(client_mode=client_mode, routing_table=table, p2p=p2p)
     own = SimpleNamespace(protocol=protocol, get_visible_maddrs=answer, peer_id=None)
     stored = found if isinstance(found, concurrent.futures.Future) else done(found)
@@ -92,6 +99,54 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     listed = start(dht_of(visible=visible)).own_addresses()
     assert [(addresses.reach_of(maddr), maddr) for maddr in listed] == expected
     assert start(dht_of(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
+
+
+OTHERS = [PeerID(b"\x12\x20" + b"%032d" % number).to_base58() for number in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_known", "by"),
+    [
+        *((kind, 3, "members") for kind in ("punched", "relayed", "dials-out")),
+        *((kind, 3, "own") for kind in ("direct", "alone")),
+        ("punched", 1, "members"),
+        ("relayed", 0, "own"),
+    ],
+)
+def test_others_join_by_two_members_where_they_can_t_dial_this_peer(start, kind, num_known, by):
+    met, there = Acquaintances(None), OTHERS[:num_known]
+    for peer in OTHERS:
+        for port in (1, 2):
+            met.meet(peer, [f"/ip4/203.0.113.7/tcp/{port + number}/p2p/{peer}" for number in (0, 7)])
+    visible = [Multiaddr(f"/ip4/192.168.1.7/tcp/1/p2p/{PEER}")]
+    one = start(dht_of(visible=visible, knows=there), ADDRESSES[:1], met=met)
+    one._finder.reach = Reach(kind, "why", (("5.5.5.1", 9),))
+    own = [ADDRESSES[0], f"/ip4/5.5.5.1/tcp/9/p2p/{one.peer_id}", str(visible[0])]
+    entrances = one.entrances()
+    if by == "own":
+        assert entrances == own
+    else:
+        assert len(entrances) == len(set(entrances)) == min(2, num_known)
+        assert set(entrances) <= {f"/ip4/203.0.113.7/tcp/2/p2p/{peer}" for peer in there}
+
+
+@pytest.mark.parametrize(
+    ("kind", "carries", "client_mode", "only_dials"),
+    [
+        ("dials-out", False, False, True),
+        ("dials-out", True, False, False),
+        ("relayed", False, False, False),
+        ("direct", False, True, True),
+    ],
+)
+def test_a_peer_averages_with_those_alone_that_it_can_dial_where_nobody_carries_for_it(
+    monkeypatch, start, kind, carries, client_mode, only_dials
+):
+    monkeypatch.setattr(node, "REACH_KNOWN_S", 0.0)
+    one = start(dht_of(client_mode=client_mode))
+    one.dht.client_mode = client_mode
+    one._finder.reach = Reach(kind, "why", looks=(Seen((), (), carries),))
+    assert one.only_dials() is only_dials
 
 
 def test_a_visit_ends_with_the_visitor(monkeypatch, start):

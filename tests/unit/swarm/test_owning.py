@@ -9,6 +9,7 @@ from hivemind.p2p import PeerID
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.swarm import membership, owning, roll
+from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     Invitation,
@@ -209,12 +210,20 @@ def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_i
     assert not swarm.out(swarm.home_now(), *others[-223:]), "they can join again"
 
 
-def test_a_peer_can_be_named_as_it_is_shown_or_in_full(swarm):
-    find = swarm.owned.find
+def test_a_peer_can_be_named_as_it_is_shown_or_in_full_and_the_own_one_is_known_by_its_key(swarm):
+    find, own = swarm.owned.find, ensure_identity(swarm.folder / "other.key")
     assert find(short_name(M)) == find(M[-6:]) == M and find(STRANGER) == STRANGER
-    for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx", A):
-        with pytest.raises(SetupError, match="own peer" if word == A else "is the id of no member"):
+    for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"):
+        with pytest.raises(SetupError, match="is the id of no member"):
             find(word)
+    assert (find(own), find(A)) == (own, A), "of this folder is who has its key, wherever one joins"
+    (swarm.folder / "other.key").rename(swarm.folder / IDENTITY_FILE)
+    swarm.enter(own)
+    swarm.run()
+    for word in (own, own[-6:]):
+        with pytest.raises(SetupError, match="own peer"):
+            find(word)
+    assert find(A) == A
 
 
 def test_the_owner_s_list_has_who_is_away_or_out_and_a_folder_of_another_swarm_says_nothing(swarm, tmp_path):

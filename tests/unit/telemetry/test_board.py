@@ -39,6 +39,8 @@ READY = {
     "peer_id": "QmPeer",
     "maddrs": ["/ip4/8.8.8.8/tcp/1/p2p/QmPeer", "/ip4/192.168.1.7/tcp/1/p2p/QmPeer"],
     "reach": ["internet", "local network"],
+    "reached": "direct",
+    "reached_why": "A member has dialled this peer.",
     "join": "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
     "invitation": None,
     "fingerprint": "0123456789abcdef",
@@ -65,6 +67,7 @@ LOG = [
 
 NO_STEP = {"loss": None, "learning_rate": None, "samples": None, "my_samples": 0, "round": None}
 PACE = {"event": "pace", "message": "From step 2 on."}
+REACHED = {"event": "reach", "reached": "relayed", "reached_why": "Through a member."}
 
 REST = "samples 64 (24 mine), peers 2, 11.3 samples/s"
 STOPPED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": False}
@@ -82,6 +85,7 @@ SAID = [
     (WAITING, "waiting for a round: 5 s so far, at most 30 s"),
     (SAMPLE, r"at step 40 the model continues 'def f' with '(x):\n\x1b[2J'"),
     (PACE, "pace: From step 2 on."),
+    (REACHED, "reach relayed: Through a member."),
     ({"event": "folder", "message": "It goes on."}, "It goes on."),
     (WARNING | {"message": "It failed."}, "warning [round]: It failed. (do nothing)"),
     (STOPPED | {"had_ended": True}, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
@@ -103,6 +107,7 @@ def test_the_join_line_is_last_and_alone_and_who_can_not_be_joined_by_one_says_h
         "run quickstart-0123abcd, fingerprint 0123456789ab, peer QmPeer",
         "  from the internet  /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
         "  from this network  /ip4/192.168.1.7/tcp/1/p2p/QmPeer",
+        "  direct: A member has dialled this peer.",
         "",
         "To join, type on another machine:",
         "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
@@ -176,6 +181,7 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
         ((READY | INVITE | {"invite": None},), "to invite others, send them what is in /a/file", "trahiv"),
         ((READY, WARNING | {"message": "[bold]not bold[/] [/]"}), "[round] [bold]not bold[/] [/]", "?"),
         ((READY, PACE), "From step 2 on.", "?"),
+        ((READY, REACHED), "reach relayed: Through a member.", "?"),
         ((READY, progress(peer("QmA"), samples=0)), "0 of 64 samples", "█"),
         ((READY, progress(*(peer("QmA", samples=96),) * 2, samples=192)), "64 of 64 samples", "░"),
     ],

@@ -86,6 +86,11 @@ class CorrectedDHT(hivemind.DHT):
         for thread in self._hosting:
             thread.join(HOSTING_END_S)
 
+    async def _shutdown(self) -> None:
+        if (meeting := getattr(self._node, "meeting", None)) is not None:
+            await meeting.close()
+        await super()._shutdown()
+
     def host(self, averager: CorrectedAverager) -> None:
         """Have this DHT's process serve an averager, in a thread of its own.
 

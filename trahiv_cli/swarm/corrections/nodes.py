@@ -21,7 +21,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
-from hivemind.proto.dht_pb2 import NOT_FOUND, FindRequest, FindResponse, PingRequest, PingResponse
+from hivemind.proto.dht_pb2 import NOT_FOUND, FindRequest, FindResponse, NodeInfo, PingRequest, PingResponse
 from hivemind.utils import MSGPackSerializer, get_logger
 
 from trahiv_cli.swarm.clock import swarm_time, take_over
@@ -86,6 +86,8 @@ class CorrectedProtocol(DHTProtocol):
       a message with what is stored (dht/protocol.py:355, :395): p2pd takes 4 MiB, and who gets no answer
       forgets the node.
     - dht/protocol.py:304 writes ids of any number and length in base58, which takes hours for 4 MiB.
+    - dht/protocol.py:84 has others ask a node that they can't dial. One that enters a swarm is not listed
+      until a member has dialled it (`reach`).
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -96,8 +98,19 @@ class CorrectedProtocol(DHTProtocol):
     async def create(cls, *args: Any, **kwargs: Any) -> DHTProtocol:
         """Make a protocol; see `DHTProtocol`. It asks for the time before its node pings anybody."""
         protocol = await super().create(*args, **kwargs)
+        if _initial_peers.get():
+            protocol.list_node(is_listed=False)
         await protocol._take_over_time(_initial_peers.get())
         return protocol
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether the nodes that hear from this one ask it for records."""
+        return bool(self.node_info.node_id)
+
+    def list_node(self, *, is_listed: bool) -> None:
+        """Have them ask it from now on, or not."""
+        self.node_info = NodeInfo(node_id=self.node_id.to_bytes() if is_listed else b"")
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
         """Ping; see `DHTProtocol`. One that upstream would end this node for counts as not there."""
@@ -106,7 +119,7 @@ class CorrectedProtocol(DHTProtocol):
         if gives_way and not self.routing_table.uid_to_peer_id:
             await self._take_over_time([peer])
         try:
-            return await super().call_ping(peer, validate=validate, strict=strict)
+            return await super().call_ping(peer, validate=validate and self.is_listed, strict=strict)
         except ValidationError as error:
             logger.warning(f"Peer {peer} is not entered by: {error}")
             return None

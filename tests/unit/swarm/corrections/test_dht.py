@@ -58,6 +58,21 @@ def test_ctrl_c_while_a_dht_starts_leaves_no_process(monkeypatch, dht, answer):
     assert ended == ([] if answer else ["killed", "gone"])
 
 
+@pytest.mark.parametrize("has_meeting", [True, False])
+def test_what_is_relayed_ends_before_the_dht_does(monkeypatch, dht, has_meeting):
+    async def end(self):
+        ended.append("meeting" if self is meeting else "DHT")
+
+    ended, meeting = [], SimpleNamespace()
+    meeting.close = lambda: end(meeting)
+    monkeypatch.setattr(hivemind.DHT, "_shutdown", end)
+    dht._node = SimpleNamespace(meeting=meeting if has_meeting else None)
+    asyncio.run(dht._shutdown())
+    dht._node = SimpleNamespace()  # it has never been asked who can reach it
+    asyncio.run(dht._shutdown())
+    assert ended == [*["meeting"] * has_meeting, "DHT", "DHT"]
+
+
 class Host:
     """A DHT whose process serves averagers, as an averager sees it."""
 

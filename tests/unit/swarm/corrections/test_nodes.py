@@ -8,16 +8,18 @@ import asyncio
 from dataclasses import replace
 from types import SimpleNamespace
 
+import hivemind.dht.node
 import pytest
 from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2P
+from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.proto.dht_pb2 import NodeInfo
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
+from tests.simulation.network import Network
 from trahiv_cli.swarm.corrections import nodes
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES, receive_protobuf, receive_raw_data
@@ -165,3 +167,23 @@ def test_who_should_hold_a_record_is_told_at_once_where_all_are_known(monkeypatc
     nearest = sorted(known, key=key.xor_distance)
     is_told = is_for_a_store and num_known < 20
     assert (searched, told) == (([], [(key, nearest, set())]) if is_told else ([key], []))
+
+
+def test_a_node_that_enters_a_swarm_is_asked_for_records_once_it_is_listed_and_not_before(monkeypatch):
+    async def made(peer, *initial):
+        maddrs = [f"/ip4/127.0.0.1/tcp/1/p2p/{one}" for one in initial]
+        return await CorrectedNode.create(p2p=network.p2p_of(peer), initial_peers=maddrs)
+
+    async def scene():
+        first, second = await made(a), await made(b, a)
+        assert first.protocol.is_listed and not second.protocol.is_listed
+        for is_listed in (False, True):
+            second.protocol.list_node(is_listed=is_listed)
+            assert second.protocol.is_listed is is_listed
+            assert await second.protocol.call_ping(a, strict=False) == first.node_id
+            assert list(second.protocol.routing_table.peer_id_to_uid) == [a]
+            assert list(first.protocol.routing_table.peer_id_to_uid) == [b] * is_listed
+
+    monkeypatch.setattr(hivemind.dht.node, "DHTProtocol", CorrectedProtocol)
+    network, a, b = Network(), *(PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (1, 2))
+    asyncio.run(scene())

@@ -1,0 +1,115 @@
+"""Nodes of a swarm behind routers of homes, each in a process and a network of its own."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import hivemind
+from hivemind.dht import DHTNode
+
+from tests.kit.nat import UDP
+from tests.kit.wan import Wan, routers_of
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm import clock
+from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reach import ReachRules
+
+KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+    "public": [],
+    "all": [{"filters": "all"}],
+    "address": [{"filters": "address"}],
+    "port": [{}],
+    "two": [{}, {}],
+    "no UDP": [{"blocked": (UDP,)}],
+    "symmetric": [{"maps": "symmetric"}],
+}
+"""The routers before a host, from inside to outside, by what it is called in a table."""
+
+RATE_MBIT = 20.0
+ANSWER_S = 60.0
+
+
+def network(*kinds: str, **how: float) -> Wan:
+    """Make hosts behind routers of these kinds; `how` is for `Wan`."""
+    return Wan(len(kinds), RATE_MBIT, homes=routers_of([KINDS[kind] for kind in kinds]), **how)
+
+
+class Home:
+    """A node on a host of a network, which is asked by functions of it; it ends with the network at last.
+
+    Args:
+        peers: multiaddrs by which it enters a swarm; none: it starts one.
+        relay_mbit: that it passes on for others; None: no limit.
+        ahead_s: how far its clock is ahead.
+    """
+
+    def __init__(
+        self,
+        wan: Wan,
+        host: int,
+        folder: Path,
+        peers: Sequence[str] = (),
+        relay_mbit: float | None = None,
+        ahead_s: float = 0.0,
+    ) -> None:
+        self._pipe, its = mp.Pipe()
+        how = (folder / f"{host}.key", tuple(peers), ReachRules(relay_mbit=relay_mbit), ahead_s, its)
+        self.process = wan.spawn(host, be_node, how)
+        its.close()
+
+    @cached_property
+    def peer_id(self) -> str:
+        """Its id; waits until it has started."""
+        return str(self._heard())
+
+    def ask(self, question: Callable[[Node], Any]) -> Any:
+        """Return what a module's function says of the node, once it has started."""
+        _ = self.peer_id
+        self._pipe.send(question)
+        return self._heard()
+
+    def leave(self) -> None:
+        """Have the node end in good order."""
+        self._pipe.send(None)
+
+    def _heard(self) -> Any:
+        assert self._pipe.poll(ANSWER_S), "the node says nothing"
+        return self._pipe.recv()
+
+
+def be_node(key: Path, peers: tuple[str, ...], reach: ReachRules, ahead_s: float, pipe: Connection) -> None:
+    """Be a node that answers questions until it is asked nothing."""
+    clock._ahead.value = ahead_s
+    with Node(DhtSection(), key, peers, met=Acquaintances(None), reach=reach) as node:
+        pipe.send(node.peer_id)
+        while (question := pipe.recv()) is not None:
+            pipe.send(question(node))
+
+
+def ways_of(node: Node) -> dict[str, str]:
+    """Return with whom a node is connected, by ids, and how: punched, relayed or dialled."""
+    ways: dict[str, str] = node.run(_ways)
+    return ways
+
+
+def addresses_of(node: Node) -> list[str]:
+    """Return where a node can be dialled, as far as it knows."""
+    return node.own_addresses()
+
+
+def reached(node: Node) -> str:
+    """Return how others reach a node."""
+    return node.reach.kind
+
+
+async def _ways(dht: hivemind.DHT, node: DHTNode) -> dict[str, str]:
+    del dht
+    met = {peer.to_base58(): way for peer, way in (await node.meeting.ways()).items()}
+    connected = [one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers()]
+    return {peer: met.get(peer, "dialled") for peer in connected}

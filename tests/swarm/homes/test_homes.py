@@ -1,0 +1,101 @@
+"""Peers behind routers of homes are connected with each other: dialled, punched or relayed."""
+
+import multiprocessing as mp
+import os
+from itertools import combinations
+
+import pytest
+
+from tests.kit import homes
+from tests.kit.commands import wait_until
+from tests.kit.homes import Home, addresses_of, network, reached, ways_of
+from tests.kit.upnp import be_gateway
+from tests.kit.wan import PROCESSES, home_address_of, public_address_of
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")
+PAIRS = list(combinations(range(8), 2))
+PUNCHED = {"port", "two", "no UDP"}  # any two of these
+MEET_S, REPLACED_S = 60.0, 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forkserver() -> None:
+    """Import once what each node needs."""
+    PROCESSES.set_forkserver_preload(["torch", "hivemind", homes.__name__])
+
+
+def way_between(one: Home, other: Home, seen: dict[str, dict[str, str]]) -> set[str]:
+    """How two nodes are connected, as both see it; nothing if either does not."""
+    there, back = seen[one.peer_id].get(other.peer_id), seen[other.peer_id].get(one.peer_id)
+    return {there, back} if there and back else set()
+
+
+def are_connected(*nodes: Home) -> bool:
+    seen = {node.peer_id: node.ask(ways_of) for node in nodes}
+    return all(way_between(one, other, seen) for one, other in combinations(nodes, 2))
+
+
+@pytest.mark.parametrize(("delay_ms", "loss"), [(0.0, 0.0), (100.0, 0.01)], ids=["near", "far"])
+def test_each_pair_of_eight_kinds_of_homes_is_connected(tmp_path, delay_ms, loss):
+    seen: dict[str, dict[str, str]] = {}
+
+    def all_pairs() -> dict[tuple[int, int], set[str]]:
+        seen.update({node.peer_id: node.ask(ways_of) for node in nodes})
+        return {(one, other): way_between(nodes[one], nodes[other], seen) for one, other in PAIRS}
+
+    with network(*EIGHT, delay_ms=delay_ms, loss=loss) as wan:
+        first = Home(wan, 0, tmp_path)
+        entrance = first.ask(addresses_of)
+        nodes = [first, *(Home(wan, host, tmp_path, entrance) for host in range(1, 8))]
+        wait_until(lambda: all(all_pairs().values()), MEET_S)
+        ways = [({EIGHT[host] for host in pair}, how) for pair, how in all_pairs().items()]
+    print(ways)
+    if not loss:
+        assert all(how == {"dialled"} for kinds, how in ways if "public" in kinds)
+        assert all("relayed" not in how for kinds, how in ways if "all" in kinds)
+        assert all(how == {"punched"} for kinds, how in ways if kinds <= PUNCHED)
+        # A symmetric router has another port for each whom it calls.
+        blind = [how for kinds, how in ways if "symmetric" in kinds and kinds <= PUNCHED | {"symmetric"}]
+        assert all(how == {"relayed"} for how in blind)
+
+
+def test_two_homes_meet_where_one_router_forwards_a_port_which_is_given_back(tmp_path):
+    with network("port", "symmetric", delay_ms=10.0) as wan:
+        pipe, its = mp.Pipe()
+        wan.spawn(0, be_gateway, (home_address_of(0), public_address_of(0), its))
+        assert pipe.recv() == "listens"
+        first = Home(wan, 0, tmp_path)
+        action, port = pipe.recv()
+        assert action == "AddPortMapping"
+        wan.forward(0, port)
+        pipe.send("done")
+        forwarded = f"/ip4/{public_address_of(0)}/tcp/{port}/p2p/{first.peer_id}"
+        wait_until(lambda: forwarded in first.ask(addresses_of))
+        assert first.ask(reached) == "alone", "nobody has tried it"
+        second = Home(wan, 1, tmp_path, [forwarded])
+        wait_until(lambda: are_connected(first, second) and first.ask(reached) == "direct")
+        assert second.ask(ways_of) == {first.peer_id: "dialled"}
+        first.leave()
+        assert pipe.recv() == ("DeletePortMapping", port)
+        pipe.send("done")
+
+
+def test_a_member_that_relays_and_is_killed_is_replaced(tmp_path):
+    with network("symmetric", "symmetric", "public", "public", delay_ms=10.0) as wan:
+        relay = Home(wan, 2, tmp_path)
+        pair = [Home(wan, host, tmp_path, relay.ask(addresses_of)) for host in (0, 1)]
+        wait_until(lambda: are_connected(*pair), MEET_S)
+        other = Home(wan, 3, tmp_path, relay.ask(addresses_of))
+        wait_until(lambda: are_connected(*pair, relay, other), MEET_S)
+        relay.process.kill()
+
+        def is_replaced() -> bool:
+            gone = all(relay.peer_id not in node.ask(ways_of) for node in pair)
+            return gone and are_connected(*pair, other)
+
+        wait_until(is_replaced, REPLACED_S)

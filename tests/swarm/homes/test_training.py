@@ -1,0 +1,90 @@
+"""Peers behind routers of homes train together: each of them is in every round."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.kit.commands import Peer, Workplace
+from tests.kit.homes import network
+from tests.kit.recipes import write_tiny
+from tests.kit.wan import Wan
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")
+FIVE = ("address", "port", "two", "no UDP", "symmetric")
+STEPS = 12
+PACE_S = 0.15  # of each peer: two cores carry a peer with a batch of each 0.15 s
+END_S = 200.0
+
+
+class Village:
+    """Commands on the hosts of a network."""
+
+    def __init__(self, workplace: Workplace, wan: Wan, peers: int) -> None:
+        self._workplace, self._wan, self._pace_s = workplace, wan, PACE_S * peers
+
+    def start(self, host: int, *args: object) -> Peer:
+        """Start a paced `trahiv` with a folder of its own."""
+        return self._workplace.start(
+            *args, "--output-dir", f"peer-{host}", prefix=self._inside(host), pace_s=self._pace_s
+        )
+
+    def run(self, host: int, *args: object) -> Peer:
+        """Run `trahiv` to its end."""
+        return self._workplace.run(*args, prefix=self._inside(host))
+
+    def _inside(self, host: int) -> tuple[str, ...]:
+        return "nsenter", f"--net={self._wan.namespace(host)}"
+
+
+def recipe_of(folder: Path, peers: int) -> Path:
+    """A recipe of `STEPS` steps, the first of which waits for so many peers."""
+    return write_tiny(
+        folder,
+        data={"datasets": [{"path": "builtin/trahiv"}]},
+        training__max_steps=STEPS,
+        swarm={"mode": "sync", "min_peers": peers},
+        hivemind_config={"opt": {"target_batch_size": 4 * peers}},
+    )
+
+
+def require_all_in_each_round(peers: list[Peer]) -> None:
+    """Whoever misses a round fetches what the others averaged, and says so by a smaller group."""
+    for peer in peers:
+        peer.wait_for("done", END_S)
+    sizes = [[len(step["round"]["group"]) if step["round"] else 0 for step in peer.steps] for peer in peers]
+    assert sizes == [[len(peers)] * STEPS] * len(peers)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "delay_ms", "loss", "is_trained_by_public"),
+    [(EIGHT, 20.0, 0.01, True), (FIVE, 80.0, 0.01, False), (FIVE, 200.0, 0.01, True)],
+    ids=["near", "behind a bootstrap node", "far"],
+)
+def test_each_peer_is_in_each_round(tmp_path, workplace, kinds, delay_ms, loss, is_trained_by_public):
+    hosts = kinds if kinds[0] == "public" else ("public", *kinds)
+    peers = len(hosts) - (not is_trained_by_public)
+    recipe = recipe_of(tmp_path, peers)
+    with network(*hosts, delay_ms=delay_ms, loss=loss) as wan, workplace:
+        village = Village(workplace, wan, peers)
+        first = village.start(0, "init", *([recipe] if is_trained_by_public else ["--no-train"]))
+        join = ("join", *([] if is_trained_by_public else [recipe]), "--peer", first.address, "--yes")
+        others = [village.start(host, *join) for host in range(1, len(hosts))]
+        require_all_in_each_round(([first] if is_trained_by_public else []) + others)
+
+
+def test_two_homes_with_nobody_else_hear_why_they_can_not_meet(tmp_path, workplace):
+    recipe = recipe_of(tmp_path, 2)
+    with network("port", "port", delay_ms=20.0) as wan, workplace:
+        village = Village(workplace, wan, 2)
+        first = village.start(0, "init", recipe)
+        reached = first.wait_for("ready", 60)
+        assert reached["reached"] == "alone"
+        refused = village.run(1, "join", "--peer", first.address, "--yes", "--output-dir", "second")
+        assert refused.code == 4, refused.err
+        print(refused.err)

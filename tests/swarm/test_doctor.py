@@ -1,0 +1,135 @@
+"""`trahiv doctor` behind each kind of router and firewall: each cause has a sentence of its own."""
+
+import multiprocessing as mp
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+import pytest
+
+from tests.kit.commands import Peer, Workplace
+from tests.kit.homes import Home, addresses_of
+from tests.kit.nat import UDP
+from tests.kit.upnp import be_gateway
+from tests.kit.wan import Wan, home_address_of, routers_of
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+]
+
+NOBODY = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+MEMBERS = 2  # the first hosts of each network
+DOCTORS = {
+    "public": [],
+    "one router": [{}],
+    "symmetric": [{"maps": "symmetric"}],
+    "no UDP": [{"blocked": (UDP,)}],
+    "HTTPS alone": [{"only": (443,)}],
+    "no route": [],
+}
+
+
+class Place(NamedTuple):
+    """A network with members, and a folder for commands."""
+
+    wan: Wan
+    workplace: Workplace
+    entrance: str
+
+    def examine(self, host: int, *more: object, hub: str = "http://127.0.0.1:9") -> Peer:
+        """Run `trahiv doctor` on a host; there is nothing at the `hub`."""
+        inside = "nsenter", f"--net={self.wan.namespace(MEMBERS + host)}", "env", f"HF_ENDPOINT={hub}"
+        words = ("doctor", "--peer", self.entrance, "--format", "json", *more)
+        return self.workplace.run(*words, prefix=inside)
+
+
+@contextmanager
+def place_of(folder, *kinds, **how) -> Iterator[Place]:
+    """Two public members, and hosts behind routers of these kinds; `how` is for `Home`."""
+    with Wan(MEMBERS + len(kinds), 20.0, 20.0, homes=routers_of([[], [], *kinds])) as wan:
+        first = Home(wan, 0, folder, **how)
+        [address] = [one for one in first.ask(addresses_of) if "/ip4/5." in one]
+        second = Home(wan, 1, folder, [address], **how)
+        assert second.peer_id
+        with Workplace(folder) as workplace:
+            yield Place(wan, workplace, address)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Iterator[Place]:
+    with place_of(tmp_path_factory.mktemp("doctors"), *DOCTORS.values()) as place:
+        yield place
+
+
+def found(doctor: Peer) -> dict[str, str]:
+    """What it says, by the name of a check; its last sentence is the verdict."""
+    said = {event["name"]: event["found"] for event in doctor.events if event["event"] == "check"}
+    return said | {"verdict": doctor.events[-1]["message"]}
+
+
+CANNOT_DIAL = "2 tried to dial this peer, and could not. No router answers here"
+FINE = {"hub": "127.0.0.1:9 does not answer", "clock": "as the swarm's", "speed": "Mbit/s back"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "words", "code"),
+    [
+        ("public", (), {"inbound": "Members can dial this peer at 5.5.5.3", **FINE}, 0),
+        ("public", ("--announce-maddr", "/ip4/9.9.9.9/tcp/9"), {"announced": "members see 5.5.5.3"}, 3),
+        ("one router", (), {"inbound": CANNOT_DIAL}, 0),
+        ("symmetric", (), {"router": "another port for each destination"}, 0),
+        ("no UDP", (), {"inbound": CANNOT_DIAL}, 0),
+        ("HTTPS alone", (), {"members": "so a firewall on the way lets nothing else out"}, 4),
+        ("no route", (), {"members": "has no route to any of them"}, 4),
+    ],
+)
+def test_a_cause_has_its_sentence(place, kind, more, words, code):
+    host = list(DOCTORS).index(kind)
+    if kind == "no route":
+        inside = "nsenter", f"--net={place.wan.namespace(MEMBERS + host)}"
+        subprocess.run([*inside, "ip", "link", "set", "wan0", "down"], check=True)
+    doctor = place.examine(host, *more)
+    said = found(doctor)
+    assert all(part in said[name] for name, part in words.items()), said
+    assert doctor.code == code
+    assert ("You can train: directly with" in said["verdict"]) == (not code)
+
+
+def test_members_relay_nothing_and_are_an_hour_ahead_or_gone(tmp_path):
+    with place_of(tmp_path, [{}], relay_mbit=0.0, ahead_s=3600.0) as place:
+        said = found(place.examine(0))
+        assert "is 3600 s behind the swarm's" in said["clock"]
+        assert "No member has room to pass on" in said["relay"]
+        gone = place._replace(entrance=f"/ip4/5.5.5.1/tcp/9/p2p/{NOBODY}")
+        doctor = gone.examine(0, hub="https://hub.example")
+        assert "0 of 1 addresses answer" in found(doctor)["members"] and doctor.code == 4
+        assert "ask for a fresh `trahiv join` line" in doctor.out
+        assert "hub.example could not be resolved" in found(doctor)["hub"]
+
+
+def agree(pipe: Connection) -> None:
+    """Let a router say that it does what it is asked to."""
+    with suppress(EOFError):
+        while pipe.recv():
+            pipe.send("done")
+
+
+@pytest.mark.parametrize(
+    ("outside", "words"),
+    [
+        ("5.5.5.3", "from 5.5.5.3. But no member could connect through it."),
+        ("100.64.2.9", "but is itself behind another one, which calls it 100.64.2.9."),
+    ],
+)
+def test_a_router_says_that_it_forwards_and_nothing_comes_of_it(tmp_path, outside, words):
+    with place_of(tmp_path, [{}]) as place:
+        pipe, its = mp.Pipe()
+        place.wan.spawn(MEMBERS, be_gateway, (home_address_of(MEMBERS), outside, its))
+        assert pipe.recv() == "listens"
+        threading.Thread(target=agree, args=(pipe,), daemon=True).start()
+        assert words in found(place.examine(0))["inbound"]

@@ -1,0 +1,92 @@
+"""What `trahiv status` shows of a swarm, whose records are a dict here."""
+
+import contextlib
+
+import pytest
+
+from tests.kit.fakes import FakeNode
+from tests.unit.cli.conftest import ADDRESS
+from trahiv_cli.cli.status import REACHED
+from trahiv_cli.swarm import clock, owning
+from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
+from trahiv_cli.swarm.exchange import REACHED as KINDS
+from trahiv_cli.swarm.exchange import Status
+from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
+
+
+@pytest.fixture
+def swarm(here, monkeypatch):
+    """`swarm(QmA=[...])` has peers publish what they do; one without is just there."""
+    node = FakeNode("QmVisitor")
+    monkeypatch.setattr(owning, "visiting", lambda *_: contextlib.nullcontext(node))
+    monkeypatch.setattr(clock, "swarm_time", lambda: 1000.0)
+
+    def swarm(**peers):
+        for peer, status in peers.items():
+            node.neighbour(peer).publish(ADDRESSES_KEY, [f"/ip4/5.5.5.1/tcp/1/p2p/{peer}"], 60.0)
+            if status:
+                node.neighbour(peer).publish(RUNS_KEY, status, 60.0)
+
+    return swarm
+
+
+def status(step, reached="direct", round_at=988, run="run-1", max_steps=40):
+    return list(Status(run, step, max_steps, reached, round_at))
+
+
+def test_a_run_and_its_peers_are_shown_the_furthest_first_and_those_that_train_nothing_last(trahiv, swarm):
+    swarm(QmC=None, QmA=status(6, "relayed"), QmB=status(7, "punched"), QmD=status(7))
+    assert trahiv("status", "--peer", ADDRESS) == (
+        0,
+        "run-1: step 7 of 40, 3 peers, the last round was 12 s ago\n"
+        "  QmB  step 7, punched: met through both routers\n"
+        "  QmD  step 7, direct: others dial it\n"
+        "  QmA  step 6, relayed: met through a member\n"
+        "  QmC  tells of no run\n",
+        "",
+    )
+
+
+def test_programs_get_the_same_as_events(events, swarm):
+    swarm(QmA=status(3, "alone", round_at=0), QmB=None)
+    _, told = events("status", "--peer", ADDRESS)
+    assert [{key: event[key] for key in event.keys() - {"v", "t", "event"}} for event in told] == [
+        {"run_id": "run-1", "step": 3, "max_steps": 40, "peers": 1, "seconds_since_round": None},
+        {"run_id": "run-1", "step": 3, "peer_id": "QmA", "reached": "alone"},
+        {"run_id": None, "peer_id": "QmB"},
+    ]
+    assert [event["event"] for event in told] == ["run", "peer", "peer"] and set(REACHED) == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("peers", "said"),
+    [
+        ({"QmA": status(0, round_at=0)}, "run-1: step 0 of 40, 1 peer, no round yet\n"),
+        ({"QmA": status(5), "QmB": status(5), "QmC": status(2**30, max_steps=1)}, "run-1: step 5 of 40, 3"),
+        ({"QmA": status(5, round_at=2**39)}, "the last round was 0 s ago\n"),
+        ({"QmA": status(5), "QmB": status(9, run="run-2")}, "run-2: step 9 of 40, 1 peer"),
+        ({"QmA": status(5, run="a\x1b[2J")}, "a?[2J: step 5"),
+        ({"QmA": None}, "  QmA  tells of no run\n"),
+        ({"QmA": status(5, "by magic")}, "  QmA  tells of no run\n"),
+    ],
+)
+def test_what_one_peer_says_is_not_what_all_do(trahiv, swarm, peers, said):
+    swarm(**peers)
+    code, out, err = trahiv("status", "--peer", ADDRESS)
+    assert code == 0 and said in out
+    assert ("nothing is being trained in this swarm" in err) == out.startswith("  ")
+
+
+def test_without_a_line_the_newest_run_says_where_its_peers_are(trahiv, swarm, here):
+    swarm(QmA=status(5))
+    code, out, err = trahiv("status")
+    assert (code, out) == (3, "") and "no run of yours in runs/" in err and "--output-dir" in err
+    (here / "runs" / "run-1").mkdir(parents=True)
+    known = here / "runs" / "run-1" / FILE
+    known.write_text("{}")
+    assert trahiv("status")[0] == 4, "it knows nobody"
+    met = Acquaintances(known)
+    met.meet(ADDRESS.rpartition("/")[2], [ADDRESS])
+    met.save()
+    for more in ((), ("--output-dir", known.parent)):
+        assert trahiv("status", *more)[1].startswith("run-1: step 5 of 40")

@@ -1,0 +1,122 @@
+"""What is said of packages, GPU, memory, disk and hub of a machine, of which the tests say what it has."""
+
+import contextlib
+import shutil
+import socket
+from importlib import metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kit.recipes import write_tiny
+from trahiv_cli.assets import model
+from trahiv_cli.doctor import machine
+from trahiv_cli.doctor.checks import Check
+from trahiv_cli.doctor.machine import GIB, disk, examine_machine, gpu, names, packages
+from trahiv_cli.recipe.load import load_recipe
+
+REQUIRED = ["here>=2,<3", "beta>=1.5", "elsewhere>=1; python_version < '3'", "tests>=1; extra == 'dev'"]
+OF_THE_HUB = ("model.config=null", "model.model_name_or_path=a/model", "model.tokenizer_name_or_path=null")
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({"here": "2.1", "beta": "1.6rc1"}, ""),
+        ({"here": "3.0", "beta": "1.5"}, "here is 3.0, and <3,>=2 is wanted."),
+        ({"here": "1.0"}, "here is 1.0, and <3,>=2 is wanted; beta is missing."),
+    ],
+)
+def test_a_package_that_is_missing_or_of_another_version_is_named(monkeypatch, installed, said):
+    def version(name):
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "requires", lambda _: REQUIRED)
+    monkeypatch.setattr(metadata, "version", version)
+    check = packages()
+    assert (check.verdict, check.found.partition("; ")[2]) == ("bad" if said else "fine", said)
+    assert bool(check.fix) == bool(said)
+
+
+BUILT = ["sm_75", "sm_80", "compute_90"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "visible", "cuda", "capability", "verdict", "words"),
+    [
+        ("", "0", "12.8", None, "poor", "No GPU was found: this peer trains on its CPU."),
+        ("program", "0", None, None, "poor", "(2.0) was built without CUDA."),
+        ("file", "0", "12.8", None, "poor", "built for CUDA 12.8, can't use it with this driver."),
+        ("file", "", "12.8", None, "poor", "CUDA_VISIBLE_DEVICES hides it."),
+        ("file", "0", "12.8", (6, 1), "bad", "compute capability 6.1; this torch was built for sm_75, sm_80"),
+        ("file", "0", "12.8", (7, 5), "fine", "H1, compute capability 7.5, CUDA 12.8"),
+    ],
+)
+def test_what_keeps_torch_from_using_a_gpu_is_said(
+    monkeypatch, tmp_path, driver, visible, cuda, capability, verdict, words
+):
+    file = tmp_path / "version"
+    if driver == "file":
+        file.touch()
+    monkeypatch.setattr(machine, "DRIVER", file)
+    monkeypatch.setattr(shutil, "which", lambda _: "/bin/nvidia-smi" if driver == "program" else None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch, "__version__", "2.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT)
+    check = gpu()
+    assert check.verdict == verdict and words in check.found
+    assert bool(check.wanted) == (verdict != "fine")
+
+
+@pytest.mark.parametrize(
+    ("free", "room", "verdict"),
+    [(GIB, 0, "fine"), (GIB - 1, 0, "bad"), (2 * GIB, 3 * GIB, "bad"), (3 * GIB, 3 * GIB, "fine")],
+)
+def test_a_disk_has_room_for_checkpoints_or_is_said_to_be_full(monkeypatch, tmp_path, free, room, verdict):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    check = disk(tmp_path / "runs" / "run-1", room)
+    assert check.verdict == verdict and str(tmp_path) in check.found and "run-1" not in check.found
+    assert ("make room" in check.fix) == (verdict == "bad")
+
+
+@pytest.mark.parametrize(
+    ("ram", "overrides", "verdict", "words"),
+    [
+        (64 * GIB, (), "fine", "64.0 GiB of RAM are free; without activations the recipe needs "),
+        (GIB // 100, (), "bad", "GiB of RAM before activations, and 0.0 GiB are free."),
+        (GIB, OF_THE_HUB, "fine", "1.0 GiB of RAM are free; `trahiv check --deep` says what"),
+        (GIB, None, "fine", "1.0 GiB of RAM are free"),
+    ],
+)
+def test_the_memory_that_a_recipe_needs_is_compared_with_what_is_free(
+    monkeypatch, tmp_path, ram, overrides, verdict, words
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for room in (machine, model):
+        monkeypatch.setattr(room, "free_bytes", lambda: {"RAM": ram})
+    recipe = None if overrides is None else load_recipe(write_tiny(tmp_path), overrides).recipe
+    checks = list(examine_machine(recipe, tmp_path))
+    [memory] = [one for one in checks if one.name == "memory"]
+    assert (memory.verdict, bool(memory.fix)) == (verdict, verdict == "bad")
+    assert words in memory.found
+    assert [one.name for one in checks] == ["packages", "gpu", "memory", "disk"]
+
+
+def test_a_hub_that_can_not_be_had_is_poor_and_never_bad(monkeypatch):
+    def fail(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
+    monkeypatch.setattr(socket, "create_connection", lambda *_: contextlib.ExitStack())
+    assert names() == Check("hub", "fine", "https://hub.example answers")
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    check = names()
+    assert check.verdict == "poor" and "hub.example could not be resolved." in check.found

@@ -1,0 +1,141 @@
+"""What is said of ports, of members' addresses, and of how a node is reached, for which there is a stand-in.
+
+What routers and firewalls do is in `tests/swarm/test_doctor.py`.
+"""
+
+import itertools
+import socket
+
+import pytest
+from hivemind.p2p import PeerID
+
+from tests.kit.fakes import FakeNode
+from trahiv_cli.doctor import network
+from trahiv_cli.doctor.checks import Check
+from trahiv_cli.doctor.network import Network, examine_members, examine_ports, examine_reach
+from trahiv_cli.errors import NotAdmitted, Unreachable
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm.invitation import Invitation
+from trahiv_cli.swarm.meeting import Seen
+from trahiv_cli.swarm.reach import Reach
+
+NAMES = [PeerID(b"\x12\x20" + bytes(31) + bytes([number])).to_base58() for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("ways", "missed", "said"),
+    [
+        ("dialled dialled", (), "You can train: directly with {0}, {1}."),
+        ("relayed punched", (), "You can train: through both routers with {1}; through a member with {0}."),
+        ("punched", NAMES[2:], "You can train: through both routers with {0}. Not connected in time: {2}."),
+        ("", NAMES[1:], "You are connected with nobody. Not connected in time: {1}, {2}."),
+    ],
+)
+def test_how_one_would_train_is_one_sentence(ways, missed, said):
+    found = Network(dict(zip(NAMES, ways.split(), strict=False)), tuple(missed))
+    assert found.sentence == said.format(*(f"...{name[-6:]}" for name in NAMES))
+
+
+@pytest.fixture
+def listening():
+    """A port of 127.0.0.1 at which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def address(port):
+    return f"/ip4/127.0.0.1/tcp/{port}/p2p/{NAMES[0]}"
+
+
+def test_a_port_that_is_taken_is_bad(listening):
+    taken = examine_ports([f"/ip4/127.0.0.1/tcp/{listening}"])
+    assert taken.verdict == "bad" and f"port {listening} is already in use" in taken.found
+    assert "--host-maddr" in taken.fix
+    free = "/ip4/127.0.0.1/tcp/0"
+    assert examine_ports([free]) == Check("ports", "fine", f"{free} can be listened on")
+
+
+def test_one_member_that_answers_is_enough(listening):
+    with socket.socket() as probe:  # that does not listen
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        found = examine_members(Invitation(addresses=(address(port), address(listening))))
+        refused = examine_members(Invitation(addresses=(address(port),)))
+    assert found == Check("members", "fine", "1 of 2 addresses answer")
+    assert refused.verdict == "bad" and f"nothing listens on port {port}" in refused.found
+    assert refused.found.startswith("0 of 1 addresses answer: ") and "a fresh `trahiv join`" in refused.fix
+
+
+class Visitor(FakeNode):
+    """A node that has entered a swarm in which nobody is connected."""
+
+    def __init__(self, reach):
+        super().__init__()
+        self.reach = reach
+
+    def known_reach(self, within_s):
+        return self.reach
+
+    def run(self, coroutine):
+        return {}
+
+
+@pytest.fixture
+def entered(monkeypatch):
+    """`entered(reach)` says what is found, by name, of a node that is reached so, or fails so."""
+
+    def entered(reach, ahead_s=0.0, announced=()):
+        def enter(*_, **__):
+            if isinstance(reach, Exception):
+                raise reach
+            return Visitor(reach)
+
+        monkeypatch.setattr(network, "Node", enter)
+        monkeypatch.setattr(network, "ahead_s", lambda: ahead_s)
+        section = DhtSection(announce_maddrs=list(announced))
+        found = examine_reach(Invitation(addresses=(address(9),)), section, None)
+        return {one.name: one for one in itertools.takewhile(lambda one: isinstance(one, Check), found)}
+
+    return entered
+
+
+HERE, ANOTHER = ("5.5.5.9", 4001), ("5.5.5.9", 4002)
+DIALLED = Reach("direct", "", (HERE,), (Seen((ANOTHER,), (HERE,), False),))
+
+
+def looked(*places, carries=True):
+    return Reach("dials-out", "Nobody could.", looks=tuple(Seen((one,), (), carries) for one in places))
+
+
+@pytest.mark.parametrize(
+    ("reach", "announced", "wrong"),
+    [
+        (DIALLED, "5.5.5.9", {}),
+        (DIALLED, "9.9.9.9", {"announced": "9.9.9.9 is announced, and members see 5.5.5.9."}),
+        (looked(HERE), "", {"inbound": "Nobody could."}),
+        (looked(HERE, HERE), "", {"inbound": "Nobody could."}),
+        (looked(HERE, ANOTHER), "", {"inbound": "", "router": "another port for each destination"}),
+        (looked(HERE, carries=False), "", {"inbound": "", "relay": "No member has room to pass on"}),
+        (Reach("alone", "Nobody is there."), "9.9.9.9", {"inbound": "Nobody is there."}),
+    ],
+)
+def test_each_thing_that_members_say_of_a_router_has_its_line(entered, reach, announced, wrong):
+    found = entered(reach, announced=[f"/ip4/{announced}/tcp/4001"] if announced else ())
+    assert {name for name, check in found.items() if check.verdict != "fine"} == set(wrong)
+    assert all(words in found[name].found and found[name].fix for name, words in wrong.items())
+    assert {name for name, check in found.items() if check.verdict == "bad"} == {"announced"} & set(wrong)
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "said"),
+    [(-59.0, ""), (3600.0, "3600 s behind the swarm's"), (-60.0, "60 s ahead of the swarm's")],
+)
+def test_a_clock_that_is_off_is_poor(entered, ahead_s, said):
+    check = entered(DIALLED, ahead_s)["clock"]
+    assert (check.verdict == "poor") == bool(said) and said in check.found
+
+
+def test_a_swarm_that_can_not_be_entered_is_one_check(entered):
+    for error, name in ((NotAdmitted("Out."), "membership"), (Unreachable("Gone."), "swarm")):
+        found = entered(error)
+        assert set(found) == {name} and (found[name].verdict, found[name].found) == ("bad", error.message)

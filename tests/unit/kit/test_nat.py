@@ -1,0 +1,137 @@
+"""What a router of a home makes of packets: else tests of peers behind one would prove nothing."""
+
+import itertools
+import socket
+import struct
+
+import pytest
+
+from tests.kit.nat import CHECKSUM_AT, SYMMETRIC_PORT, TCP, UDP, Nat, ends_of
+
+ICMP, PUBLIC = 1, "5.5.5.1"
+HOST, OTHER = ("192.168.1.20", 4001), ("192.168.1.21", 4001)
+SITE, PORT_NEXT_DOOR, STRANGER = ("5.5.5.7", 443), ("5.5.5.7", 444), ("5.5.5.8", 443)
+
+
+def summed(content):
+    """The checksum of RFC 1071, word by word: 0 of what has a right one in it."""
+    total = sum(struct.unpack(f">{len(content) // 2}H", content))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
+
+
+def covered(packet):
+    """What the checksum of TCP or UDP is of: a pseudo header, and all behind the IPv4 header."""
+    body = packet[(packet[0] & 15) * 4 :]
+    return packet[12:20] + struct.pack(">HH", packet[9], len(body)) + body + b"\0" * (len(body) % 2)
+
+
+def packet(source, target, protocol=TCP, options=b"", payload=b"payload"):
+    """An IPv4 packet with right checksums."""
+    rest = bytes(16) if protocol == TCP else struct.pack(">HH", 8 + len(payload), 0)
+    body = struct.pack(">HH", source[1], target[1]) + rest + payload
+    head = bytearray(struct.pack(">BBHHHBBH", 0x45 + len(options) // 4, 0, 0, 7, 0, 64, protocol, 0))
+    head += socket.inet_aton(source[0]) + socket.inet_aton(target[0]) + options
+    struct.pack_into(">H", head, 2, len(head) + len(body))
+    struct.pack_into(">H", head, 10, summed(bytes(head)))
+    made = head + body
+    if protocol in CHECKSUM_AT:
+        struct.pack_into(">H", made, len(head) + CHECKSUM_AT[protocol], summed(covered(bytes(made))))
+    return bytes(made)
+
+
+def ends(packet):
+    """Where a packet comes from and goes to; None: it was dropped."""
+    named = packet and [(socket.inet_ntoa(address), port) for address, port in ends_of(packet)[1:]]
+    return named and tuple(named)
+
+
+def sent(nat, source=HOST, target=SITE, protocol=TCP):
+    """From where a packet leaves the home."""
+    found = ends(nat.out(packet(source, target, protocol)))
+    assert found is None or found[1] == target
+    return found and found[0]
+
+
+def got(nat, source, port, protocol=TCP):
+    """Which host gets a packet from outside."""
+    found = ends(nat.let_in(packet(source, (PUBLIC, port), protocol)))
+    return found and found[1]
+
+
+def test_a_cone_has_one_port_for_each_inside_and_its_own_where_it_is_free():
+    nat = Nat(PUBLIC)
+    for target in (SITE, STRANGER, SITE):
+        assert sent(nat, target=target) == (PUBLIC, 4001)
+    assert sent(nat, OTHER) == (PUBLIC, 4002), "the first host has it already"
+    assert sent(nat, OTHER, protocol=UDP) == (PUBLIC, 4001), "the other protocol's ports are others"
+    assert got(nat, SITE, 4001) == HOST and got(nat, SITE, 4002) == got(nat, SITE, 4001, UDP) == OTHER
+
+
+def test_a_symmetric_router_has_another_port_for_each_destination():
+    nat = Nat(PUBLIC, maps="symmetric")
+    targets = [SITE, PORT_NEXT_DOOR, STRANGER, SITE]
+    ports = [sent(nat, target=target)[1] for target in targets]
+    assert ports == [SYMMETRIC_PORT + number for number in (0, 1, 2, 0)]
+    assert got(nat, SITE, ports[0]) == HOST and got(nat, STRANGER, ports[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("filters", "let_in"),
+    [("all", [SITE, PORT_NEXT_DOOR, STRANGER]), ("address", [SITE, PORT_NEXT_DOOR]), ("port", [SITE])],
+)
+def test_a_router_lets_in_who_was_sent_to_as_its_filter_says(filters, let_in):
+    nat = Nat(PUBLIC, filters=filters)
+    everybody = [SITE, PORT_NEXT_DOOR, STRANGER]
+    assert [got(nat, one, 4001) for one in everybody] == [None] * 3, "nobody was sent to"
+    sent(nat)
+    assert [one for one in everybody if got(nat, one, 4001) == HOST] == let_in
+    assert [got(nat, one, 4002) for one in everybody] == [got(nat, one, 4001, UDP) for one in everybody]
+    nat.restart()
+    assert [got(nat, one, 4001) for one in everybody] == [None] * 3
+
+
+def test_everybody_is_let_in_at_a_port_that_is_forwarded_also_after_a_restart():
+    nat = Nat(PUBLIC)
+    nat.forward(TCP, 4001, (socket.inet_aton(HOST[0]), 31337))
+    for _ in range(2):
+        assert got(nat, STRANGER, 4001) == (HOST[0], 31337) and got(nat, STRANGER, 4001, UDP) is None
+        nat.restart()
+
+
+@pytest.mark.parametrize(
+    ("how", "let_out"),
+    [
+        ({}, [(TCP, 443), (TCP, 444), (UDP, 443), (UDP, 444)]),
+        ({"blocked": (UDP,)}, [(TCP, 443), (TCP, 444)]),
+        ({"only": (443,)}, [(TCP, 443), (UDP, 443)]),
+        ({"blocked": (TCP,), "only": (80, 444)}, [(UDP, 444)]),
+    ],
+)
+def test_nothing_leaves_that_a_router_blocks_nor_what_is_neither_tcp_nor_udp(how, let_out):
+    nat = Nat(PUBLIC, **how)
+    tried = itertools.product((TCP, UDP, ICMP), (443, 444))
+    assert [one for one in tried if sent(nat, target=(SITE[0], one[1]), protocol=one[0])] == let_out
+
+
+@pytest.mark.parametrize("protocol", [TCP, UDP])
+@pytest.mark.parametrize("options", [b"", b"\x94\x04\0\0"])
+@pytest.mark.parametrize("payload", [b"odd", b"even", b"\xff" * 1400])
+def test_checksums_are_right_on_the_way_out_and_in_and_the_rest_is_as_it_was(protocol, options, payload):
+    nat = Nat("255.254.253.252")
+    nat.forward(protocol, 1, (socket.inet_aton("1.2.3.4"), 0xFFFE))
+    before = packet(HOST, SITE, protocol, options, payload)
+    there = nat.out(before)
+    back = nat.let_in(packet(STRANGER, ("255.254.253.252", 1), protocol, options, payload))
+    for one in (before, there, back):
+        assert summed(one[: 20 + len(options)]) == summed(covered(one)) == 0
+        assert one.endswith(payload) and len(one) == len(before) and one[20 : 20 + len(options)] == options
+    assert ends(there)[0] == ("255.254.253.252", 4001) and ends(back)[1] == ("1.2.3.4", 0xFFFE)
+
+
+def test_a_datagram_without_a_checksum_has_none_afterwards():
+    bare = bytearray(packet(HOST, SITE, UDP))
+    bare[26:28] = b"\0\0"
+    there = Nat(PUBLIC).out(bytes(bare))
+    assert there[26:28] == b"\0\0" and summed(there[:20]) == 0

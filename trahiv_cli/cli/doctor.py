@@ -1,0 +1,111 @@
+"""`doctor`: will it work here? What was found and, where that is not enough, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe, taken_peers
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.swarm import AnnounceOption, FolderOption, HostOption, PeerOption
+
+if TYPE_CHECKING:
+    from trahiv_cli.doctor.checks import Check
+    from trahiv_cli.doctor.network import Network
+    from trahiv_cli.recipe.schema import DhtSection, Recipe
+    from trahiv_cli.swarm.invitation import Invitation
+
+CODES = {"memory": 6, "members": 4, "swarm": 4, "membership": 5}
+"""Exit codes of the contract, by what is wrong; of all else it is 3."""
+
+MARKS = {"fine": ("32", "ok"), "poor": ("33", "poor"), "bad": ("1;31", "bad")}
+
+
+def doctor(
+    recipe: Annotated[str | None, RECIPE] = None,
+    peer: PeerOption = None,
+    host_maddr: HostOption = None,
+    announce_maddr: AnnounceOption = None,
+    output_dir: FolderOption = None,
+    overrides: SetOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Look whether this machine can train, and how it is reached."""
+    out.use(format)
+    quiet_libraries()
+    from trahiv_cli.doctor.checks import Check
+    from trahiv_cli.swarm.invitation import Invitation, read_invitation
+
+    loaded = None if recipe is None else read_recipe(recipe, overrides).recipe
+    texts = [*(peer or ()), *taken_peers()]
+    invitation = read_invitation(texts) if texts else Invitation()
+    changes = {"host_maddrs": host_maddr, "announce_maddrs": announce_maddr}
+    network: Network | None = None
+    bad: list[str] = []
+    for found in looked_at(loaded, invitation, {key: on for key, on in changes.items() if on}, output_dir):
+        if isinstance(found, Check):
+            show(found)
+            bad += [found.name] if found.verdict == "bad" else []
+        else:
+            network = found
+    conclude(network, bad)
+
+
+def looked_at(
+    recipe: Recipe | None, invitation: Invitation, changes: dict[str, list[str]], folder: Path | None
+) -> Iterator[Check | Network]:
+    """Look at the machine, then at the network, as far as that is of use, and at the hub."""
+    from trahiv_cli.doctor.machine import examine_machine, names
+    from trahiv_cli.recipe.schema import DhtSection
+    from trahiv_cli.train.folder import RUNS
+
+    asking = ThreadPoolExecutor(1).submit(names)  # it may take long
+    yield from examine_machine(recipe, folder or RUNS)
+    section = (recipe.hivemind_config.dht if recipe else DhtSection()).model_copy(
+        update={"client_mode": False, **changes}
+    )
+    yield from network_of(section, invitation, folder)
+    yield asking.result()
+
+
+def network_of(section: DhtSection, invitation: Invitation, folder: Path | None) -> Iterator[Check | Network]:
+    """Look at the network, up to what makes the rest of no use."""
+    from trahiv_cli.doctor.network import examine_members, examine_ports, examine_reach
+
+    ports = examine_ports(section.host_maddrs)
+    yield ports
+    if invitation.addresses:
+        members = examine_members(invitation)
+        yield members
+        if members.verdict == "bad":
+            return
+    if ports.verdict == "fine":
+        yield from examine_reach(invitation, section, folder)
+
+
+def show(check: Check) -> None:
+    """Show one check: a line, and below it what is wanted and what to do."""
+    colour, mark = MARKS[check.verdict]
+    more = [f"wanted: {check.wanted}"] if check.wanted and check.verdict != "fine" else []
+    more += [f"to do: {check.fix}"] if check.fix and check.verdict != "fine" else []
+    first = f"{out.paint(colour, f'{mark:<5}')}{check.name:<11}{check.found}"
+    out.record("\n".join([first, *(" " * 16 + one for one in more)]), "check", **check._asdict())
+
+
+def conclude(network: Network | None, bad: list[str]) -> None:
+    """Say in one sentence whether this peer can train, and end with the exit code that says which."""
+    ways, missed = ({}, ()) if network is None else network
+    if bad:
+        said = f"You can't train here yet: see {', '.join(bad)}."
+    elif network is None or not (ways or missed):
+        said = "You can train here; `--peer LINE` says with whom."
+    else:
+        said = network.sentence
+    code = CODES.get(bad[0], 3) if bad else CODES["members"] if missed and not ways else 0
+    out.record(f"\n{said}", "verdict", message=said, ways=ways, missed=missed, exit_code=code)
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,76 @@
+"""`status`: one look at a swarm, without training."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Annotated
+
+from trahiv_cli.cli.options import PEER_VARIABLE, option, taken_peers
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries, visible
+from trahiv_cli.cli.owner import PEER_HELP, FolderOption
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.exchange import Status
+
+REACHED = {
+    "direct": "others dial it",
+    "punched": "met through both routers",
+    "relayed": "met through a member",
+    "dials-out": "it dials others",
+    "alone": "nobody has tried to reach it",
+}
+"""What `status` says of how a peer is reached."""
+
+
+def status(
+    peer: Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")] = None,
+    output_dir: FolderOption = None,
+    format: FormatOption = None,
+) -> None:
+    """Show who is in a swarm, how far it is and how each is reached."""
+    out.use(format)
+    quiet_libraries()
+    from trahiv_cli.swarm.acquaintances import FILE
+    from trahiv_cli.swarm.clock import swarm_time
+    from trahiv_cli.swarm.exchange import fetch_statuses
+    from trahiv_cli.swarm.invitation import Invitation, passing_standing, read_invitation
+    from trahiv_cli.swarm.node import ADDRESSES_KEY
+    from trahiv_cli.swarm.owning import looking_in, own_folder
+
+    texts = [*(peer or ()), *taken_peers()]
+    invitation = read_invitation(texts) if texts else Invitation()
+    folder = output_dir or (None if texts else own_folder(FILE))
+    with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
+        statuses, others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
+        now = swarm_time()
+    runs: dict[str, dict[str, Status]] = {}
+    for peer_id, one in sorted(statuses.items(), key=lambda entry: (-entry[1].step, entry[0])):
+        runs.setdefault(one.run_id, {})[peer_id] = one
+    for run, peers in runs.items():
+        show(run, peers, now)
+    for peer_id in sorted(others - statuses.keys()):
+        out.record(f"  {peer_id}  tells of no run", "peer", peer_id=peer_id, run_id=None)
+    if not runs:
+        out.say("A peer answers, but nothing is being trained in this swarm.")
+
+
+def show(run: str, peers: dict[str, Status], now: float) -> None:
+    """Show one run: how far it is, when its last round was, and its peers, those that are furthest first.
+
+    `now` is the swarm's time, in Unix seconds.
+    """
+    step, max_steps, round_at = (
+        statistics.median_low(getattr(one, name) for one in peers.values())
+        for name in ("step", "max_steps", "round_at")
+    )  # one of them may say anything
+    ago = max(0, round(now - round_at)) if round_at else None
+    noun = "peer" if len(peers) == 1 else "peers"
+    last = "no round yet" if ago is None else f"the last round was {ago} s ago"
+    out.record(
+        visible(f"{run}: step {step} of {max_steps}, {len(peers)} {noun}, {last}"),
+        "run", run_id=run, step=step, max_steps=max_steps, peers=len(peers),
+        seconds_since_round=ago,
+    )  # fmt: skip
+    for peer_id, one in peers.items():
+        text = f"  {peer_id}  step {one.step}, {one.reached}: {REACHED[one.reached]}"
+        out.record(text, "peer", peer_id=peer_id, run_id=run, step=one.step, reached=one.reached)

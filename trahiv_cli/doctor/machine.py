@@ -1,0 +1,124 @@
+"""What a peer needs of the machine itself. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from packaging.requirements import Requirement
+
+from trahiv_cli.assets import hub
+from trahiv_cli.assets.model import free_bytes, require_memory
+from trahiv_cli.doctor.checks import Check
+from trahiv_cli.errors import OutOfMemory
+from trahiv_cli.recipe.schema import Recipe
+
+GIB = 2**30
+DRIVER = Path("/proc/driver/nvidia/version")  # there where NVIDIA's driver is loaded
+CHECKPOINTS = 3
+"""Copies of weights and optimizer state for which a run's folder needs room: two checkpoints, and a third
+while it is written."""
+
+
+def examine_machine(recipe: Recipe | None, folder: Path) -> Iterator[Check]:
+    """Look at packages, GPU, memory and the disk of a folder, and at what a recipe needs of them."""
+    yield packages()
+    yield gpu()
+    needed = None
+    if recipe is not None and not hub.is_of_hub(recipe.model.model_name_or_path):
+        try:
+            needed = require_memory(recipe)
+        except OutOfMemory as error:
+            yield Check("memory", "bad", error.message, fix=error.hint or "")
+    free = free_bytes()
+    found = ", ".join(f"{size / GIB:.1f} GiB of {name} are free" for name, size in free.items())
+    if needed is not None:
+        places = needed.places.items()
+        wanted = "; without activations the recipe needs " + ", ".join(
+            f"{size / GIB:.1f} GiB of {name}" for name, size in places
+        )
+        yield Check("memory", "fine", found + wanted)
+    elif recipe is None or hub.is_of_hub(recipe.model.model_name_or_path):
+        later = "" if recipe is None else "; `trahiv check --deep` says what the recipe needs"
+        yield Check("memory", "fine", found + later)
+    room = 0 if needed is None else CHECKPOINTS * (needed.trainable_bytes + needed.optimizer_bytes)
+    yield disk(folder, room)
+
+
+def packages() -> Check:
+    """Compare Python and the packages with what this version of trahiv was made for."""
+    wrong = []
+    try:
+        required = metadata.requires("trahiv") or []
+    except metadata.PackageNotFoundError:  # it runs from its source
+        required = []
+    for text in required:
+        wanted = Requirement(text)
+        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{wanted.name} is missing")
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            wrong.append(f"{wanted.name} is {found}, and {wanted.specifier} is wanted")
+    python = f"Python {sys.version.split()[0]}"
+    if wrong:
+        fix = "install trahiv again, in an environment of its own"
+        return Check(
+            "packages", "bad", f"{python}; {'; '.join(wrong)}.", "the versions it was tried with", fix
+        )
+    return Check("packages", "fine", f"{python}, and all packages as wanted")
+
+
+def gpu() -> Check:
+    """Look for a GPU, and for what keeps torch from using one that is there."""
+    wants = "a GPU that torch can use"
+    if torch.cuda.is_available():
+        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        built = torch.cuda.get_arch_list()
+        numbers = (re.match(r"sm_(\d+)", one) for one in built)
+        oldest = min((int(found[1]) for found in numbers if found), default=0)
+        if 10 * major + minor < oldest:
+            said = (
+                f"{name} has compute capability {major}.{minor}; this torch was built for {', '.join(built)}."
+            )
+            return Check("gpu", "bad", said, wants, "install an older torch that was built for this GPU")
+        return Check("gpu", "fine", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
+    if not (DRIVER.exists() or shutil.which("nvidia-smi")):
+        return Check("gpu", "poor", "No GPU was found: this peer trains on its CPU.", wants)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return Check("gpu", "poor", "A GPU was found, but CUDA_VISIBLE_DEVICES hides it.", wants, "unset it")
+    if torch.version.cuda is None:
+        said = f"A GPU was found, but this torch ({torch.__version__}) was built without CUDA."
+        return Check("gpu", "poor", said, wants, "install torch's CUDA build (pytorch.org says how)")
+    said = f"A GPU was found, but torch, built for CUDA {torch.version.cuda}, can't use it with this driver."
+    fix = "update NVIDIA's driver, or install a torch that was built for an older CUDA"
+    return Check("gpu", "poor", said, wants, fix)
+
+
+def disk(folder: Path, room: int) -> Check:
+    """Compare the free space where runs are kept with what checkpoints take."""
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    found = f"{free / GIB:.1f} GiB are free at {there.resolve()}"
+    if free < max(room, GIB):
+        wanted = f"{max(room, GIB) / GIB:.1f} GiB for checkpoints"
+        return Check("disk", "bad", f"{found}.", wanted, "make room, or choose another --output-dir")
+    return Check("disk", "fine", found)
+
+
+def names() -> Check:
+    """Ask for the hub's address, as libraries do before a download."""
+    trouble = hub.trouble()
+    if trouble:
+        fix = "needed for models and data of the hub only; what this machine has cached is used without it"
+        return Check("hub", "poor", trouble, "an answer", fix)
+    return Check("hub", "fine", f"{hub.endpoint()} answers")

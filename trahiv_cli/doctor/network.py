@@ -1,0 +1,211 @@
+"""What a peer needs of the network: its ports, a way to the members, and how others reach it.
+
+A node looks and is looked at as one that joins would be, for some seconds, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import hivemind
+from hivemind.dht import DHTNode
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.doctor.checks import Check
+from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError
+from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.swarm import addresses
+from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.clock import ahead_s
+from trahiv_cli.swarm.invitation import Invitation, passing_standing
+from trahiv_cli.swarm.meeting import FAILED
+from trahiv_cli.swarm.node import ADDRESSES_KEY, REACH_KNOWN_S, Node
+from trahiv_cli.swarm.reach import Reach, servers_of
+from trahiv_cli.telemetry.events import short_name
+
+MEASURE_S = 8.0  # a link of 2 Mbit/s takes as long
+MEET_S = 8.0  # how long the node waits to be connected with everybody
+CLOCK_S = 60.0  # by more than that a clock is wrong for the hub's certificates, too
+KNOCK_S = 3.0
+HTTPS = 443  # the port that networks of offices and hotels let out
+
+Way = Literal["dialled", "punched", "relayed"]
+WORDS: Mapping[Way, str] = {
+    "dialled": "directly with",
+    "punched": "through both routers with",
+    "relayed": "through a member with",
+}
+
+
+class Network(NamedTuple):
+    """How this peer would train with the others."""
+
+    ways: dict[str, Way]  # how it is connected with each, by their ids (base58)
+    missed: tuple[str, ...]  # whom it could not be connected with
+
+    @property
+    def sentence(self) -> str:
+        """Say so in one sentence."""
+        said = []
+        for way, words in WORDS.items():
+            if peers := [short_name(peer) for peer, how in self.ways.items() if how == way]:
+                said.append(f"{words} {', '.join(peers)}")
+        how = f"You can train: {'; '.join(said)}." if said else "You are connected with nobody."
+        missed = ", ".join(map(short_name, self.missed))
+        return f"{how} Not connected in time: {missed}." if missed else how
+
+
+def examine_ports(host_maddrs: Sequence[str]) -> Check:
+    """Look whether this peer could listen where its user wants it to."""
+    try:
+        addresses.require_free_ports(host_maddrs)
+    except SetupError as error:
+        return Check("ports", "bad", error.message, "a port of its own", error.hint or "")
+    return Check("ports", "fine", f"{', '.join(host_maddrs)} can be listened on")
+
+
+def examine_members(invitation: Invitation) -> Check:
+    """Knock where the invitation says that members are."""
+    tried = invitation.addresses
+    with ThreadPoolExecutor() as pool:
+        knocks = dict(zip(tried, pool.map(addresses.knock, tried), strict=True))
+    answering = [address for address, trouble in knocks.items() if trouble is None]
+    found = f"{len(answering)} of {len(tried)} addresses answer"
+    if answering:
+        return Check("members", "fine", found)
+    said = "; ".join(addresses.what_answers(address, trouble) for address, trouble in knocks.items())
+    fix = "ask for a fresh `trahiv join` line of any peer that is training"
+    hosts = {named.host for address in tried if (named := addresses.socket_of(Multiaddr(address)))}
+    are_refused = any(isinstance(trouble, ConnectionRefusedError) for trouble in knocks.values())
+    if not _has_route(hosts):
+        said, fix = "This machine has no route to any of them.", "connect it to a network"
+    elif not are_refused:
+        with ThreadPoolExecutor() as pool:
+            if any(pool.map(_lets_https_out, hosts)):
+                said += f". Their port {HTTPS} answers, so a firewall on the way lets nothing else out"
+                fix = f"have a member listen at --host-maddr /ip4/0.0.0.0/tcp/{HTTPS}, or use another network"
+    return Check("members", "bad", f"{found}: {said}.", "one that answers", fix)
+
+
+def _has_route(hosts: set[str]) -> bool:
+    for host in hosts:
+        try:
+            found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+            with socket.socket(found[0][0], socket.SOCK_DGRAM) as probe:
+                probe.connect(found[0][4])  # sends nothing
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _lets_https_out(host: str) -> bool:
+    """Whether anything comes back from a host's HTTPS port, a refusal included."""
+    try:
+        socket.create_connection((host, HTTPS), KNOCK_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def examine_reach(
+    invitation: Invitation, section: DhtSection, folder: Path | None
+) -> Iterator[Check | Network]:
+    """Enter the swarm for some seconds; one that is yielded is how this peer would train with it.
+
+    `folder` is that of a run that was trained here with it. None of what went wrong is raised.
+    """
+    with tempfile.TemporaryDirectory(prefix="trahiv-doctor-", ignore_cleanup_errors=True) as passing:
+        standing, met = passing_standing(folder, invitation), Acquaintances(None)
+        own, peers = Path(passing, "identity.key"), invitation.addresses
+        try:
+            with Node(section, own, peers, met=met, standing=standing, is_visitor=True) as node:
+                if peers:
+                    yield _clock()
+                reach = node.known_reach(REACH_KNOWN_S)
+                yield from _reach_of(reach, section.announce_maddrs)
+                yield _connected(node)
+                yield from _speeds(node)
+        except NotAdmitted as error:
+            yield Check("membership", "bad", error.message, "an invitation that is good", error.hint or "")
+        except (SetupError, SwarmError) as error:
+            yield Check("swarm", "bad", error.message, "to enter it", error.hint or "")
+
+
+def _clock() -> Check:
+    off = ahead_s()
+    if abs(off) < CLOCK_S:
+        return Check("clock", "fine", "as the swarm's")
+    said = f"This machine's clock is {abs(off):.0f} s {'behind' if off > 0 else 'ahead of'} the swarm's."
+    fix = "set it (on Linux: timedatectl set-ntp true); peers go by the swarm's, but downloads may fail"
+    return Check("clock", "poor", said, "the same time", fix)
+
+
+def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
+    seen = sorted({place for look in reach.looks for place in look.places})
+    if reach.kind == "direct":
+        at = ", ".join(f"{host}:{port}" for host, port in reach.places)
+        yield Check("inbound", "fine", f"Members can dial this peer at {at}.")
+    else:
+        fix = "forward a TCP port of the router to this machine, and add --host-maddr /ip4/0.0.0.0/tcp/PORT"
+        yield Check("inbound", "poor", reach.why, "to be dialled", fix)
+    hosts, ports = {host for host, _ in seen}, {port for _, port in seen}
+    told = {named.host for maddr in announced if (named := addresses.socket_of(Multiaddr(maddr)))}
+    if told and hosts and not told & hosts:
+        said = f"{', '.join(sorted(told))} is announced, and members see {', '.join(sorted(hosts))}."
+        yield Check("announced", "bad", said, "the same address", "correct --announce-maddr, or leave it out")
+    if reach.kind != "direct" and len(reach.looks) > 1 and len(ports) > 1:
+        said = "The router takes another port for each destination: it can't be punched through."
+        fix = "nothing, as long as a member relays"
+        yield Check("router", "poor", said, "the same port for all", fix)
+    if reach.kind != "direct" and reach.looks and not any(look.carries for look in reach.looks):
+        said = "No member has room to pass on what others say to this peer."
+        fix = "ask a member that can be dialled to raise swarm.relay"
+        yield Check("relay", "poor", said, "one that has", fix)
+
+
+async def _connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
+    del dht
+    ways = await node.meeting.ways() if node.meeting else {}
+    met = {peer.to_base58(): way for peer, way in ways.items()}
+    connected = {one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers()}
+    return {peer: met.get(peer, "dialled") for peer in sorted(connected)}
+
+
+def _connected(node: Node) -> Network:
+    """Wait until all who publish an address are connected, or `MEET_S` have passed."""
+    until = time.monotonic() + MEET_S
+    while True:
+        wanted = node.fetch(ADDRESSES_KEY).keys() - {node.peer_id}
+        ways = {peer: way for peer, way in node.run(_connections).items() if peer in wanted}
+        if wanted <= ways.keys() or time.monotonic() > until:
+            return Network(ways, tuple(sorted(wanted - ways.keys())))
+        time.sleep(0.5)
+
+
+async def _measured(dht: hivemind.DHT, node: DHTNode) -> tuple[str, float, float] | None:
+    """Measure the way to one member that can be dialled, in bytes a second there and back."""
+    del dht
+    for peer in servers_of(node) if node.meeting else ():
+        try:
+            async with asyncio.timeout(MEASURE_S):
+                return peer.to_base58(), *await node.meeting.measure(peer)
+        except FAILED:
+            break
+    return None
+
+
+def _speeds(node: Node) -> Iterator[Check]:
+    if (found := node.run(_measured)) is not None:
+        peer, up, down = found
+        said = f"{up * 8e-6:.1f} Mbit/s to {short_name(peer)}, {down * 8e-6:.1f} Mbit/s back"
+        yield Check("speed", "fine", said)

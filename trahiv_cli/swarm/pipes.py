@@ -1,0 +1,248 @@
+"""Streams of bytes between two peers: untrusted messages, and relaying."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from hivemind.p2p import P2P
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.swarm.addresses import reach_of, socket_of
+from trahiv_cli.swarm.snapshot import unpacked
+
+ANSWER_S = 15.0  # a message may take so long
+AGAIN_S = 0.1  # between two tries to dial a place that refuses
+HEARD = 3  # times that libp2p answers a knock before it is taken to listen there: it may have been dialling
+CHUNK_BYTES = 2**16
+MAX_PLACES = 8  # that a stranger may name
+HELLO = b"\x13/multistream/1.0.0\n"  # with which either side of a connection of libp2p begins
+
+# Where TCP can dial: host and port.
+Place = tuple[str, int]
+
+
+class NotMet(ConnectionError):
+    """Two peers did not meet; why is in the message."""
+
+
+class Listens(NotMet):
+    """A peer's libp2p listens where it was knocked: it can be dialled."""
+
+
+class End(NamedTuple):
+    """One end of a stream of bytes."""
+
+    reader: asyncio.StreamReader
+    writer: Any  # an `asyncio.StreamWriter`, or p2pd's
+
+    async def send(self, *content: Any) -> None:
+        """Send a message that `receive` reads."""
+        await P2P.send_raw_data(MSGPackSerializer.dumps(content), self.writer)
+
+    async def receive(self) -> list[Any]:
+        """Receive a message; NotMet if it says why there is none, or can't be read."""
+        async with asyncio.timeout(ANSWER_S):
+            packed = await P2P.receive_raw_data(self.reader)
+        with contextlib.suppress(ValueError):
+            match unpacked(packed):
+                case [str(why)]:
+                    raise NotMet(why)
+                case [*content]:
+                    return content
+        raise NotMet("a message that can't be read")
+
+    async def hear(self, word: bytes) -> None:
+        """Wait for a word; NotMet if another one comes."""
+        async with asyncio.timeout(ANSWER_S):
+            if await self.reader.readexactly(len(word)) != word:
+                raise NotMet("a word that was not expected")
+
+    async def first(self) -> tuple[End, bytes]:
+        """Wait for its first bytes; return them and this end. NotMet if it is closed."""
+        if not (chunk := await self.reader.read(CHUNK_BYTES)):
+            raise NotMet("it was closed")
+        return self, chunk
+
+
+class Pace:
+    """How fast, and how much, a member passes on for others.
+
+    Args:
+        rate: bytes a second, of all streams that share this; None: no limit.
+        most: bytes altogether; None: no limit.
+    """
+
+    def __init__(self, rate: float | None = None, most: int | None = None) -> None:
+        self._rate, self._left, self._free_at = rate, most, 0.0
+
+    async def take(self, num_bytes: int) -> None:
+        """Wait until so many bytes may go on; NotMet if that is more than altogether."""
+        if self._left is not None:
+            self._left -= num_bytes
+            if self._left < 0:
+                raise NotMet("more than is passed on here")
+        if self._rate:
+            now = asyncio.get_running_loop().time()
+            self._free_at = max(self._free_at, now) + num_bytes / self._rate
+            await asyncio.sleep(self._free_at - now)
+
+
+async def join(one: End, other: End, pace: Pace | None = None) -> None:
+    """Pass bytes on between two streams until one of them ends; then both are closed."""
+
+    async def carry(source: End, target: End) -> None:
+        while chunk := await source.reader.read(CHUNK_BYTES):
+            if pace is not None:
+                await pace.take(len(chunk))
+            target.writer.write(chunk)
+            await target.writer.drain()
+
+    both = [asyncio.create_task(carry(one, other)), asyncio.create_task(carry(other, one))]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+        close([one, other])
+
+
+def close(ends: Iterable[End]) -> None:
+    """Close streams; what was written to them is sent before."""
+    for end in ends:
+        end.writer.close()
+
+
+async def first_of(tries: Iterable[Coroutine[Any, Any, Any]], within_s: float) -> Any:
+    """Return the first result of several tries, and cancel the others; None: all failed, or took too long."""
+    pending = {asyncio.create_task(one) for one in tries}
+    loop = asyncio.get_running_loop()
+    until = loop.time() + within_s
+    try:
+        while pending and (left := until - loop.time()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if good := [task for task in done if task.exception() is None]:
+                return good[0].result()
+        return None
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+def maddr_of(place: Place) -> str:
+    """Write a place as a multiaddr, without whose it is."""
+    return f"/ip{6 if is_ipv6(place) else 4}/{place[0]}/tcp/{place[1]}"
+
+
+def is_ipv6(place: Place) -> bool:
+    """Say whether a place has an IPv6 address."""
+    return ":" in place[0]
+
+
+def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
+    """List where TCP can dial of several multiaddrs; without those of this machine, unless it `is_near`."""
+    places: list[Place] = []
+    for maddr in maddrs:
+        named = socket_of(Multiaddr(maddr))
+        if named is None or named.kind is not socket.SOCK_STREAM or not is_ip(named.host):
+            continue
+        if is_near or reach_of(maddr) != "this machine":
+            places.append((named.host, named.port))
+    return tuple(dict.fromkeys(places))
+
+
+def places_at(seen: Sequence[Place], own: Sequence[Place]) -> list[Place]:
+    """List where a peer may be that names its `own` places: where it is `seen`, and at its own ports there.
+
+    Not every connection of libp2p comes from the port at which it listens.
+    """
+    ports = [(at[0], place[1]) for at in seen for place in own if is_ipv6(at) == is_ipv6(place)]
+    return list(dict.fromkeys([*seen, *ports, *own]))[:MAX_PLACES]
+
+
+def read_places(sent: Iterable[Any]) -> tuple[Place, ...]:
+    """Read places that a stranger sent, the first `MAX_PLACES`; ValueError if they are none, as names are."""
+    places: list[Place] = []
+    for one in list(sent)[:MAX_PLACES]:
+        match one:
+            case [str(host), int(port)] if 0 < port < 2**16 and is_ip(host) and "%" not in host:
+                places.append((host, port))
+            case _:
+                raise ValueError("not places")
+    return tuple(places)
+
+
+def is_ip(host: str) -> bool:
+    """Say whether a host is an IP address, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_elsewhere(place: Place) -> bool:
+    """Say whether a place is on another machine, and on one machine only."""
+    address = ipaddress.ip_address(place[0])
+    here = address.is_loopback or address.is_link_local or address.is_unspecified
+    return not (here or address.is_multicast)
+
+
+def is_global(place: Place) -> bool:
+    """Say whether a place can be dialled over the internet, as far as its address tells."""
+    return ipaddress.ip_address(place[0]).is_global
+
+
+async def dial_from(port: int, place: Place) -> End:
+    """Open a TCP connection from a port at which p2pd listens; OSError if it is refused.
+
+    libp2p listens with SO_REUSEPORT, and so may others of the same user.
+    """
+    family = socket.AF_INET6 if is_ipv6(place) else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as dialling:
+        dialling.setblocking(False)
+        dialling.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        dialling.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        dialling.bind(("", port))
+        await asyncio.get_running_loop().sock_connect(dialling, place)
+        return End(*await asyncio.open_connection(sock=dialling.dup()))
+
+
+async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End:
+    """Dial a place from a port until whoever is there says the token, too; what was `opened` is listed.
+
+    Somebody else may be there for a while: libp2p, which dials from the same ports. Raises `Listens`.
+    """
+    heard = 0
+    while heard < HEARD:
+        with contextlib.suppress(OSError, EOFError):
+            end = await dial_from(port, place)
+            opened.append(end)
+            end.writer.write(token)
+            if (answer := await end.reader.readexactly(len(token))) == token:
+                return end
+            end.writer.close()
+            heard += HELLO.startswith(answer)
+        await asyncio.sleep(AGAIN_S)
+    raise Listens("it can be dialled")
+
+
+async def first_said(knocking: Coroutine[Any, Any, End]) -> tuple[End, bytes]:
+    """Wait for the first bytes behind a knock; see `End.first`."""
+    return await (await knocking).first()
+
+
+async def dial_back(place: Place) -> Place:
+    """Dial from a port that nobody has sent anything to; OSError unless libp2p answers."""
+    end = End(*await asyncio.open_connection(*place))
+    with contextlib.closing(end.writer):
+        end.writer.write(HELLO)
+        if await end.reader.readexactly(len(HELLO)) != HELLO:
+            raise NotMet("something else listens there")
+        return place

@@ -1,0 +1,243 @@
+"""How others can reach this peer: found out at its start, and again whenever something changes.
+
+1. Members are asked how they see this peer, and to dial it from a port that it has never sent anything to.
+2. Where they can't, the router is asked to forward the port (`router`), and they are asked again.
+3. A peer that can be dialled is a node of the DHT, which others ask for records. One that can't looks records
+   up at those, is connected with everybody, and has itself be met (`meeting`). Where nobody else is there who
+   can be dialled, it is a node for those that are connected with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import hivemind
+import psutil
+from hivemind.dht import DHTNode
+from hivemind.p2p import PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.swarm.addresses import reach_of
+from trahiv_cli.swarm.meeting import Meeting, Seen
+from trahiv_cli.swarm.pipes import Place, is_elsewhere, is_global, is_ipv6, maddr_of, places_of
+from trahiv_cli.swarm.router import LEASE_S, Forwarded, Router
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
+
+Kind = Literal["direct", "punched", "relayed", "dials-out", "alone"]
+Wanted = Literal["auto", "direct", "relay", "dial-out"]
+
+LOOKS = 3  # members that are asked at once; one is enough
+LOOK_EVERY_S, LOOK_EVERY_ALONE_S = 30.0, 4.0
+
+
+class Reach(NamedTuple):
+    """How others can reach this peer, and how that is known."""
+
+    kind: Kind
+    why: str  # a sentence for a person
+    places: tuple[Place, ...] = ()  # where it can be dialled from outside of its own network
+    looks: tuple[Seen, ...] = ()  # what the members said that were asked
+
+    @property
+    def only_dials(self) -> bool:
+        """Whether some of the others can perhaps never be connected with: nobody carries for this peer."""
+        return self.kind == "dials-out" and not any(look.carries for look in self.looks)
+
+
+@dataclass(frozen=True)
+class ReachRules:
+    """What a peer's user says of its reach."""
+
+    wanted: Wanted = "auto"
+    relay_mbit: float | None = None  # a second, that it passes on for others at most; None: no limit
+
+
+class ReachFinder:
+    """Finds out how others can reach a node; `clock` is in monotonic seconds.
+
+    `is_known` is set once `reach` is found out for the first time.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        rules: ReachRules,
+        router: Router,
+        *,
+        is_visitor: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._node, self._wanted, self._router, self._clock = node, rules.wanted, router, clock
+        self._is_visitor = is_visitor
+        self.reach = Reach("alone", "This peer has just started.")
+        self.is_known = threading.Event()
+        self._own: list[Multiaddr] = []
+        self._forwarded = Forwarded("", "")
+        self._look_at = self._ask_at = -math.inf
+        node.run(partial(open_meetings, rules))
+
+    def turn(self) -> None:
+        """Look every `LOOK_EVERY_S`, soon if nobody was there, and when own addresses have changed."""
+        now, own = self._clock(), self._node.run(visible_maddrs)
+        if own != self._own:
+            self._own, self._look_at, self._ask_at = own, now, now
+        if now < self._look_at:
+            return
+        look = partial(find_reach, self._wanted, self._is_visitor)
+        reach: Reach = self._node.run(look)
+        port = self._port_behind_router() if self._wanted == "auto" else None
+        is_lost = self.reach.kind == "direct" != reach.kind  # the router has perhaps been restarted
+        if port and (now >= self._ask_at or is_lost) and (reach.kind != "direct" or self._forwarded.host):
+            self._ask_at = now + LEASE_S / 2
+            self._forwarded = self._router.forward(port)
+            if self._forwarded.host:
+                reach = self._node.run(look)
+        if reach.kind != "direct":
+            said = self._forwarded.why
+            if self._forwarded.host and reach.looks:
+                said += " But no member could connect through it."
+            reach = reach._replace(why=f"{reach.why} {said}".rstrip())
+        if port and reach.kind == "alone" and self._forwarded.host:  # nobody can try whether it is so
+            reach = reach._replace(places=((self._forwarded.host, port),))
+        self.reach = reach
+        self._look_at = now + (LOOK_EVERY_ALONE_S if reach.kind == "alone" else LOOK_EVERY_S)
+        if not self.is_known.is_set():
+            self._node.run(let_relay)
+            self.is_known.set()
+
+    def _port_behind_router(self) -> int | None:
+        near = [one for one in map(str, self._own) if reach_of(one) == "local network"]
+        return next((place[1] for place in places_of(near, is_near=True) if not is_ipv6(place)), None)
+
+    def addresses(self) -> list[str]:
+        """Return the multiaddrs at which others can dial this peer, without whose they are."""
+        return list(map(maddr_of, self.reach.places))
+
+    def close(self) -> None:
+        """Have the router forget."""
+        self._router.close()
+
+
+async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
+    """Ask p2pd where it can be reached, if it can be; in the DHT's process."""
+    del dht
+    return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
+
+
+async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> None:
+    """Serve and ask for meetings from now on; in the DHT's process."""
+    del dht
+    listens = listening_places(node.protocol.p2p._child.pid)
+    # This machine's own first: others may be gone after a change of network.
+    near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
+    rate = None if rules.relay_mbit is None else rules.relay_mbit * 1e6 / 8
+    punches = rules.wanted != "relay"
+    node.meeting = Meeting(node.protocol.p2p, near, rate, punches=punches) if near else None
+    if node.meeting is not None:
+        await node.meeting.open()
+
+
+def listening_places(p2pd: int) -> list[Place]:
+    """List where p2pd, by its process id, listens, as this machine can dial it; none if it is gone.
+
+    p2pd itself tells of announced addresses alone, where there are some.
+    """
+    try:
+        found = psutil.Process(p2pd).net_connections("tcp")
+    except psutil.Error:
+        return []
+    near = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+    return [
+        (near.get(one.laddr.ip, one.laddr.ip), one.laddr.port)
+        for one in found
+        if one.status == psutil.CONN_LISTEN
+    ]
+
+
+async def let_relay(dht: hivemind.DHT, node: DHTNode) -> None:
+    """Let meetings be relayed: it is known whether others can dial this peer; in the DHT's process."""
+    del dht
+    if node.meeting is not None:
+        node.meeting.may_be_relayed = True
+
+
+def servers_of(node: DHTNode) -> list[PeerID]:
+    """List the nodes that this one knows, in any order: all of them can be dialled."""
+    known = [peer for peer in node.protocol.routing_table.peer_id_to_uid if peer != node.peer_id]
+    return random.sample(known, len(known))
+
+
+async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: DHTNode) -> Reach:
+    """Ask members for a look, and be listed in the DHT if they can dial this peer; in the DHT's process.
+
+    A visitor is never listed: others would miss it when it is gone.
+    """
+    meeting: Meeting | None = node.meeting
+    servers = servers_of(node)
+    connected = [one.peer_id for one in await node.protocol.p2p.list_peers()]
+    if node.protocol.client_mode:
+        return Reach("dials-out", "It only dials out, as its user wants.")
+    if wanted == "direct":
+        await list_node(node, servers, is_listed=True)
+        return Reach("direct", "It was started with --reach direct.")
+    asked = (servers or connected)[:LOOKS]  # where nobody can be dialled: anybody
+    looks: list[Any] = (
+        await asyncio.gather(*map(meeting.look, asked), return_exceptions=True) if meeting else []
+    )
+    seen = [look for look in looks if isinstance(look, Seen)]
+    dialled = believed(seen, await visible_maddrs(dht, node)) if wanted == "auto" else ()
+    await list_node(node, servers, is_listed=(bool(dialled) or not seen) and not is_visitor)
+    if dialled:
+        return Reach("direct", "A member has dialled this peer.", dialled, tuple(seen))
+    if not seen:
+        return Reach("alone", "Nobody is there who could dial this peer.")
+    ways = set((await meeting.ways()).values()) if meeting is not None else set()
+    kind: Kind
+    if "relayed" in ways:
+        why, kind = "Some peers reach this one through a relaying member.", "relayed"
+    elif ways:
+        why, kind = "Hole punching through the routers works.", "punched"
+    else:
+        why, kind = f"Of the members, {len(seen)} tried to dial this peer, and could not.", "dials-out"
+    reach = Reach(kind, why, looks=tuple(seen))
+    if reach.only_dials:
+        more = "No member relays for it, so it averages only with peers that it can dial."
+        reach = reach._replace(why=f"{why} {more}")
+    return reach
+
+
+def believed(looks: Sequence[Seen], own: Sequence[Multiaddr]) -> tuple[Place, ...]:
+    """Choose the places at which this peer can be dialled, of those that members say they have dialled.
+
+    Of several members at least two must have seen its address, unless it is this machine's: one may lie.
+    Where anybody sees it at a public address, a dial from its own network says nothing of others.
+    """
+    seen = Counter(host for look in looks for host in {host for host, _ in look.places})
+    here = {host for host, _ in places_of(map(str, own), is_near=True)}
+    dialled = dict.fromkeys(place for look in looks for place in look.dialled)
+    told = [one for one in dialled if len(looks) == 1 or seen[one[0]] > 1 or one[0] in here]
+    if any(is_global(place) for look in looks for place in look.places):
+        told = [one for one in told if is_global(one)]
+    return tuple(told)
+
+
+async def list_node(node: DHTNode, servers: Sequence[PeerID], *, is_listed: bool) -> None:
+    """Have other nodes ask this one for records, or not; those that are connected learn it at once."""
+    protocol = node.protocol
+    if is_listed == protocol.is_listed:
+        return
+    protocol.list_node(is_listed=is_listed)
+    if is_listed:
+        connected = {one.peer_id for one in await protocol.p2p.list_peers()}
+        await asyncio.gather(*(protocol.call_ping(one, strict=False) for one in connected.union(servers)))
