@@ -15,6 +15,8 @@ the CPU as well.
 | `lossy` | 20 Mbit/s, 2 % of all packets get lost |
 | `far` | 20 Mbit/s, 300 ms round trip |
 | `unlike` | 20 Mbit/s, one peer takes four times as long for a sample |
+| `punched` | 20 Mbit/s, both peers are behind routers that let in whom they called, port and all |
+| `relayed` | 20 Mbit/s, both routers have a port for each whom they call: a third host passes on all bytes |
 
 **Utilisation** is the number of samples in joint steps, over those that two peers without an optimizer
 compute in the same time: seconds / 0.2 s * 2. `tests/kit/figures.py` says which steps are joint, and which
@@ -52,7 +54,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` are not installed
 
 from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
-from benchmarks.kit.paced_peers import LORA, POLL_S, SIDES, Peers
+from benchmarks.kit.paced_peers import LORA, POLL_S, SIDES
 from benchmarks.kit.tables import blocked_s, calls_in, counted, median_of, reasons_of, spread, table
 from tests.kit.figures import Adapted, Joint, Told, find_joint, find_window, utilisation
 from trahiv_cli.swarm.codecs import CODECS
@@ -130,7 +132,7 @@ def measure(name: str, scenario: Scenario, seconds: float) -> Result:
     side = SIDES[name]
     samples = LORA.target_batch_size * side.pace.steps_per_round
     patience_s = max(seconds, 2 * samples / sum(1 / pace_s for pace_s in scenario.paces_s)) + PATIENCE_S
-    with scenario.network() as wan, Peers(spawn=wan.spawn) as peers:
+    with scenario.peers() as (wan, peers):
         began = last_step_at = peers.start_all(side, LORA, scenario.paces_s)
         times, traffic = [began], [wan.sent_bytes()]
         joint: list[Joint] = []

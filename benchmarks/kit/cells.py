@@ -7,14 +7,17 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.kit.paced_peers import PACE_S, SIDES
+from benchmarks.kit.paced_peers import PACE_S, SIDES, Peers
 from tests.kit.figures import PeerEnded
-from tests.kit.wan import Wan
+from tests.kit.homes import KINDS, Home, addresses_of
+from tests.kit.wan import Wan, routers_of
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,22 @@ class Scenario:
     """The rate from the middle of the window on."""
 
     congestion: str = ""
+    homes: str = ""
+    """The kind of router behind which the peers are (`tests.kit.homes.KINDS`); empty: none."""
 
     def network(self) -> Wan:
-        """Simulate the links: a host for each peer."""
-        return Wan(len(self.paces_s), self.rate_mbit, self.delay_ms, self.loss, self.congestion)
+        """Simulate the links: a host for each peer and, if they are at home, one that all can reach."""
+        routers = [KINDS[self.homes]] * len(self.paces_s) if self.homes else []
+        hosts, homes = len(self.paces_s) + bool(routers), routers_of(routers)
+        return Wan(hosts, self.rate_mbit, self.delay_ms, self.loss, self.congestion, homes)
+
+    @contextmanager
+    def peers(self) -> Iterator[tuple[Wan, Peers]]:
+        """Give the network, and peers of it that are to be started."""
+        with self.network() as wan, TemporaryDirectory() as folder:
+            entrance = Home(wan, len(self.paces_s), Path(folder)).ask(addresses_of)[0] if self.homes else None
+            with Peers(spawn=wan.spawn, entrance=entrance) as peers:
+                yield wan, peers
 
 
 BAD_LINKS = {
@@ -45,6 +60,8 @@ BAD_LINKS = {
         Scenario("lossy", 20, loss=0.02),
         Scenario("far", 20, delay_ms=150),
         Scenario("unlike", 20, paces_s=(PACE_S, 4 * PACE_S)),
+        Scenario("punched", 20, homes="port"),
+        Scenario("relayed", 20, homes="symmetric"),
     )
 }
 

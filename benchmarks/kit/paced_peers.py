@@ -345,10 +345,16 @@ class Peers:
     Args:
         run: what they do; called with a pipe and an `Entry`.
         spawn: starts processes, as `Wan.spawn`.
+        entrance: the multiaddr of a node that lets peers at home in; None: the first of them does.
     """
 
-    def __init__(self, run: Callable[..., None] = run_peer, spawn: Callable[..., Any] = spawn_here) -> None:
-        self._spawn, self._run = spawn, run
+    def __init__(
+        self,
+        run: Callable[..., None] = run_peer,
+        spawn: Callable[..., Any] = spawn_here,
+        entrance: str | None = None,
+    ) -> None:
+        self._spawn, self._run, self._entrance = spawn, run, entrance
         self._folder = tempfile.TemporaryDirectory()
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
@@ -358,8 +364,8 @@ class Peers:
         self, side: Side, workload: Workload, pace_s: float, host: str, *, is_late: bool = False
     ) -> None:
         """Start one more, which enters the swarm by the first; see `Entry`."""
-        number, address = len(self.pipes), self.told[0].address if self.told else None
-        maddr = f"/ip4/{host}/tcp/0"
+        number, first = len(self.pipes), self.told[0].address if self.told else None
+        address, maddr = self._entrance or first, f"/ip4/{'0.0.0.0' if self._entrance else host}/tcp/0"
         entry = Entry(side, workload, self._folder.name, number, maddr, address, pace_s, is_late)
         ours, theirs = mp.Pipe()
         self.processes.append(self._spawn(number, self._run, (theirs, entry)))
