@@ -11,7 +11,7 @@ from tests.kit.recipes import write_tiny
 from tests.kit.wan import Wan
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
 ]
 
@@ -19,7 +19,7 @@ EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symm
 FIVE = ("address", "port", "two", "no UDP", "symmetric")
 STEPS = 12
 PACE_S = 0.15  # of each peer: two cores carry a peer with a batch of each 0.15 s
-END_S = 200.0
+END_S = 300.0
 
 
 class Village:
