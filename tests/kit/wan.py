@@ -23,6 +23,7 @@ import multiprocessing as mp
 import os
 import random
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -53,6 +54,10 @@ READS_AT_ONCE = 256
 START_LIMIT_S, END_LIMIT_S = 20.0, 10.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
+IS_POSSIBLE = os.geteuid() == 0 and Path("/dev/net/tun").exists() and shutil.which("ip") is not None
+"""Whether this machine can simulate a network, as far as is known before it is tried."""
+
+NEEDS = "a simulated network needs root, a TUN device, and iproute2"
 PROCESSES = mp.get_context("forkserver")
 """Clean processes, whatever threads the benchmark has."""
 

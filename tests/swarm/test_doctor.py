@@ -1,7 +1,6 @@
 """`trahiv doctor` behind each kind of router and firewall: each cause has a sentence of its own."""
 
 import multiprocessing as mp
-import os
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -15,11 +14,11 @@ from tests.kit.commands import Peer, Workplace
 from tests.kit.homes import Home, addresses_of
 from tests.kit.nat import UDP
 from tests.kit.upnp import be_gateway
-from tests.kit.wan import Wan, home_address_of, routers_of
+from tests.kit.wan import IS_POSSIBLE, NEEDS, Wan, home_address_of, routers_of
 
 pytestmark = [
     pytest.mark.timeout(180),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(not IS_POSSIBLE, reason=NEEDS),
 ]
 
 NOBODY = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"

@@ -1,7 +1,6 @@
 """Peers behind routers of homes are connected with each other: dialled, punched or relayed."""
 
 import multiprocessing as mp
-import os
 from itertools import combinations
 
 import pytest
@@ -10,11 +9,11 @@ from tests.kit import homes
 from tests.kit.commands import wait_until
 from tests.kit.homes import Home, addresses_of, network, reached, ways_of
 from tests.kit.upnp import be_gateway
-from tests.kit.wan import PROCESSES, home_address_of, public_address_of
+from tests.kit.wan import IS_POSSIBLE, NEEDS, PROCESSES, home_address_of, public_address_of
 
 pytestmark = [
     pytest.mark.timeout(240),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(not IS_POSSIBLE, reason=NEEDS),
 ]
 
 EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")

@@ -1,6 +1,5 @@
 """Peers behind routers of homes train together: each of them is in every round."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -8,11 +7,11 @@ import pytest
 from tests.kit.commands import Peer, Workplace
 from tests.kit.homes import network
 from tests.kit.recipes import write_tiny
-from tests.kit.wan import Wan
+from tests.kit.wan import IS_POSSIBLE, NEEDS, Wan
 
 pytestmark = [
     pytest.mark.timeout(420),
-    pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
+    pytest.mark.skipif(not IS_POSSIBLE, reason=NEEDS),
 ]
 
 EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")
