@@ -48,8 +48,8 @@ class Scenario:
     def peers(self) -> Iterator[tuple[Wan, Peers]]:
         """Give the network, and peers of it that are to be started."""
         with self.network() as wan, TemporaryDirectory() as folder:
-            entrance = Home(wan, len(self.paces_s), Path(folder)).ask(addresses_of)[0] if self.homes else None
-            with Peers(spawn=wan.spawn, entrance=entrance) as peers:
+            middle = Home(wan, len(self.paces_s), Path(folder)) if self.homes else None
+            with Peers(spawn=wan.spawn, entrance=middle and middle.ask(addresses_of)[0]) as peers:
                 yield wan, peers
 
 
