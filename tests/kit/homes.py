@@ -9,11 +9,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import hivemind
-from hivemind.dht import DHTNode
-
 from tests.kit.nat import UDP
 from tests.kit.wan import Wan, routers_of
+from trahiv_cli.doctor.network import connections
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import clock
 from trahiv_cli.swarm.acquaintances import Acquaintances
@@ -94,7 +92,7 @@ def be_node(key: Path, peers: tuple[str, ...], reach: ReachRules, ahead_s: float
 
 def ways_of(node: Node) -> dict[str, str]:
     """Return with whom a node is connected, by ids, and how: punched, relayed or dialled."""
-    ways: dict[str, str] = node.run(_ways)
+    ways: dict[str, str] = node.run(connections)
     return ways
 
 
@@ -106,10 +104,3 @@ def addresses_of(node: Node) -> list[str]:
 def reached(node: Node) -> str:
     """Return how others reach a node."""
     return node.reach.kind
-
-
-async def _ways(dht: hivemind.DHT, node: DHTNode) -> dict[str, str]:
-    del dht
-    met = {peer.to_base58(): way for peer, way in (await node.meeting.ways()).items()}
-    connected = [one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers()]
-    return {peer: met.get(peer, "dialled") for peer in connected}

@@ -38,11 +38,10 @@ def doctor(
     out.use(format)
     quiet_libraries()
     from trahiv_cli.doctor.checks import Check
-    from trahiv_cli.swarm.invitation import Invitation, read_invitation
+    from trahiv_cli.swarm.invitation import read_invitation
 
     loaded = None if recipe is None else read_recipe(recipe, overrides).recipe
-    texts = [*(peer or ()), *taken_peers()]
-    invitation = read_invitation(texts) if texts else Invitation()
+    invitation = read_invitation([*(peer or ()), *taken_peers()])
     changes = {"host_maddrs": host_maddr, "announce_maddrs": announce_maddr}
     network: Network | None = None
     bad: list[str] = []

@@ -13,6 +13,7 @@ from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
+    from trahiv_cli.swarm.invitation import Invitation
     from trahiv_cli.swarm.membership import Grant
     from trahiv_cli.swarm.owning import OwnedSwarm
 
@@ -20,7 +21,8 @@ FolderOption = Annotated[
     Path | None, option("--output-dir", "DIR", "The run's folder. Default: the newest in runs/.")
 ]
 EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members that your peer saw before stay."
-PEER_HELP = "An invitation, or @FILE with one. Can be repeated. Also read from"
+PEER_HELP = f"An invitation, or @FILE with one. Can be repeated. Also read from {PEER_VARIABLE}."
+SwarmOption = Annotated[list[str] | None, option("--peer", "ADDR", PEER_HELP)]
 
 
 def invite(
@@ -60,19 +62,17 @@ def invite(
 
 
 def members(
-    peer: Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")] = None,
+    peer: SwarmOption = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:
     """List the members of a closed swarm and its open invitations."""
     out.use(format)
     quiet_libraries()
-    from trahiv_cli.swarm.invitation import MEMBER_FILE, Invitation, read_invitation, read_owner
-    from trahiv_cli.swarm.owning import OwnedSwarm, list_members, own_folder
+    from trahiv_cli.swarm.invitation import MEMBER_FILE, read_owner
+    from trahiv_cli.swarm.owning import OwnedSwarm, list_members
 
-    texts = [*(peer or ()), *taken_peers()]
-    invitation = read_invitation(texts) if texts else Invitation()
-    folder = output_dir or (None if texts else own_folder(MEMBER_FILE))
+    folder, invitation = swarm_named(peer, output_dir, MEMBER_FILE)
     listed = list_members(folder, invitation)
     for one in sorted(listed, key=lambda one: (bool(one["objection"]), not one["is_there"], one["peer_id"])):
         state = f"out: {one['objection']}" if one["objection"] else "there" if one["is_there"] else "away"
@@ -80,6 +80,16 @@ def members(
     if folder is not None and read_owner(folder) is not None:
         for grant in OwnedSwarm(folder).given():
             out.record(f"invitation {grant.id}  {words_of(grant)}", "invitation", **fields_of(grant))
+
+
+def swarm_named(peer: list[str] | None, output_dir: Path | None, file: str) -> tuple[Path | None, Invitation]:
+    """Find the swarm to look at: what names it, or else the folder of a run, the newest that holds a file."""
+    from trahiv_cli.swarm.invitation import read_invitation
+    from trahiv_cli.swarm.owning import own_folder
+
+    texts = [*(peer or ()), *taken_peers()]
+    invitation = read_invitation(texts)
+    return output_dir or (None if texts else own_folder(file)), invitation
 
 
 def kick(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from trahiv_cli.cli.options import PEER_VARIABLE, option, taken_peers
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries, visible
-from trahiv_cli.cli.owner import PEER_HELP, FolderOption
+from trahiv_cli.cli.owner import FolderOption, SwarmOption, swarm_named
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.exchange import Status
@@ -23,7 +22,7 @@ REACHED = {
 
 
 def status(
-    peer: Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")] = None,
+    peer: SwarmOption = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
 ) -> None:
@@ -33,13 +32,11 @@ def status(
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.clock import swarm_time
     from trahiv_cli.swarm.exchange import fetch_statuses
-    from trahiv_cli.swarm.invitation import Invitation, passing_standing, read_invitation
+    from trahiv_cli.swarm.invitation import passing_standing
     from trahiv_cli.swarm.node import ADDRESSES_KEY
-    from trahiv_cli.swarm.owning import looking_in, own_folder
+    from trahiv_cli.swarm.owning import looking_in
 
-    texts = [*(peer or ()), *taken_peers()]
-    invitation = read_invitation(texts) if texts else Invitation()
-    folder = output_dir or (None if texts else own_folder(FILE))
+    folder, invitation = swarm_named(peer, output_dir, FILE)
     with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
         statuses, others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
         now = swarm_time()

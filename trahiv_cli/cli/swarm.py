@@ -37,6 +37,7 @@ from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
     from trahiv_cli.recipe.schema import Recipe
+    from trahiv_cli.swarm.reach import Wanted
     from trahiv_cli.train.peer import PeerOptions
 
 
@@ -117,8 +118,7 @@ def init(
             raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
         rehearse(loaded.recipe)
         return
-    options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
-    options = replace(options, reach=reach)
+    options = options_of(host_maddr, announce_maddr, reach, identity, output_dir, budget, wait)
     options = replace(options, is_public=public or (loaded is not None and loaded.recipe.swarm.public))
     if loaded is not None and not no_train:
         live(loaded.recipe, loaded.text, resumable(options, loaded, str(recipe), loaded.recipe))
@@ -157,8 +157,7 @@ def join(
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
-    options = options_of(host_maddr, announce_maddr, identity, output_dir, budget, wait)
-    options = replace(options, reach=reach)
+    options = options_of(host_maddr, announce_maddr, reach, identity, output_dir, budget, wait)
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.train.folder import require_free
 
@@ -224,6 +223,7 @@ def agreed(
 def options_of(
     host_maddr: list[str] | None,
     announce_maddr: list[str] | None,
+    reach: Wanted,
     identity: Path | None,
     output_dir: Path | None,
     budget: Budget | None,
@@ -239,6 +239,7 @@ def options_of(
         identity=identity,
         host_maddrs=tuple(host_maddr or ()),
         announce_maddrs=tuple(announce_maddr or ()),
+        reach=reach,
         wait_s=wait,
         budget=replace(spend, seconds=spend.seconds - seconds_spent()),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),

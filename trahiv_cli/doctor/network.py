@@ -173,7 +173,8 @@ def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
         yield Check("relay", "poor", said, "one that has", fix)
 
 
-async def _connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
+async def connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
+    """Return with whom a node is connected, by ids (base58), and how; for `DHT.run_coroutine`."""
     del dht
     ways = await node.meeting.ways() if node.meeting else {}
     met = {peer.to_base58(): way for peer, way in ways.items()}
@@ -186,7 +187,7 @@ def _connected(node: Node) -> Network:
     until = time.monotonic() + MEET_S
     while True:
         wanted = node.fetch(ADDRESSES_KEY).keys() - {node.peer_id}
-        ways = {peer: way for peer, way in node.run(_connections).items() if peer in wanted}
+        ways = {peer: way for peer, way in node.run(connections).items() if peer in wanted}
         if wanted <= ways.keys() or time.monotonic() > until:
             return Network(ways, tuple(sorted(wanted - ways.keys())))
         time.sleep(0.5)
