@@ -91,7 +91,7 @@ def test_another_copy_is_refused(trahiv, start, tmp_path):
     assert not (run / "checkpoints").exists()
     reached = begun.steps[-1]["step"]
     begun.wait_for("step", 30, step=lambda step: step > reached)
-    since = [event for event in begun.events[before:] if event["event"] != "reach"]  # the visitor has dialled it
+    since = [one for one in begun.events[before:] if one["event"] != "reach"]  # the visitor has dialled it
     assert {event["event"] for event in since} == {"step"}, "it did not notice"
     assert all(event["peers"] == 1 and event["round"] is None for event in since), since
     assert not begun.noise
