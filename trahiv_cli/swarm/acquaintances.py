@@ -2,9 +2,11 @@
 
 1. Each node publishes where it can be reached, and writes down where others can (`Acquaintances`), and on
    which port it listened itself: a join line with its address is good after its restart.
-2. Whoever is written down or publishes, and is not connected, is called on, at first often, then rarely
-   (`Reunion`). So peers find each other after cuts, when no address on a join line is good, and where p2pd
-   does not know an address: one that a router forwards, or that of a peer which must be met (`meeting`).
+2. Whoever is written down or publishes, and is not in the routing table, is called on, at first often,
+   then rarely (`Reunion`). So peers find each other after cuts, when no address on a join line is good, and
+   where p2pd does not know an address: one that a router forwards, or that of a peer which must be met
+   (`meeting`). One that is connected is called on as well: of two that have dropped each other while one of
+   them stood still, neither would ask the other again.
 """
 
 from __future__ import annotations
@@ -177,9 +179,9 @@ class Reunion:
         if own and not self._is_visitor and (own != self._published or now >= self._publish_at):
             self._node.publish(self._key, own, ADDRESSES_TTL_S)
             self._published, self._publish_at = own, now + PUBLISH_EVERY_S
-        there: set[str] = set(self._node.run(peers_there))
-        self._read(there, now)
-        self._call(there, now)
+        nodes, connected = self._node.run(peers_there)
+        self._read({*nodes, *connected}, now)
+        self._call(set(nodes), now)
         self._met.save()
 
     def _read(self, there: set[str], now: float) -> None:
@@ -196,18 +198,18 @@ class Reunion:
             if peer_id in there:  # of those that were met before it is seen first that they are there
                 self._met.meet(peer_id, record)
 
-    def _call(self, there: set[str], now: float) -> None:
+    def _call(self, nodes: set[str], now: float) -> None:
         known: dict[str, Sequence[str]] = {**self._also, **self._told, **self._met.addresses}
         self._calls = {
-            peer: call for peer, call in self._calls.items() if peer in known and peer not in there
+            peer: call for peer, call in self._calls.items() if peer in known and peer not in nodes
         }
-        longest = LONGEST_PAUSE_S if there else LONGEST_PAUSE_ALONE_S
+        longest = LONGEST_PAUSE_S if nodes else LONGEST_PAUSE_ALONE_S
         due: dict[str, Sequence[str]] = {}
         # Whoever was called longest ago comes first: made-up names keep nobody waiting.
         for peer in sorted(known, key=lambda peer: self._calls.get(peer, (-math.inf, 0.0))[0]):
             maddrs = known[peer]
             called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / LONGER))
-            is_missing = peer not in there and peer != self._node.peer_id
+            is_missing = peer not in nodes and peer != self._node.peer_id
             if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
                 due[peer] = maddrs
                 self._calls[peer] = now, min(LONGER * pause, LONGEST_PAUSE_S)
@@ -221,10 +223,10 @@ async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
     return [peer.to_base58() for peer in servers_of(node)]
 
 
-async def peers_there(dht: hivemind.DHT, node: DHTNode) -> list[str]:
-    """Return the ids, base58, of the peers in the routing table or connected; for `DHT.run_coroutine`."""
-    connected = (one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers())
-    return [*await known_peers(dht, node), *connected]
+async def peers_there(dht: hivemind.DHT, node: DHTNode) -> tuple[list[str], list[str]]:
+    """Return the ids, base58, of the peers in the routing table, and of those that are connected."""
+    connected = [one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers()]
+    return await known_peers(dht, node), connected
 
 
 async def greet(

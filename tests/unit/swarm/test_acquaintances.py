@@ -97,13 +97,14 @@ def test_a_file_that_is_none_is_taken_for_an_empty_one(tmp_path, content):
 
 
 class Network(FakeNode):
-    """A node whose routing table a test says (`there`); it remembers on whom it called, and when."""
+    """A node whose routing table a test says (`there`), and who else is connected; it remembers its calls."""
 
     reach = SimpleNamespace(kind="direct")
 
     def __init__(self, clock):
         super().__init__(ME, now=clock)
-        self.clock, self.there, self.calls, self.addresses = clock, set(), [], [address(0)]
+        self.clock, self.calls, self.addresses = clock, [], [address(0)]
+        self.there, self.connected = set(), set()
         self.met = Acquaintances(None, clock=clock)
         self.reunion = Reunion(self, KEY, self.met, clock=clock)
 
@@ -122,7 +123,7 @@ class Network(FakeNode):
 
     def run(self, coroutine):
         if coroutine is acq.peers_there:
-            return [peer_id(number) for number in self.there]
+            return [list(map(peer_id, some)) for some in (self.there, self.connected)]
         peers, _ = coroutine.args
         return self.calls.append((self.clock.now, peers))
 
@@ -192,6 +193,19 @@ def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock
     assert network.calls[-1][0] == clock.now
 
 
+def test_who_is_connected_and_has_been_dropped_is_called_on_and_is_written_down_as_there(network, clock):
+    """Both dropped each other while one stood still: neither would ask the other again by itself."""
+    network.there, network.connected = {2}, {1, 2}
+    network.tell(1)
+    network.turn(acq.READ_EVERY_S)
+    assert network.met.addresses.keys() == {PEER}
+    assert network.calls[0][1] == {PEER: (address(),)} and len(network.pauses()) > 3
+    network.there = {1, 2}
+    called = len(network.calls)
+    network.turn(acq.LONGEST_PAUSE_S)
+    assert len(network.calls) == called
+
+
 def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(network, clock):
     also = [address(), address(0), address(port=2)]  # of the join line
     Reunion(network, KEY, network.met, also=also, clock=clock).turn()
@@ -208,7 +222,7 @@ def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(
 def test_a_visitor_publishes_nothing_and_calls_on_others_for_itself(network, clock):
     visit = Reunion(network, KEY, network.met, also=[address()], is_visitor=True, clock=clock)
     asked = []
-    network.run = lambda coroutine: [] if coroutine is acq.peers_there else asked.append(coroutine.args)
+    network.run = lambda coroutine: ([], []) if coroutine is acq.peers_there else asked.append(coroutine.args)
     visit.turn()
     assert network.fetch(KEY) == {} and asked == [({PEER: [address()]}, True)]
 
