@@ -35,11 +35,12 @@ from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
 from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol
-from trahiv_cli.swarm.exchange import Status, fetch_offer, publish_recipe
+from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
 from trahiv_cli.swarm.membership import mark_of
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
 from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, Credentials, MemberList, PolicyBook, read_members
+from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison
 
 KEY = "run_progress"
@@ -242,7 +243,8 @@ def test_recipes_and_runs(nodes, caplog):
         assert offer.fingerprint == fingerprint(agreement(RECIPE)) and offer.step == 5, what
 
     for name in (*HONEST, LIAR):
-        publish_recipe(nodes[name], RECIPE, Status(RUN, 5, 40, "direct", 0))
+        publish_recipe(nodes[name], RECIPE)
+        publish_status(nodes[name], Status(run_id=RUN, step=5, max_steps=40))
     for key in (RUNS_KEY, recipe_key(RUN)):
         for what, _ in published(nodes, key, caplog):
             require_the_honest_one_s(what)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from trahiv_cli.cli.doctor import doctor
+from trahiv_cli.cli.guest import finish, pause, resume
 from trahiv_cli.cli.options import hide_invitations
 from trahiv_cli.cli.output import out
 from trahiv_cli.cli.owner import invite, kick, members
@@ -47,7 +48,11 @@ def _options(
     """Take the options of `trahiv` itself."""
 
 
-for command in (init, join, status, doctor, invite, members, kick, new, check, show, schema, preview):
+COMMANDS = (
+    *(init, join, status, pause, resume, finish, doctor, invite, members, kick),
+    *(new, check, show, schema, preview),
+)
+for command in COMMANDS:
     app.command()(command)  # in the order of `--help`
 
 

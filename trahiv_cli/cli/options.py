@@ -16,6 +16,7 @@ import typer
 
 from trahiv_cli.cli.output import out, quiet_libraries
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
+from trahiv_cli.train.conditions import Condition, parse_condition
 from trahiv_cli.train.leaving import Budget
 
 if TYPE_CHECKING:
@@ -75,6 +76,14 @@ def parse_budget(text: str) -> Budget:
     """Read `2h`, `500 samples` or `20 steps`."""
     try:
         return Budget.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def read_condition(text: str) -> Condition:
+    """Read a condition of `--only-when`."""
+    try:
+        return parse_condition(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -140,7 +140,7 @@ class Output:
             is_of_the_end = what == "sample" and ready is not None and event["step"] >= ready["max_steps"]
             if is_of_the_end or what == "done":
                 view.stop()
-            is_line = what in ("folder", "ready", "sample", "done")
+            is_line = what in ("folder", "ready", "sample", "paused", "resumed", "done")
             if is_line or (what in ("waiting", "warning") and ready is None):
                 write_line(for_a_person(event))
             if what == "ready":  # the view begins below its line; until then, waits are lines

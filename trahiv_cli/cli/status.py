@@ -9,7 +9,7 @@ from trahiv_cli.cli.output import FormatOption, out, quiet_libraries, visible
 from trahiv_cli.cli.owner import FolderOption, SwarmOption, swarm_named
 
 if TYPE_CHECKING:
-    from trahiv_cli.swarm.exchange import Status
+    from trahiv_cli.swarm.status import Status
 
 REACHED = {
     "direct": "others dial it",
@@ -31,21 +31,25 @@ def status(
     quiet_libraries()
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.clock import swarm_time
-    from trahiv_cli.swarm.exchange import fetch_statuses
     from trahiv_cli.swarm.invitation import passing_standing
     from trahiv_cli.swarm.node import ADDRESSES_KEY
     from trahiv_cli.swarm.owning import looking_in
+    from trahiv_cli.swarm.status import fetch_statuses
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
-        statuses, others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
+        (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
         now = swarm_time()
     runs: dict[str, dict[str, Status]] = {}
     for peer_id, one in sorted(statuses.items(), key=lambda entry: (-entry[1].step, entry[0])):
         runs.setdefault(one.run_id, {})[peer_id] = one
     for run, peers in runs.items():
         show(run, peers, now)
-    for peer_id in sorted(others - statuses.keys()):
+    for peer_id, (protocol, version) in sorted(foreign.items()):
+        runs_with = f"trahiv {version}" if version else "an earlier version of trahiv"
+        text = f"  {peer_id}  runs {runs_with}, of another protocol: it can't train along"
+        out.record(text, "peer", peer_id=peer_id, run_id=None, version=version, protocol=protocol)
+    for peer_id in sorted(others - statuses.keys() - foreign.keys()):
         out.record(f"  {peer_id}  tells of no run", "peer", peer_id=peer_id, run_id=None)
     if not runs:
         out.say("A peer answers, but nothing is being trained in this swarm.")
@@ -69,5 +73,8 @@ def show(run: str, peers: dict[str, Status], now: float) -> None:
         seconds_since_round=ago,
     )  # fmt: skip
     for peer_id, one in peers.items():
-        text = f"  {peer_id}  step {one.step}, {one.reached}: {REACHED[one.reached]}"
-        out.record(text, "peer", peer_id=peer_id, run_id=run, step=one.step, reached=one.reached)
+        name = f" ({one.name})" if one.name else ""
+        doing = {"training": f"step {one.step}"}.get(one.state, f"{one.state} at step {one.step}")
+        text = f"  {peer_id}{name}  {doing}, {one.reached}: {REACHED[one.reached]}"
+        waits = f"; waits for {one.waits_for}" if one.waits_for else ""
+        out.record(visible(text + waits), "peer", peer_id=peer_id, **one.model_dump())

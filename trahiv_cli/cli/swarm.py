@@ -26,12 +26,14 @@ from trahiv_cli.cli.options import (
     parse_budget,
     parse_multiaddr,
     parse_seconds,
+    read_condition,
     read_recipe,
     taken_peers,
 )
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
+from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 
 RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
-"""Environment variable with the times of this process's restarts, in seconds since 1970."""
+"""Environment variable with the times of this process's restarts after failures, in seconds since 1970."""
 
 RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 """At most this many restarts within this time; then the failure ends the peer."""
@@ -72,6 +74,18 @@ FolderOption = Annotated[
 ]
 FILES_HELP = "Look here for copies of the run's data, by what they hold."
 FilesOption = Annotated[Path | None, option("--files", "DIR", FILES_HELP, exists=True, file_okay=False)]
+NAME_HELP = "A name that all in the swarm see beside this peer's id."
+NameOption = Annotated[str, option("--name", "NAME", NAME_HELP)]
+ONLY_WHEN_HELP = "Pause unless it holds, like idle or 22:00-07:00. Can be repeated."
+OnlyWhenOption = Annotated[
+    list[Condition] | None, option("--only-when", "CONDITION", ONLY_WHEN_HELP, parser=read_condition)
+]
+UPLOAD_HELP = "Send no more than so many Mbit/s. Default: no limit."
+UploadOption = Annotated[float | None, option("--max-upload", "MBIT", UPLOAD_HELP, min=0.1)]
+DOWNLOAD_HELP = "Receive no more than so many Mbit/s. Default: no limit."
+DownloadOption = Annotated[float | None, option("--max-download", "MBIT", DOWNLOAD_HELP, min=0.1)]
+NICENESS_HELP = "Let other programs go first: 0 to 19. Default: as the shell."
+NicenessOption = Annotated[int | None, option("--niceness", "N", NICENESS_HELP, min=0, max=19)]
 BudgetOption = Annotated[
     Budget | None,
     option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
@@ -97,6 +111,11 @@ def init(
     files: FilesOption = None,
     budget: BudgetOption = None,
     wait: WaitOption = None,
+    name: NameOption = "",
+    only_when: OnlyWhenOption = None,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    niceness: NicenessOption = None,
     format: FormatOption = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -118,7 +137,8 @@ def init(
             raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
         rehearse(loaded.recipe)
         return
-    options = options_of(host_maddr, announce_maddr, reach, identity, output_dir, budget, wait)
+    place = host_maddr, announce_maddr, reach, identity, output_dir
+    options = options_of(*place, budget, wait, name, only_when, max_upload, max_download, niceness)
     options = replace(options, is_public=public or (loaded is not None and loaded.recipe.swarm.public))
     if loaded is not None and not no_train:
         live(loaded.recipe, loaded.text, resumable(options, loaded, str(recipe), loaded.recipe))
@@ -141,6 +161,11 @@ def join(
     files: FilesOption = None,
     budget: BudgetOption = None,
     wait: WaitOption = None,
+    name: NameOption = "",
+    only_when: OnlyWhenOption = None,
+    max_upload: UploadOption = None,
+    max_download: DownloadOption = None,
+    niceness: NicenessOption = None,
     format: FormatOption = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -157,7 +182,8 @@ def join(
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
-    options = options_of(host_maddr, announce_maddr, reach, identity, output_dir, budget, wait)
+    place = host_maddr, announce_maddr, reach, identity, output_dir
+    options = options_of(*place, budget, wait, name, only_when, max_upload, max_download, niceness)
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.train.folder import require_free
 
@@ -173,7 +199,7 @@ def join(
         from trahiv_cli.recipe.document import render
 
         show(ours)
-        if yes or restarts() or not sys.stdin.isatty() or out.confirm("Train this?"):
+        if yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?"):
             live(ours, "\n".join(line for line, _ in render(ours.to_data())) + "\n", options)
 
 
@@ -228,11 +254,18 @@ def options_of(
     output_dir: Path | None,
     budget: Budget | None,
     wait: float | None,
+    name: str,
+    only_when: list[Condition] | None,
+    max_upload: float | None,
+    max_download: float | None,
+    niceness: int | None,
 ) -> PeerOptions:
     """Put together what both commands take."""
     quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
 
+    if niceness is not None:
+        psutil.Process().nice(niceness)  # what it starts inherits that
     spend = budget or ENDLESS_BUDGET
     return PeerOptions(
         output_dir=output_dir,
@@ -241,6 +274,11 @@ def options_of(
         announce_maddrs=tuple(announce_maddr or ()),
         reach=reach,
         wait_s=wait,
+        name=name,
+        conditions=tuple(only_when or ()),
+        max_upload=max_upload,
+        max_download=max_download,
+        is_again=is_again(),
         budget=replace(spend, seconds=spend.seconds - seconds_spent()),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
@@ -282,6 +320,8 @@ def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
                     ended = run_peer(recipe, text, options, events, leaving)
     except PeerBroken as failure:
         restart(leaving.resume, failure)
+    if ended.reason == "pause":
+        start_again(leaving.resume)
     if ended.reason == "signal":  # one that came after the work was done changes nothing
         raise typer.Exit(leaving.exit_code)
 
@@ -316,7 +356,7 @@ def rehearse(recipe: Recipe) -> None:
 
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:
-    """Start this process again with a command line, whose first word is `trahiv`, because of a failure.
+    """Start this process again with a command line because of a failure.
 
     Raises:
         PeerBroken: this peer has failed `RESTARTS` times within `RESTARTS_WITHIN_S`.
@@ -328,6 +368,12 @@ def restart(command: str, failure: PeerBroken) -> NoReturn:
         said = f"{failure.message} This peer had started again {often}."
         raise PeerBroken(said, hint=failure.hint) from failure
     os.environ[RESTARTS_VARIABLE] = " ".join(map(str, [*recent, now]))
+    start_again(command)
+
+
+def start_again(command: str) -> NoReturn:
+    """Start this process again with a command line, whose first word is `trahiv`."""
+    os.environ.setdefault(RESTARTS_VARIABLE, "")
     atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
     sys.stdout.flush()
     sys.stderr.flush()
@@ -337,11 +383,16 @@ def restart(command: str, failure: PeerBroken) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
 
 
+def is_again() -> bool:
+    """Whether this process has started again by itself: after a failure, or to free all that it held."""
+    return RESTARTS_VARIABLE in os.environ
+
+
 def restarts() -> list[float]:
-    """Return when this process has started again; empty if it never has."""
+    """Return when this process has started again after a failure."""
     return [float(word) for word in os.environ.get(RESTARTS_VARIABLE, "").split()]
 
 
 def seconds_spent() -> float:
     """Return how long ago this process was first started, if it has started again; else 0."""
-    return time.time() - psutil.Process().create_time() if restarts() else 0.0
+    return time.time() - psutil.Process().create_time() if is_again() else 0.0

@@ -1,7 +1,5 @@
 """The recipe travels: peers publish what they agreed on, newcomers fetch it and check it.
 
-Beside it each peer says where it is in its run, and how others reach it (`Status`).
-
 What travels is a recipe packed by `recipe.record`; a long one takes several records. It is untrusted input:
 bounded in size before and after inflation, and checked by the schema before anything is used. In an open
 swarm, a stranger who can reach the DHT may publish one; the peer that was named on the join line wins.
@@ -13,32 +11,20 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, differences, fingerprint
+from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, run_id
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, Node, recipe_key
-from trahiv_cli.swarm.reach import Kind
+from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key
 from trahiv_cli.swarm.records import disbelieve
+from trahiv_cli.swarm.status import fetch_statuses, require_protocol
 
 RECORD_TTL_S = 120.0
-REPUBLISH_EVERY_S = 10.0
 MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)  # of one peer's recipe
-REACHED = get_args(Kind)
 UNREADABLE = "the recipe that it publishes can't be read"
-
-
-class Status(NamedTuple):
-    """What a peer says of itself and its run; untrusted where it was fetched."""
-
-    run_id: str
-    step: int
-    max_steps: int
-    reached: str  # how others reach it (`reach.Kind`)
-    round_at: int  # when the last round with others was committed, in Unix seconds; 0: never
 
 
 @dataclass(frozen=True)
@@ -51,32 +37,15 @@ class PublishedRun:
     step: int  # that the run had reached, by what its peers last said
 
 
-def publish_recipe(node: Node, recipe: Recipe, status: Status) -> None:
-    """Store the recipe, and the peer's status in the DHT's list of runs; repeat it every 10 s.
+def publish_recipe(node: Node, recipe: Recipe) -> None:
+    """Store the recipe in the DHT for two minutes.
 
     RecipeError if the recipe is too long, or no other peer would take it over.
     """
-    packed = pack(recipe)
+    packed, run = pack(recipe), run_id(recipe)
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(status.run_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
-    node.publish(RUNS_KEY, list(status), RECORD_TTL_S)
-
-
-def fetch_statuses(node: Node) -> dict[str, Status]:
-    """Read what each peer says of itself, by its id (base58); those that can't be read are left out."""
-    statuses: dict[str, Status] = {}
-    for peer, entry in node.fetch(RUNS_KEY).items():
-        match entry:
-            case [str(), int(step), int(max_steps), str(reached), int(round_at)] if (
-                0 <= step < 2**31 and 0 <= max_steps < 2**31 and reached in REACHED and 0 <= round_at < 2**40
-            ):
-                statuses[peer] = Status(*entry)
-            case [str(), int()]:
-                disbelieve(peer, "it runs an earlier version of trahiv: all peers of a run need the same")
-            case _:
-                disbelieve(peer, "the run that it publishes can't be read")
-    return statuses
+        node.publish(recipe_key(run, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
 
 
 def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
@@ -87,10 +56,11 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).
-        RecipeMismatch: several runs, or several recipes under one run_id.
+        RecipeMismatch: several runs, several recipes under one run_id, or another protocol.
     """
-    steps: dict[str, list[int]] = {}
-    for status in fetch_statuses(node).values():
+    statuses, steps = fetch_statuses(node), dict[str, list[int]]()
+    require_protocol(statuses, named_peers)
+    for status in statuses.ours.values():
         steps.setdefault(status.run_id, []).append(status.step)
     runs = sorted(steps)
     if preferred_run not in runs and len(runs) > 1:
@@ -98,8 +68,8 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
             f"This swarm trains several runs: {', '.join(runs)}.",
             hint=f"say which: --set hivemind_config.opt.run_id={runs[0]}",
         )
-    run_id = preferred_run if preferred_run in runs else next(iter(runs), "")
-    if not (wires := _fetch_wires(node, run_id) if runs else {}):
+    run = preferred_run if preferred_run in runs else next(iter(runs), "")
+    if not (wires := _fetch_wires(node, run) if runs else {}):
         raise NothingPublished(
             "A peer answered, but nobody publishes a recipe there (yet).",
             hint="wait until the starter's `trahiv init` is ready, or bring the recipe: "
@@ -109,10 +79,10 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
     prints = {fingerprint(wire["shared"]) for wire in candidates}
     if len(prints) > 1:
         raise RecipeMismatch(
-            f"Peers publish {len(prints)} different recipes under the name {run_id}; none was taken.",
+            f"Peers publish {len(prints)} different recipes under the name {run}; none was taken.",
             hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
-    return PublishedRun(run_id, prints.pop(), candidates[0], statistics.median_low(steps[run_id]))
+    return PublishedRun(run, prints.pop(), candidates[0], statistics.median_low(steps[run]))
 
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,9 @@ from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.door import GuardedP2P
 from trahiv_cli.swarm.pipes import (
     ANSWER_S,
+    DOWNLOAD,
     MAX_PLACES,
+    UPLOAD,
     End,
     Listens,
     NotMet,
@@ -255,7 +257,8 @@ class Meeting:
                         await end.send(places_at(seen[peer], read_places(theirs)), carries)
                     case _:
                         raise NotMet("that peer's answer can't be read")
-                await join(end, other, self._pace if carries else Pace(most=TALK_BYTES))
+                limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=TALK_BYTES),)
+                await join(end, other, *limits)
         finally:
             self._circuits[caller] -= has_room
             self._circuits += Counter()  # forgets whoever has none

@@ -55,7 +55,7 @@ GRACE_S = 3.0  # the DHT's process may take so long to end by itself
 CHORES_EVERY_S = 2.0
 # The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`).
 MAX_RECORD_BYTES = 3200
-RUNS_KEY = "trahiv_runs"  # where the peers of a DHT list the runs they train: [run_id, step] of each
+RUNS_KEY = "trahiv_runs"  # where the peers of a DHT say what they train: a `status.Status` of each
 ADDRESSES_KEY = "trahiv_addresses"  # where its nodes publish how they can be reached: multiaddrs
 
 

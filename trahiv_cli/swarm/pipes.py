@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
+import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -71,34 +72,43 @@ class End(NamedTuple):
 
 
 class Pace:
-    """How fast, and how much, a member passes on for others.
+    """How fast, and how much, may go through all streams that share this, of any event loop.
 
     Args:
-        rate: bytes a second, of all streams that share this; None: no limit.
+        rate: bytes a second; None: no limit.
         most: bytes altogether; None: no limit.
     """
 
     def __init__(self, rate: float | None = None, most: int | None = None) -> None:
-        self._rate, self._left, self._free_at = rate, most, 0.0
+        self.rate, self._left, self._free_at, self._lock = rate, most, 0.0, threading.Lock()
 
-    async def take(self, num_bytes: int) -> None:
-        """Wait until so many bytes may go on; NotMet if that is more than altogether."""
+    async def take(self, num_bytes: int, *, is_urgent: bool = False) -> None:
+        """Wait until so many bytes may go on; NotMet if that is more than altogether.
+
+        What is urgent does not wait, but what comes later waits for it as well.
+        """
         if self._left is not None:
             self._left -= num_bytes
             if self._left < 0:
                 raise NotMet("more than is passed on here")
-        if self._rate:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(self._free_at, now) + num_bytes / self._rate
-            await asyncio.sleep(self._free_at - now)
+        if self.rate:
+            now = asyncio.get_running_loop().time()  # that of any other loop is the same
+            with self._lock:
+                self._free_at = free_at = max(self._free_at, now) + num_bytes / self.rate
+            if not is_urgent:
+                await asyncio.sleep(free_at - now)
 
 
-async def join(one: End, other: End, pace: Pace | None = None) -> None:
-    """Pass bytes on between two streams until one of them ends; then both are closed."""
+# All that this process sends to other peers, and receives from them.
+UPLOAD, DOWNLOAD = Pace(), Pace()
+
+
+async def join(one: End, other: End, *paces: Pace) -> None:
+    """Pass bytes on between two streams, no faster than each pace, until one ends; then both are closed."""
 
     async def carry(source: End, target: End) -> None:
         while chunk := await source.reader.read(CHUNK_BYTES):
-            if pace is not None:
+            for pace in paces:
                 await pace.take(len(chunk))
             target.writer.write(chunk)
             await target.writer.drain()

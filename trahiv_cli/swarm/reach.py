@@ -28,7 +28,16 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.meeting import Meeting, Seen
-from trahiv_cli.swarm.pipes import Place, is_elsewhere, is_global, is_ipv6, maddr_of, places_of
+from trahiv_cli.swarm.pipes import (
+    DOWNLOAD,
+    UPLOAD,
+    Place,
+    is_elsewhere,
+    is_global,
+    is_ipv6,
+    maddr_of,
+    places_of,
+)
 from trahiv_cli.swarm.router import LEASE_S, Forwarded, Router
 
 if TYPE_CHECKING:
@@ -57,10 +66,12 @@ class Reach(NamedTuple):
 
 @dataclass(frozen=True)
 class ReachRules:
-    """What a peer's user says of its reach."""
+    """What a peer's user says of its link to others. Rates are in Mbit/s; None: no limit."""
 
     wanted: Wanted = "auto"
-    relay_mbit: float | None = None  # a second, that it passes on for others at most; None: no limit
+    relay_mbit: float | None = None  # that it passes on for others at most
+    upload_mbit: float | None = None  # all that it sends
+    download_mbit: float | None = None  # all that it receives
 
 
 class ReachFinder:
@@ -135,13 +146,19 @@ async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
+def bytes_per_second(mbit: float | None) -> float | None:
+    """Turn Mbit/s into bytes per second; None: no limit."""
+    return None if mbit is None else mbit * 1e6 / 8
+
+
 async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> None:
     """Serve and ask for meetings from now on; in the DHT's process."""
     del dht
     listens = listening_places(node.protocol.p2p._child.pid)
     # This machine's own first: others may be gone after a change of network.
     near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
-    rate = None if rules.relay_mbit is None else rules.relay_mbit * 1e6 / 8
+    UPLOAD.rate, DOWNLOAD.rate = bytes_per_second(rules.upload_mbit), bytes_per_second(rules.download_mbit)
+    rate = bytes_per_second(rules.relay_mbit)
     punches = rules.wanted != "relay"
     node.meeting = Meeting(node.protocol.p2p, near, rate, punches=punches) if near else None
     if node.meeting is not None:

@@ -32,6 +32,9 @@ MAX_BYTES = 32 * 2**20
 OLDER_FILES = 3
 """Full files that are kept beside the present one, as `<name>.1`, the newest, to `<name>.3`."""
 
+TAIL_BYTES = 2**20
+"""So much is read of a file's end: more than a thousand steps."""
+
 TRANSIENT = frozenset({"progress", "download"})
 """Events for live views only: many a minute, each out of date with the next."""
 
@@ -166,6 +169,25 @@ class EventFile:
     def close(self) -> None:
         """Close the file. Safe to call twice."""
         self._file.close()
+
+
+def newest_events(path: Path) -> Iterator[Event]:
+    """Read the last events of a file that an `EventFile` writes, and of the full one before it, newest first.
+
+    Of each file the last `TAIL_BYTES` are read. What is no event, such as half a line, is passed over.
+    """
+    for file in (path, path.with_name(f"{path.name}.1")):
+        try:
+            with file.open("rb") as lines:
+                lines.seek(max(0, os.fstat(lines.fileno()).st_size - TAIL_BYTES))
+                tail = lines.read().splitlines()
+        except OSError:
+            continue
+        for line in reversed(tail):
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict) and "event" in event:
+                    yield event
 
 
 def to_json(event: Event) -> str:

@@ -44,6 +44,10 @@ def line(event: Event) -> str | None:
             return f"pace: {event['message']}"
         case "reach":
             return f"reach {reached(event)}"
+        case "paused":
+            return f"paused at step {event['step']}: {event['why']}. Others can still join through this peer"
+        case "resumed":
+            return f"goes on after a pause of {event['seconds']:.0f} s"
         case "folder":
             return str(event["message"])
         case "warning":

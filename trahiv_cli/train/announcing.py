@@ -6,6 +6,7 @@ import logging
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,16 +16,21 @@ from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.addresses import reach_of
-from trahiv_cli.swarm.exchange import REPUBLISH_EVERY_S, Status, publish_recipe
+from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.invitation import join_by, write_invitation
 from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
+from trahiv_cli.swarm.status import Status, fetch_statuses, publish_status
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.account import Account
 
 if TYPE_CHECKING:
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
 logger = logging.getLogger(__name__)
 
+PUBLISH_EVERY_S = 15.0
+PUBLISH_GAP_S = 1.0  # between two changes that others are told of
+COPIES_EVERY = 4  # publications: whether another peer has this one's identity
 PROGRESS_EVERY_S = 0.5
 REACH_EVERY_S = 2.0
 SECRET_HERE = ". This contains a secret: treat it like a password."
@@ -98,26 +104,63 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 
 @contextmanager
-def published(node: Node, recipe: Recipe, progress: Callable[[], tuple[int, float]]) -> Iterator[None]:
-    """While the block runs, keep the recipe and this peer's status in the DHT, as every peer does.
+def published(node: Node, recipe: Recipe, account: Account, events: Events) -> Iterator[None]:
+    """While the block runs, keep the recipe and this peer's status in the DHT, as every peer does."""
+    stop, is_told = threading.Event(), False
 
-    `progress` says which step it has reached, and when it last had a round with others.
-    """
+    def publish(number: int) -> None:
+        nonlocal is_told
+        publish_recipe(node, recipe)
+        own = account.status
+        if not is_told and number % COPIES_EVERY == COPIES_EVERY - 1:
+            there = fetch_statuses(node).ours.get(node.peer_id)
+            if is_told := there is not None and is_copy(there, own):
+                warn_of_copy(events)
+        tell()
 
-    def publish() -> None:
-        step, round_at = progress()
-        max_steps, reached = recipe.training.max_steps, node.reach.kind
-        publish_recipe(node, recipe, Status(run_id(recipe), step, max_steps, reached, int(round_at)))
+    def tell() -> None:
+        publish_status(node, account.status.model_copy(update={"reached": node.reach.kind}))
 
     def repeat() -> None:
-        try:
-            publish()
-        except SwarmError as error:  # until the next try joiners get it from other peers
-            logger.warning("The recipe was not published again: %s", error.message)
+        due_at, number = time.monotonic() + PUBLISH_EVERY_S, 1
+        while True:
+            account.has_changed.wait(max(0.0, due_at - time.monotonic()))
+            account.has_changed.clear()
+            if stop.wait(PUBLISH_GAP_S):
+                return
+            try:
+                if time.monotonic() < due_at:
+                    tell()
+                    continue
+                publish(number)
+            except SwarmError as error:  # until the next try joiners get it from other peers
+                logger.warning("The recipe was not published again: %s", error.message)
+            due_at, number = time.monotonic() + PUBLISH_EVERY_S, number + 1
 
-    publish()
-    with _every(REPUBLISH_EVERY_S, repeat, "recipe publisher"):
+    publish(0)
+    thread = threading.Thread(target=repeat, name="publisher", daemon=True)
+    thread.start()
+    try:
         yield
+    finally:
+        stop.set()
+        account.has_changed.set()
+        thread.join()
+
+
+def is_copy(there: Status, own: Status) -> bool:
+    """Whether what stands in the DHT as this peer's status was said by another peer with its identity."""
+    return there.since != own.since and there.at > own.since
+
+
+def warn_of_copy(events: Events) -> None:
+    """Say that there are two of this peer."""
+    events.warn(
+        "copied",
+        "Another peer has this one's identity: a run's folder was copied, and both are used at once. Each "
+        "takes messages and records that are meant for the other.",
+        hint="stop one of them; where that folder is to train as well, move its identity.key and lock away",
+    )
 
 
 @contextmanager

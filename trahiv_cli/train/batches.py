@@ -31,6 +31,7 @@ class BatchWeight:
     samples: int  # towards `target_batch_size`
     weight: float  # what its mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing
     labels: torch.Tensor | None  # number of those not ignored: an int64 where they are; None without any
+    tokens: int = 0  # that are trained, where labels are of tokens
 
 
 class Batches:
@@ -127,7 +128,7 @@ class Batches:
                 trainer.current_gradient_accumulation_steps = window
             done.append((self._loss, own))
         for loss, own in done:
-            trainer.swarm_callback.add_loss(loss, samples=own.samples, weight=own.weight)
+            trainer.swarm_callback.add_loss(loss, own)
         shares = [loss * (own.weight / whole.weight) for loss, own in done if own.weight]
         loss = torch.stack(shares or [torch.zeros_like(done[0][0])]).sum()
         if window == 1:
@@ -151,7 +152,10 @@ def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:
     samples = batch_size if is_flattened else len(labels)
     compared = batch.get("shift_labels", labels[..., 1:] if is_shifted else labels)
     count = compared.ne(IGNORED_LABEL).sum()
-    return BatchWeight(samples, float(count) if labels.dim() > 1 else float(samples), count)
+    if labels.dim() == 1:
+        return BatchWeight(samples, float(samples), count)
+    tokens = int(count)
+    return BatchWeight(samples, float(tokens), count, tokens)
 
 
 def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, dict[str, Any]]] | None:

@@ -12,6 +12,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.train.account import NOTHING_GIVEN, Given
+from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
@@ -33,7 +35,7 @@ class SwarmCallback(TrainerCallback):
     """After each local step, looks whether the swarm has moved, and does what is due.
 
     It ends training at `max_steps` of the optimizer, when `should_leave`, or when the budget is spent, whose
-    time begins now. `on_step` is called after each step of the swarm.
+    time begins now. `on_step` is called after each step of the swarm. This peer has `given` so much before.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class SwarmCallback(TrainerCallback):
         should_leave: Callable[[], bool],
         on_step: Callable[[], None] = lambda: None,
         budget: Budget = ENDLESS_BUDGET,
+        given: Given = NOTHING_GIVEN,
     ) -> None:
         args, self._trainer, self._optimizer = trainer.swarm_args, trainer, optimizer
         self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
@@ -55,7 +58,8 @@ class SwarmCallback(TrainerCallback):
         self._began_at = self._saved_at = self._step_began = time.monotonic()
         self._step = self.began_at_step = optimizer.local_epoch
         self._budget, self._my_samples, self._my_steps = budget, 0, 0
-        self._samples, self._weight, self._loss = 0, 0.0, torch.zeros(())
+        self._samples, self._tokens, self._weight, self._loss = 0, 0, 0.0, torch.zeros(())
+        self._given = given
         self._reported_round: object = None
         self._samples_dropped = self._overflows = 0
         self.has_spent_budget = False
@@ -63,12 +67,13 @@ class SwarmCallback(TrainerCallback):
         self.samples_seen = 0  # of the whole swarm, in the steps that this peer took part in
         self.most_peers = 1  # that took part in one step, this one included
 
-    def add_loss(self, loss: torch.Tensor, *, samples: int, weight: float) -> None:
-        """Add one batch's mean loss over `weight`, a scalar, to this step's, without waiting for a GPU."""
-        self._samples += samples
-        if weight:
-            self._loss = loss.detach() * weight + self._loss
-            self._weight += weight
+    def add_loss(self, loss: torch.Tensor, batch: BatchWeight) -> None:
+        """Add one batch's mean loss over its weight, a scalar, to this step's, without waiting for a GPU."""
+        self._samples += batch.samples
+        self._tokens += batch.tokens
+        if batch.weight:
+            self._loss = loss.detach() * batch.weight + self._loss
+            self._weight += batch.weight
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Start the clock when the first batch is about to be computed."""
@@ -136,6 +141,8 @@ class SwarmCallback(TrainerCallback):
             self.samples_seen += optimizer.step_samples
             self._my_samples += optimizer.my_step_samples
             self._my_steps += steps
+            samples, tokens = self._given
+            self._given = Given(samples + optimizer.my_step_samples, tokens + self._tokens)
         if took_part and last is not None:
             self.most_peers = max(self.most_peers, len(last.group))
             seconds = {name: round(getattr(last, name), 3) for name in ("seconds", "blocked_seconds")}
@@ -147,13 +154,14 @@ class SwarmCallback(TrainerCallback):
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
             my_samples=optimizer.my_step_samples if took_part else 0,
+            given=self._given._asdict(),
             peers=1 + len(optimizer.tracker.others),
             samples_per_second=round(self._samples / max(now - self._step_began, 1e-9), 3),
             round=round_,
             data=optimizer.data_figures,
         )
         self._step_began = now
-        self._samples, self._weight, self._loss = 0, 0.0, torch.zeros(())
+        self._samples, self._tokens, self._weight, self._loss = 0, 0, 0.0, torch.zeros(())
 
     def _warn_of_trouble(self, is_new_step: bool) -> None:
         last = self._optimizer.last_round

@@ -1,4 +1,4 @@
-"""The wish to leave: Ctrl-C or SIGTERM once, in good order; twice, at once; or when a budget is spent."""
+"""Why a peer leaves: Ctrl-C or SIGTERM once, in good order; twice, at once; a wish; or a budget is spent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Self
+from typing import Literal, Self
+
+Reason = Literal["signal", "finish", "pause"]
 
 OVERTIME_S = 600.0
 """A peer whose time is over leaves at the end of the round; if none ends for so long, all the same."""
@@ -52,7 +54,7 @@ class Left(BaseException):
 
 
 class Leaving:
-    """Remembers the first signal, obeys the second.
+    """Remembers why to leave: the first signal, or a wish. Obeys the second signal.
 
     Call it to ask whether to leave. Within `interruptible()` the first signal raises `Left` at once: for
     phases in which there is nothing to finish. Before a second one ends the process, `at_once` is called.
@@ -60,13 +62,18 @@ class Leaving:
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
         self.signal: signal.Signals | None = None
+        self.reason: Reason | None = None
         self.resume = ""
         """What to type to go on after leaving at once."""
         self._at_once, self._interruptible = at_once, False
 
     def __call__(self) -> bool:
-        """Whether a signal asked to leave."""
-        return self.signal is not None
+        """Whether to leave."""
+        return self.reason is not None
+
+    def leave(self, reason: Literal["finish", "pause"]) -> None:
+        """Leave in good order, unless that is under way. Within `interruptible()` only at its end."""
+        self.reason = self.reason or reason
 
     @property
     def exit_code(self) -> int:
@@ -95,11 +102,11 @@ class Leaving:
             self._interruptible = False
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        if self():
+        if self.signal is not None:
             # Our children die with us: see `die_with_parent`.
             with contextlib.suppress(RuntimeError):  # a stream is being written to where the signal came
                 self._at_once()
             os._exit(128 + number)
-        self.signal = signal.Signals(number)
+        self.signal, self.reason = signal.Signals(number), "signal"
         if self._interruptible:
             raise Left

@@ -17,6 +17,7 @@ import math
 import os
 import shlex
 import threading
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -32,8 +33,10 @@ from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import ReachRules, Wanted
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.account import Account, given_in
 from trahiv_cli.train.announcing import announce, progress_told, published, reach_told
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
+from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import (
     RUNS,
     keep_recipe,
@@ -43,7 +46,8 @@ from trahiv_cli.train.folder import (
     start_node,
     warn_of_edited_data,
 )
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left, Reason
+from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes, forget_wish
 
 if TYPE_CHECKING:
     from trahiv_cli.assets.data import Splits
@@ -59,7 +63,7 @@ SAMPLE_TOKENS, SAMPLE_PROMPT_TOKENS = 120, 32
 class Ended:
     """How a peer's life ended."""
 
-    reason: Literal["max_steps", "signal", "budget"]
+    reason: Literal["max_steps", "signal", "budget", "finish", "pause"]
     step: int = 0
     path: Path | None = None  # `final/`, or the checkpoint to resume from
     had_ended: bool = False  # whether it was over before it began: the run is finished
@@ -86,6 +90,11 @@ class PeerOptions:
     wait_s: float | None = None  # how long the first step of a run waits for `swarm.min_peers`
     budget: Budget = ENDLESS_BUDGET  # what this peer gives to the run; then it leaves
     resume: str = ""  # what to type to resume after a stop; it holds no secret
+    name: str = ""  # that this peer tells others; a user's own
+    conditions: tuple[Condition, ...] = ()  # it trains only while all of them hold
+    max_upload: float | None = None  # Mbit/s
+    max_download: float | None = None
+    is_again: bool = False  # whether it has started by itself: what was wished of it before still is
     was_line_hidden: bool = False  # the line to join by was taken out of `resume`; the folder has it
 
     def folder(self, run: str) -> Path:
@@ -97,7 +106,7 @@ class PeerOptions:
         said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
         section = section.model_copy(update={key: value for key, value in said.items() if value})
         identity, is_public = self.identity, self.is_public
-        reach = ReachRules(self.reach, relay_mbit)
+        reach = ReachRules(self.reach, relay_mbit, self.max_upload, self.max_download)
         return start_node(
             section, folder, self.invitation, identity=identity, is_public=is_public, reach=reach
         )
@@ -131,6 +140,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         if folder != usual:
             message = f"This peer's folder is {folder}: {usual} is that of another peer."
             events.emit("folder", path=str(folder), message=message)
+        if not options.is_again:
+            forget_wish(folder)
         keep_recipe(folder, recipe, text)
         saved, max_steps = saved_in(folder), recipe.training.max_steps
         if (folder / FINAL).exists() and not (saved and saved[-1].step < max_steps):
@@ -145,28 +156,30 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             try:
                 ended = _train(folder, recipe, options, events, leaving)
             except Left:  # before it trained: what it saved earlier is still there
-                saved = saved_in(folder)
-                ended = Ended("signal", saved[-1].step, saved[-1].path) if saved else Ended("signal")
-            ended.tell(events, leaving.resume)
+                saved, reason = saved_in(folder), leaving.reason or "signal"
+                ended = Ended(reason, saved[-1].step, saved[-1].path) if saved else Ended(reason)
+            if ended.reason != "pause":  # it starts again, and says there that it is paused
+                ended.tell(events, leaving.resume)
             return ended
 
 
 def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
     joins, resumes = bool(options.invitation.addresses), bool(saved_in(folder))
-    trainer: SwarmTrainerMixin | None = None
+    given, max_steps = given_in(folder), recipe.training.max_steps
     with leaving.interruptible():
         if not resumes and options.reached_step == 0:
             warn_of_edited_data(recipe, folder, events)
         node = options.node(recipe.hivemind_config.dht, folder, recipe.swarm.relay)
 
-    def progress() -> tuple[int, float]:
-        optimizer = trainer.swarm_optimizer if trainer is not None else None
-        if optimizer is None:
-            return options.reached_step, 0.0
-        return optimizer.local_epoch, optimizer.position.round_at
-
     with ExitStack() as stack:
         stack.enter_context(node)
+        step = max([options.reached_step, *(one.step for one in saved_in(folder))])
+        account = Account(run_id(recipe), step, max_steps, options.name, given)
+        wishes = Wishes(folder, leaving, options.conditions)
+        events.add(account)
+        events.add(wishes)
+        hold(node, recipe, account, events, wishes, leaving)
+        stack.enter_context(wishes.heard())
         with leaving.interruptible():
             with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
                 silence = hub.do_without_hub(recipe)
@@ -182,7 +195,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)
-            stack.enter_context(published(node, recipe, progress))
+            stack.enter_context(published(node, recipe, account, events))
             announce(node, folder, events, recipe)
             if joins and not node.run(known_peers):
                 events.warn(
@@ -194,6 +207,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
             with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
                 own = {"node": node, "events": events, "should_leave": leaving, "budget": options.budget}
                 own |= {"reached_step": options.reached_step, "wait_s": options.wait_s}
+                own |= {"given_before": given}
                 trainer = build_trainer(recipe, folder, tokenizer, splits, **own)
             trainer.remove_callback(PrinterCallback)
         with leaving.interruptible():
@@ -203,18 +217,42 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
                 show_sample(trainer, tokenizer, recipe, 0, events)
         with progress_told(trainer, recipe, events), reach_told(node, events):
             trainer.train()
-        return finish(trainer, tokenizer, recipe, folder, events)
+        return finish(trainer, tokenizer, recipe, folder, events, leaving.reason or "signal")
 
 
-def finish(trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events) -> Ended:
-    """Write the finished model, or the checkpoint to resume from."""
+def hold(
+    node: Node, recipe: Recipe, account: Account, events: Events, wishes: Wishes, leaving: Leaving
+) -> None:
+    """While this peer is to be paused, train nothing, and be there for others who join or need a relay.
+
+    Heavy libraries are not loaded yet, and nothing is on the GPU.
+    """
+    if not wishes.why_paused():
+        return
+    said, began_at, step = "", time.monotonic(), account.status.step
+    with leaving.interruptible(), published(node, recipe, account, events), reach_told(node, events):
+        while why := wishes.why_paused():
+            if why != said:
+                events.emit("paused", step=step, why=why)
+            said = why
+            time.sleep(LOOK_EVERY_S)
+            if wishes.is_to_finish:
+                leaving.leave("finish")
+                raise Left
+    events.emit("resumed", step=step, seconds=round(time.monotonic() - began_at, 1))
+
+
+def finish(
+    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events, reason: Reason
+) -> Ended:
+    """Write the finished model, or the checkpoint to resume from; `reason` is why it left before the end."""
     optimizer, callback = trainer.swarm_optimizer, trainer.swarm_callback
     assert optimizer is not None
     step = optimizer.local_epoch
     callback.save_checkpoint()
     path = callback.checkpoints.finish()
     if step < recipe.training.max_steps:
-        return Ended("budget" if callback.has_spent_budget else "signal", step, path)
+        return Ended("budget" if callback.has_spent_budget else reason, step, path)
     from trahiv_cli.assets.export import model_card, write_final
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:

@@ -36,6 +36,7 @@ from trahiv_cli.swarm.invitation import read_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import ReachRules
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.account import NOTHING_GIVEN, Given
 from trahiv_cli.train.announcing import log_how_to_join
 from trahiv_cli.train.batches import Batches
 from trahiv_cli.train.callbacks import SwarmCallback
@@ -90,6 +91,7 @@ class SwarmTrainerMixin(_Host):
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
         wait_s: how long the first step of a run waits for `swarm.min_peers`; default: an hour.
         budget: what this peer gives; then it leaves.
+        given_before: what it has given to the run before.
 
     Raises:
         RecipeError: the arguments contain something that can't work in a swarm; the message says what.
@@ -116,6 +118,7 @@ class SwarmTrainerMixin(_Host):
         reached_step: int = 0,
         wait_s: float | None = None,
         budget: Budget = ENDLESS_BUDGET,
+        given_before: Given = NOTHING_GIVEN,
         **kwargs: Any,
     ) -> None:
         kwargs = by_name(type(self), SwarmTrainerMixin, args, kwargs)
@@ -135,7 +138,7 @@ class SwarmTrainerMixin(_Host):
         self._events = events or Events()
         self._leaving, self._hears_signals = Leaving(), should_leave is None
         self._should_leave = should_leave or (lambda: self._leaving())
-        self._reached_step, self._budget = reached_step, budget
+        self._reached_step, self._budget, self._given_before = reached_step, budget, given_before
         self._wait_s = GATHER_S if wait_s is None else wait_s
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
         super().__init__(**kwargs | {"args": local_arguments(given)})
@@ -322,8 +325,9 @@ class SwarmTrainerMixin(_Host):
         if newest is not None and entry.source == "checkpoint":
             self._resumes_from = newest
             optimizer.position.method.resume(newest.load_own(plain))
+        gives = self._budget, self._given_before
         self.swarm_callback = SwarmCallback(
-            self, optimizer, checkpoints, self._should_leave, comparison.publish, self._budget
+            self, optimizer, checkpoints, self._should_leave, comparison.publish, *gives
         )
         self.add_callback(self.swarm_callback)
         # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer

@@ -24,7 +24,8 @@ from trahiv_cli.recipe import content
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.exchange import Status, publish_recipe
+from trahiv_cli.swarm.exchange import publish_recipe
+from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.telemetry import events as telemetry
 from trahiv_cli.train import folder, peer
 from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
@@ -141,7 +142,8 @@ def publish(here, nothing_starts, monkeypatch):
 
     def publish():
         theirs = resolve(load_recipe(write_tiny(here)).recipe)
-        publish_recipe(node, theirs, Status(run_id(theirs), 3, 4, "direct", 0))
+        publish_recipe(node, theirs)
+        publish_status(node, Status(run_id=run_id(theirs), step=3, max_steps=4))
 
     return publish
 

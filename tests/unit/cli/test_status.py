@@ -1,6 +1,7 @@
 """What `trahiv status` shows of a swarm, whose records are a dict here."""
 
 import contextlib
+from typing import get_args
 
 import pytest
 
@@ -9,9 +10,9 @@ from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli.status import REACHED
 from trahiv_cli.swarm import clock, owning
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.exchange import REACHED as KINDS
-from trahiv_cli.swarm.exchange import Status
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
+from trahiv_cli.swarm.reach import Kind
+from trahiv_cli.swarm.status import PROTOCOL, Status
 
 
 @pytest.fixture
@@ -30,18 +31,27 @@ def swarm(here, monkeypatch):
     return swarm
 
 
-def status(step, reached="direct", round_at=988, run="run-1", max_steps=40):
-    return list(Status(run, step, max_steps, reached, round_at))
+def status(step, reached="direct", round_at=988, run="run-1", max_steps=40, **more):
+    return {"run_id": run, "protocol": PROTOCOL, "version": "1.0", "step": step, "max_steps": max_steps} | {
+        "reached": reached,
+        "round_at": round_at,
+        "state": "training",
+        **more,
+    }
 
 
 def test_a_run_and_its_peers_are_shown_the_furthest_first_and_those_that_train_nothing_last(trahiv, swarm):
-    swarm(QmC=None, QmA=status(6, "relayed"), QmB=status(7, "punched"), QmD=status(7))
+    paused = {"state": "paused", "name": "Dee \u202e", "waits_for": "a game to end"}
+    swarm(QmC=None, QmA=status(6, "relayed"), QmB=status(7, "punched"), QmD=status(7, **paused))
+    swarm(QmE={**status(9), "protocol": PROTOCOL + 1}, QmF=["run-1", 3, 4, "direct", 0])
     assert trahiv("status", "--peer", ADDRESS) == (
         0,
         "run-1: step 7 of 40, 3 peers, the last round was 12 s ago\n"
         "  QmB  step 7, punched: met through both routers\n"
-        "  QmD  step 7, direct: others dial it\n"
+        "  QmD (Dee ?)  paused at step 7, direct: others dial it; waits for a game to end\n"
         "  QmA  step 6, relayed: met through a member\n"
+        "  QmE  runs trahiv 1.0, of another protocol: it can't train along\n"
+        "  QmF  runs an earlier version of trahiv, of another protocol: it can't train along\n"
         "  QmC  tells of no run\n",
         "",
     )
@@ -52,10 +62,11 @@ def test_programs_get_the_same_as_events(events, swarm):
     _, told = events("status", "--peer", ADDRESS)
     assert [{key: event[key] for key in event.keys() - {"v", "t", "event"}} for event in told] == [
         {"run_id": "run-1", "step": 3, "max_steps": 40, "peers": 1, "seconds_since_round": None},
-        {"run_id": "run-1", "step": 3, "peer_id": "QmA", "reached": "alone"},
+        {"peer_id": "QmA", **Status(**status(3, "alone", round_at=0)).model_dump()},
         {"run_id": None, "peer_id": "QmB"},
     ]
-    assert [event["event"] for event in told] == ["run", "peer", "peer"] and set(REACHED) == set(KINDS)
+    assert [event["event"] for event in told] == ["run", "peer", "peer"]
+    assert set(REACHED) == set(get_args(Kind))
 
 
 @pytest.mark.parametrize(

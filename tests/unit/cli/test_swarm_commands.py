@@ -82,8 +82,9 @@ def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes
 
 def test_the_time_before_a_restart_counts_towards_a_budget(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: psutil.Process().create_time() + 60.0)
-    for before, seconds in (("300", 60.0), ("", 0.0)):
-        monkeypatch.setenv(RESTARTS_VARIABLE, before)
+    for before, seconds in ((None, 0.0), ("300", 60.0), ("", 60.0)):  # the last time for a pause
+        if before is not None:
+            monkeypatch.setenv(RESTARTS_VARIABLE, before)
         assert seconds_spent() == pytest.approx(seconds)
 
 

@@ -9,27 +9,23 @@ import pytest
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
 from trahiv_cli.swarm import exchange
-from trahiv_cli.swarm.exchange import (
-    PublishedRun,
-    Status,
-    accept_offer,
-    fetch_offer,
-    fetch_statuses,
-    publish_recipe,
-)
+from trahiv_cli.swarm.exchange import PublishedRun, accept_offer, fetch_offer, publish_recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, recipe_key
+from trahiv_cli.swarm.status import Status, publish_status
+from trahiv_cli.train.announcing import PUBLISH_EVERY_S
 
 
 def recipe(*overrides, run="run-1"):
     return resolve(load_recipe("quickstart", [f"hivemind_config.opt.run_id={run}", *overrides]).recipe)
 
 
-def status(run="run-1", step=7):
-    return Status(run, step, max_steps=100, reached="direct", round_at=1_800_000_000)
+def publish(node, recipe, step=7):
+    publish_recipe(node, recipe)
+    publish_status(node, Status(run_id=run_id(recipe), step=step, max_steps=100))
 
 
 def long_recipe(seed=0):
@@ -43,64 +39,26 @@ FINGERPRINT = fingerprint(agreement(RECIPE))
 
 
 @pytest.fixture
-def disbelieved(monkeypatch):
-    """Whom nobody believes, and why."""
-    said = {}
-    monkeypatch.setattr(exchange, "disbelieve", said.__setitem__)
-    return said
-
-
-@pytest.fixture
 def node(clock):
     """The node of a peer that has published a recipe."""
     made = FakeNode("QmStarter", now=clock)
-    publish_recipe(made, RECIPE, status())
+    publish(made, RECIPE)
     return made
 
 
 def test_a_recipe_outlives_a_missed_publication_and_not_its_peers(node, clock):
-    clock.now = 2 * exchange.REPUBLISH_EVERY_S
+    clock.now = 2 * PUBLISH_EVERY_S
     assert fetch_offer(node, []).run_id == "run-1"
     clock.now = exchange.RECORD_TTL_S
     for _ in ("no run", "a run without a recipe"):
         with pytest.raises(NothingPublished) as caught:
             fetch_offer(node, ["QmStarter"])
-        node.publish(RUNS_KEY, list(status()), exchange.RECORD_TTL_S)
+        publish_status(node, Status(run_id="run-1", step=7))
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize(
-    ("entry", "why"),
-    [
-        (["run-1", 7], "it runs an earlier version of trahiv: all peers of a run need the same"),
-        *((entry, "the run that it publishes can't be read") for entry in (None, 7, "run-1", [], ["run-1"])),
-        *(
-            (
-                [*list(status())[:at], wrong, *list(status())[at + 1 :]],
-                "the run that it publishes can't be read",
-            )
-            for at, wrong in [
-                *((0, wrong) for wrong in (7, None)),
-                *((at, wrong) for at in (1, 2) for wrong in (-1, 2**31, 1.5, "7")),
-                *((3, wrong) for wrong in ("by pigeon", "", 7)),
-                *((4, wrong) for wrong in (-1, 2**40, 0.5)),
-                (5, "more"),
-            ]
-        ),
-    ],
-)
-def test_what_peers_say_of_themselves_is_read_and_of_one_that_can_t_be_read_why(
-    node, disbelieved, entry, why
-):
-    other = Status("run-2", 0, 2**31 - 1, "relayed", 0)
-    node.neighbour("QmB").publish(RUNS_KEY, tuple(other), exchange.RECORD_TTL_S)
-    node.neighbour("QmC").publish(RUNS_KEY, entry, exchange.RECORD_TTL_S)
-    assert fetch_statuses(node) == {"QmStarter": status(), "QmB": other}
-    assert disbelieved == {"QmC": why}
-
-
 def test_one_of_several_runs_must_be_named(node):
-    publish_recipe(node.neighbour("QmB"), recipe(run="run-2"), status("run-2"))
+    publish(node.neighbour("QmB"), recipe(run="run-2"))
     for named in (None, "run-3"):
         with pytest.raises(RecipeMismatch, match="run-1, run-2") as refused:
             fetch_offer(node, [], named)
@@ -112,7 +70,7 @@ def test_one_of_several_runs_must_be_named(node):
 def test_the_peer_on_the_join_line_wins_over_any_number_and_others_that_disagree_are_refused():
     node = FakeNode("QmA")
     for peer, steps, step in (("QmA", 1, 7), ("QmB", 2, 8), ("QmC", 2, 10**6)):
-        publish_recipe(node.neighbour(peer), recipe(f"training.max_steps={steps}"), status(step=step))
+        publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"), step)
     offer = fetch_offer(node, ["QmA"])
     assert accept_offer(offer).training.max_steps == 1 and offer.step == 8, "the middle one of all"
     for named in ([], ["QmBootstrap"], ["QmA", "QmB"]):
@@ -121,22 +79,22 @@ def test_the_peer_on_the_join_line_wins_over_any_number_and_others_that_disagree
 
 
 def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_nothing(node):
-    publish_recipe(node, LONG, status())
+    publish(node, LONG)
     keys = [recipe_key("run-1", number) for number in range(3)]
     assert list(node.records)[-2:] == keys[:0:-1], "the last first: who finds the first finds the rest"
     assert [len(node.fetch(key)["QmStarter"]) for key in keys[:2]] == [MAX_RECORD_BYTES] * 2
     assert accept_offer(fetch_offer(node, [])).data.chat_template == LONG.data.chat_template
     held = [dict(node.records[key]) for key in keys]
-    publish_recipe(node, long_recipe(seed=1), status())
+    publish(node, long_recipe(seed=1))
     for another, key in zip(held, keys, strict=True):  # one is missing, or of another recipe
         for instead in ({}, another):
             whole, node.records[key] = node.records[key], instead
             with pytest.raises(NothingPublished):
                 fetch_offer(node, [])
             node.records[key] = whole
-    node.neighbour("QmStranger").publish(RUNS_KEY, list(status(step=-1)), exchange.RECORD_TTL_S)
+    node.neighbour("QmStranger").publish(RUNS_KEY, {"run_id": "run-1", "step": -1}, exchange.RECORD_TTL_S)
     node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), exchange.RECORD_TTL_S)
-    publish_recipe(node, RECIPE, status())  # a shorter one leaves records behind
+    publish(node, RECIPE)  # a shorter one leaves records behind
     assert fetch_offer(node, []).fingerprint == FINGERPRINT
 
 
@@ -146,7 +104,7 @@ def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
     monkeypatch.setattr(node, "fetch", lambda key: read.append(key) or fetch(key))
     for number in range(50):
         node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, exchange.RECORD_TTL_S)
-    node.publish(RUNS_KEY, list(status()), exchange.RECORD_TTL_S)
+    publish_status(node, Status(run_id="run-1"))
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
     assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
@@ -175,7 +133,7 @@ def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp
     (tmp_path / "chat.jsonl").write_text("1234")
     (tmp_path / "copy.jsonl").write_text("1234")
     node, own = FakeNode(), f"data.datasets.0.path={tmp_path}"
-    publish_recipe(node, recipe(f"{own}/chat.jsonl"), status())
+    publish(node, recipe(f"{own}/chat.jsonl"))
     accepted = accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
     assert accepted.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
     (tmp_path / "copy.jsonl").write_text("123")

@@ -101,11 +101,15 @@ async def test_all_that_share_a_pace_share_its_rate_and_its_most_and_without_one
     await asyncio.sleep(8.0)
     await pace.take(1000)  # what was not used before is not saved up
     assert now() == pytest.approx(11.0)
+    await pace.take(500, is_urgent=True)
+    assert now() == pytest.approx(11.0)
+    await pace.take(500)
+    assert now() == pytest.approx(12.0), "what is urgent counts all the same"
     limited = Pace(most=10)
     for num_bytes in (6, 4):
         await limited.take(num_bytes)
         await Pace().take(2**40)
-    assert now() == pytest.approx(11.0)
+    assert now() == pytest.approx(12.0)
     with pytest.raises(NotMet, match="more than is passed on"):
         await limited.take(1)
 
@@ -128,15 +132,15 @@ async def test_two_streams_are_joined_both_ways_until_one_of_them_ends(ends_firs
 
 @played
 async def test_what_is_joined_ends_with_more_than_the_most_and_when_it_is_cancelled():
-    for pace in (Pace(most=5), None):
+    for paces in ((Pace(most=5), Pace()), ()):
         async with pair() as (a, near_a), pair() as (b, near_b):
-            joined = asyncio.create_task(join(near_a, near_b, pace))
+            joined = asyncio.create_task(join(near_a, near_b, *paces))
             a.writer.write(b"12345")
             await b.hear(b"12345")
-            a.writer.write(b"6") if pace else joined.cancel()
+            a.writer.write(b"6") if paces else joined.cancel()
             assert await b.reader.read() == await a.reader.read() == b""
             await asyncio.wait([joined])
-            assert joined.cancelled() is (pace is None)
+            assert joined.cancelled() is (not paces)
 
 
 @virtual

@@ -5,35 +5,86 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.agreement import run_id
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.swarm.exchange import Status
+from trahiv_cli.swarm.node import RUNS_KEY
 from trahiv_cli.swarm.reach import Reach
+from trahiv_cli.swarm.status import fetch_statuses
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import announcing
+from trahiv_cli.train.account import Account
 from trahiv_cli.train.announcing import announce, is_shown_to_a_person, published, reach_told
 
+RECIPE = load_recipe("quickstart").recipe
 
-def test_a_recipe_is_published_again_and_again_whether_the_dht_answers_or_not(monkeypatch):
-    steps, is_over, node = itertools.count(), threading.Event(), SimpleNamespace(reach=Reach("punched", ""))
-    recipe = load_recipe("quickstart").recipe
 
-    def publish(_node, _recipe, status):
-        assert status == Status(run_id(recipe), status.step, recipe.training.max_steps, "punched", 1000)
-        if 0 < status.step < 4:
+@pytest.fixture
+def home(monkeypatch, clock):
+    """A node whose DHT is a dict, published to at once."""
+    monkeypatch.setattr(announcing, "PUBLISH_EVERY_S", 0.001)
+    monkeypatch.setattr(announcing, "PUBLISH_GAP_S", 0.001)
+    node = FakeNode("QmOwn", now=clock)
+    node.reach = Reach("punched", "")
+    return node
+
+
+def own_account():
+    return Account(run_id(RECIPE), 3, 40)
+
+
+def test_recipe_and_status_are_published_again_and_again_whether_the_dht_answers_or_not(home, monkeypatch):
+    tries, is_over, events = itertools.count(), threading.Event(), Events()
+
+    def publish(node, recipe):
+        if 0 < (number := next(tries)) < 4:
             raise SwarmError("no answer")
-        if status.step > 5:
+        if number > 5:
             is_over.set()
 
-    monkeypatch.setattr(announcing, "REPUBLISH_EVERY_S", 0.001)
     monkeypatch.setattr(announcing, "publish_recipe", publish)
-    with published(node, recipe, lambda: (next(steps), 1000.6)):
+    account = own_account()
+    with published(home, RECIPE, account, events):
+        account({"event": "reach"})
         assert is_over.wait(10)
+    told = fetch_statuses(home).ours["QmOwn"]
+    assert (told.run_id, told.step, told.max_steps, told.reached) == (run_id(RECIPE), 3, 40, "punched")
+
+
+def test_a_change_is_told_at_once_without_the_recipe(home, monkeypatch):
+    monkeypatch.setattr(announcing, "PUBLISH_EVERY_S", 60.0)
+    recipes, account = [], own_account()
+    monkeypatch.setattr(announcing, "publish_recipe", lambda *_: recipes.append(1))
+    with published(home, RECIPE, account, Events()):
+        account({"event": "paused"})
+        deadline = time.monotonic() + 10
+        while fetch_statuses(home).ours["QmOwn"].state != "paused":
+            assert time.monotonic() < deadline
+    assert len(recipes) == 1
+
+
+def test_another_peer_with_this_one_s_identity_is_warned_of_once_and_an_earlier_life_is_not(home):
+    told, account = queue.Queue(), own_account()
+    before = account.status.model_copy(update={"since": account.status.since - 60})
+    real = home.publish
+    home.publish = lambda key, value, ttl: real(key, value, ttl) if key != RUNS_KEY else None
+
+    def stands(at):
+        real(RUNS_KEY, before.model_copy(update={"at": at}).model_dump(), 1e9)
+
+    stands(account.status.since - 1)
+    with published(home, RECIPE, account, Events(told.put)):
+        time.sleep(0.1)
+        assert told.empty(), "it is what this peer said before it started again"
+        stands(account.status.at + 60)
+        assert told.get(timeout=10)["code"] == "copied"
+    assert told.empty()
 
 
 def test_a_peer_says_how_others_reach_it_and_by_whom_they_join(tmp_path):

@@ -73,7 +73,7 @@ class Bench:
         self.swarm = SwarmTrainer(model=copy.deepcopy(model), args=args, events=Events(self.told.append))
         self.optimizer = self.swarm.swarm_optimizer = Announced(self.swarm)
         self.swarm.swarm_callback = SimpleNamespace(
-            add_loss=lambda loss, **counts: self.losses.append((float(loss), counts))
+            add_loss=lambda loss, batch: self.losses.append((float(loss), batch))
         )
 
     def limit_memory(self, num_rows, failure=torch.OutOfMemoryError):
@@ -113,7 +113,8 @@ def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tok
     assert it.optimizer.weights == [16.0, 16.0, 3.0] and all(it.optimizer.lent)
     assert torch.equal(ours[0], theirs[0]), "the logged loss is the batch's own mean"
     assert same(ours[1], theirs[1] * 3 / 16)
-    assert it.losses[2] == (float(theirs[0]), {"samples": 2, "weight": 3.0})
+    loss, batch = it.losses[2]
+    assert (loss, batch.samples, batch.weight, batch.tokens) == (float(theirs[0]), 2, 3.0, 3)
     losses, gradients = it.train(it.swarm, [rows(0, 0)] * 2)
     assert not losses.any() and not gradients.any(), "a window that trains nothing"
     it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -142,7 +143,7 @@ def test_a_window_equals_one_batch_of_all_its_samples(bench, llama, cls, window,
     losses, ours = it.train(it.swarm, window)
     all_of_it = {key: torch.cat([batch[key] for batch in window]) for key in window[0]}
     loss, theirs = it.train(it.plain, [all_of_it])
-    assert it.optimizer.weights == [counts["weight"] for _, counts in it.losses] == weights
+    assert it.optimizer.weights == [batch.weight for _, batch in it.losses] == weights
     assert same(ours * it.optimizer.anchor / sum(weights), theirs) and same(losses.sum(), loss[0])
     assert it.swarm.current_gradient_accumulation_steps == len(window)
 

@@ -10,6 +10,7 @@ from transformers import TrainerControl, TrainerState
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
+from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.callbacks import SwarmCallback, interval
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
@@ -57,7 +58,7 @@ class Swarm:
 
     def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
         """One local step of the Trainer, in which the optimizer became what `changes` say."""
-        self.callback.add_loss(torch.tensor(loss), samples=4, weight=weight)
+        self.callback.add_loss(torch.tensor(loss), BatchWeight(4, weight, None, tokens=40))
         vars(self.optimizer).update(changes)
         self.clock[0] += seconds
         self.control = TrainerControl()
@@ -147,13 +148,16 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
     round_ |= {"committed": True, "reason": "QmC did not vote", "seconds": 0.123, "blocked_seconds": 0.123}
     figures = {"loss": 3.0, "learning_rate": 0.5, "samples_per_second": 3.0, "data": None}
     counts = {"step": 1, "samples": 64, "my_samples": 16, "peers": 2}
+    counts["given"] = {"samples": 16, "tokens": 120}
     assert it.told == [{"event": "step", "round": round_, **figures, **counts}]
     of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345, **size}
     assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}
     it.swarm_step(2, loss=8.0, last_round=None)
     assert (it.told[1]["loss"], it.told[1]["samples_per_second"], it.told[1]["round"]) == (8.0, 4.0, None)
+    assert it.told[1]["given"] == {"samples": 32, "tokens": 160}
     it.local_step(local_epoch=5)  # downloaded, and so not this peer's work
     assert (it.told[2]["samples"], it.told[2]["my_samples"], it.told[2]["round"]) == (None, 0, None)
+    assert it.told[2]["given"] == it.told[1]["given"]
     assert it.callback.samples_seen == 128 and it.callback.most_peers == 2
 
 

@@ -44,6 +44,20 @@ def test_a_phase_that_is_over_is_not_left_and_handlers_are_given_back(monkeypatc
     assert [signal.getsignal(number) for number, _ in EXIT_CODES] == before
 
 
+def test_a_wish_is_heard_at_the_end_of_a_phase_and_a_signal_counts_for_more():
+    leaving = Leaving()
+    with leaving.installed():
+        with leaving.interruptible():
+            leaving.leave("pause")
+        assert leaving() and (leaving.reason, leaving.exit_code) == ("pause", 0)
+        leaving.leave("finish")
+        assert leaving.reason == "pause"
+        with pytest.raises(Left), leaving.interruptible():
+            pytest.fail("a phase was begun after the wish to leave")
+        signal.raise_signal(signal.SIGINT)
+    assert (leaving.reason, leaving.exit_code) == ("signal", 130)
+
+
 def test_a_budget_is_a_time_or_a_number_and_is_spent_at_last_without_a_round_and_what_is_none_is_said():
     assert (Budget.parse("2h"), Budget.parse("1d2h3m4s")) == (Budget(seconds=7200), Budget(seconds=93784))
     assert (Budget.parse("500 samples"), Budget.parse("20steps")) == (Budget(samples=500), Budget(steps=20))

@@ -22,7 +22,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import give_states
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, pack_dictionary
 from trahiv_cli.swarm.corrections.processes import close_event_loop, private_folder, start_memory_manager
-from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data
+from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data, send_raw_data
 
 CORRECTED_VERSION = "1.1.12"
 
@@ -39,6 +39,7 @@ def apply() -> None:
     utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`). On sockets see `processes`.
     """
     P2P._UNIX_SOCKET_PREFIX = f"/unix{private_folder(os.getpid())}/"
+    P2P.send_raw_data = staticmethod(send_raw_data)
     P2P.receive_raw_data = staticmethod(receive_raw_data)
     P2P.receive_protobuf = staticmethod(receive_protobuf)
     DictionaryDHTValue.packb = pack_dictionary

@@ -11,10 +11,13 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
 from hivemind.proto.p2pd_pb2 import RPCError
 
+from trahiv_cli.swarm.pipes import CHUNK_BYTES, DOWNLOAD, UPLOAD
+
 # What a call to a peer that is gone, or hangs, ends with.
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
 # The largest message of a stream; p2pd has the same limit for calls without one. Ours are parts of tensors.
 MAX_MESSAGE_BYTES = 4 * 2**20
+URGENT_BYTES = 2**13  # votes, claims and records are shorter, and have little time
 
 _receive_protobuf = P2P.receive_protobuf
 
@@ -27,7 +30,22 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if length > MAX_MESSAGE_BYTES:
         raise ConnectionError(f"a message of {length} bytes, where {MAX_MESSAGE_BYTES} are the most")
+    await DOWNLOAD.take(length, is_urgent=length <= URGENT_BYTES)
     return await reader.readexactly(length)
+
+
+async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:
+    """Send the bytes of a message, no faster than this peer's user wants.
+
+    p2p/p2p_daemon.py:369 puts all of them into the socket's buffer first.
+    """
+    writer.write(len(data).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER))
+    view = memoryview(data)
+    for offset in range(0, len(view), chunk_size):
+        chunk = view[offset : offset + chunk_size]
+        await UPLOAD.take(len(chunk), is_urgent=len(view) <= URGENT_BYTES)
+        writer.write(chunk)
+        await writer.drain()
 
 
 async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tuple[Any, Any]:

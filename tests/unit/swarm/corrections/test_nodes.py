@@ -22,7 +22,14 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from tests.simulation.network import Network
 from trahiv_cli.swarm.corrections import nodes
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
-from trahiv_cli.swarm.corrections.streams import MAX_MESSAGE_BYTES, receive_protobuf, receive_raw_data
+from trahiv_cli.swarm.corrections.streams import (
+    MAX_MESSAGE_BYTES,
+    URGENT_BYTES,
+    receive_protobuf,
+    receive_raw_data,
+    send_raw_data,
+)
+from trahiv_cli.swarm.pipes import DOWNLOAD, UPLOAD
 
 LONG = bytes(3600)
 
@@ -95,6 +102,30 @@ def received(receive, content):
 
 def with_header(length, content):
     return length.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content
+
+
+def test_messages_are_sent_and_received_no_faster_than_this_peer_s_user_wants(monkeypatch):
+    async def seconds(rates, send, receive):
+        for pace, rate in zip((UPLOAD, DOWNLOAD), rates, strict=True):
+            monkeypatch.setattr(pace, "rate", rate)
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        sent = bytearray()
+        writer = SimpleNamespace(write=sent.extend, drain=lambda: asyncio.sleep(0))
+        began = loop.time()
+        await send_raw_data(send, writer)
+        assert bytes(sent) == with_header(len(send), send)
+        reader.feed_data(with_header(len(receive), receive))
+        assert await receive_raw_data(reader) == receive
+        return loop.time() - began
+
+    much, little = b"x" * 2**18, b"x" * URGENT_BYTES
+    for rates, send, receive, expected in (
+        ((None, None), much, much, 0.0),
+        ((2**20, None), much, much, 0.25),
+        ((None, 2**20), much, much, 0.25),
+        ((1.0, 1.0), little, little, 0.0),
+    ):
+        assert expected <= asyncio.run(seconds(rates, send, receive)) < 10.0, rates
 
 
 def test_a_message_of_a_stream_is_received_or_ends_it_if_it_is_endless_or_can_not_be_read():

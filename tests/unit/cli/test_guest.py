@@ -1,0 +1,69 @@
+"""What `pause`, `resume` and `finish` say, by a peer's events; real ones: `tests/swarm/test_guest.py`."""
+
+import pytest
+
+from trahiv_cli.cli import guest
+from trahiv_cli.telemetry.events import EventFile, Events
+from trahiv_cli.train import folder as folders
+from trahiv_cli.train.folder import RESOLVED, owned
+from trahiv_cli.train.wishes import BY_ITS_USER, wished
+
+
+@pytest.fixture
+def run(here, monkeypatch):
+    """The folder of a run whose peer trains, and its events."""
+    monkeypatch.setattr(guest, "ANSWER_S", 0.3)
+    folder = here / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    (folder / RESOLVED).write_text("{}")
+    record = EventFile(folder / "events.jsonl")
+    with owned(folder):
+        yield folder, Events(record)
+    record.close()
+
+
+def test_what_the_peer_says_of_it_is_shown_and_the_wish_stands(trahiv, run):
+    folder, events = run
+    events.emit("step", step=4)
+    assert trahiv("pause") == (0, "", "runs/run-1: it pauses when its present local step is over.\n")
+    assert wished(folder) == "pause"
+    events.emit("paused", step=4, why=BY_ITS_USER)
+    code, out, err = trahiv("pause", "runs/run-1")
+    assert (code, err) == (0, "") and out.startswith("runs/run-1: paused at step 4: its user paused it.")
+    code, out, err = trahiv("resume")
+    assert (code, out, wished(folder)) == (0, "", None) and "it goes on soon" in err
+    events.emit("paused", step=4, why="it trains from 22:00 to 07:00")
+    assert "it trains from 22:00 to 07:00" in trahiv("resume")[1], "it can't go on yet"
+    events.emit("resumed", step=4, seconds=9.0)
+    assert trahiv("resume")[1] == "runs/run-1: goes on after a pause of 9 s\n"
+    code, out, err = trahiv("finish")
+    assert (code, out, wished(folder)) == (
+        0,
+        "",
+        "finish",
+    ) and "when the swarm has taken its present step" in err
+    ended = {"step": 5, "reason": "finish", "path": "step-5", "had_ended": False, "resume": "trahiv init x"}
+    events.emit("done", **ended)
+    assert "done at step 5 (finish): step-5" in trahiv("finish")[1]
+
+
+def test_programs_get_the_peer_s_own_event(events, run):
+    run[1].emit("paused", step=4, why=BY_ITS_USER)
+    code, [told] = events("pause")
+    assert code == 0 and (told["event"], told["step"], told["why"]) == ("paused", 4, BY_ITS_USER)
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "finish"])
+def test_where_nobody_trains_nothing_is_wished(trahiv, here, command):
+    code, out, err = trahiv(command)
+    assert (code, out) == (3, "") and "No peer trains in runs/ here." in err
+    (here / "old").mkdir()
+    code, out, err = trahiv(command, "old")
+    assert (code, out) == (3, "") and "No peer trains in old; nothing was changed." in err
+
+
+def test_the_newest_run_whose_peer_runs_is_meant(trahiv, run, monkeypatch):
+    newer = run[0].with_name("run-2")
+    newer.mkdir()
+    (newer / RESOLVED).write_text("{}")
+    assert "runs/run-1: " in trahiv("pause")[2] and not folders.holder_of(newer)

@@ -1,0 +1,118 @@
+"""What peers say of themselves: what is believed of it, how long it is, and who speaks another protocol."""
+
+import pytest
+from hivemind.utils import MSGPackSerializer
+
+from tests.kit.fakes import FakeNode
+from trahiv_cli.errors import RecipeMismatch
+from trahiv_cli.recipe.builtin import version
+from trahiv_cli.swarm import status as module
+from trahiv_cli.swarm.node import RUNS_KEY
+from trahiv_cli.swarm.status import (
+    MAX_TEXT,
+    PROTOCOL,
+    STATUS_TTL_S,
+    Foreign,
+    Status,
+    Statuses,
+    fetch_statuses,
+    publish_status,
+    require_protocol,
+)
+
+OURS = Status(run_id="run-1", step=7, max_steps=100, reached="direct", loss=0.5, round_at=1.8e9)
+FIELDS = OURS.model_dump()
+
+
+@pytest.fixture
+def disbelieved(monkeypatch):
+    """Whom nobody believes, and why."""
+    said = {}
+    monkeypatch.setattr(module, "disbelieve", said.__setitem__)
+    return said
+
+
+@pytest.fixture
+def read(disbelieved):
+    """`read(entry)` is what is read where a peer published `entry` beside an honest one."""
+
+    def read(entry):
+        node = FakeNode("QmA")
+        publish_status(node, OURS)
+        node.neighbour("QmB").publish(RUNS_KEY, entry, STATUS_TTL_S)
+        ours, foreign = fetch_statuses(node)
+        assert ours.pop("QmA") == OURS
+        return ours.get("QmB"), foreign.get("QmB")
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"run_id": wrong} for wrong in (7, None, "x" * 201)),
+        *({field: wrong} for field in ("step", "max_steps") for wrong in (-1, 2**31, 1.5, "7", None)),
+        *({"reached": wrong} for wrong in ("by pigeon", "", 7)),
+        *({field: wrong} for field in ("round_at", "at", "memory_gib") for wrong in (-1.0, 2.0**40, "0")),
+        *({"loss": wrong} for wrong in (float("nan"), float("inf"), "0.5")),
+        *({field: wrong} for field in ("samples", "tokens") for wrong in (-1, 2**53, 0.5)),
+        *({field: wrong} for field in ("name", "device", "waits_for") for wrong in ("x" * 61, 7, b"x")),
+        *({"version": wrong} for wrong in ("", "1.0 --index-url evil", "1.0\n", "x" * 21)),
+        {"state": "dreaming"},
+    ],
+)
+def test_one_that_can_t_be_read_is_left_out_and_named(read, disbelieved, wrong):
+    assert read(FIELDS | wrong) == (None, None)
+    assert disbelieved == {"QmB": "the run that it publishes can't be read"}
+
+
+@pytest.mark.parametrize("entry", [None, 7, "run-1", [], {}, ["run-1"], [{"run_id": "run-1"}], b"\x00"])
+def test_what_is_no_status_is_none(read, disbelieved, entry):
+    assert read(entry) == (None, None) and set(disbelieved) == {"QmB"}
+
+
+def test_fields_that_are_not_there_have_a_value_and_those_of_a_later_version_are_passed_over(read):
+    least = {"run_id": "run-1", "protocol": PROTOCOL, "version": "0.1.0"}
+    assert read(least | {"mood": "good"})[0] == Status(run_id="run-1", version="0.1.0")
+    assert read(FIELDS | {"loss": 3, "round_at": 0})[0].loss == 3.0, "MessagePack may send a whole number"
+
+
+@pytest.mark.parametrize(
+    ("entry", "foreign"),
+    [
+        (["run-1", 7], Foreign(1, "")),
+        (["run-1", 7, 100, "direct", 0], Foreign(1, "")),
+        ({"protocol": PROTOCOL + 1, "version": "9.0"}, Foreign(PROTOCOL + 1, "9.0")),
+        (FIELDS | {"protocol": 0, "step": "seven"}, Foreign(0, version())),
+    ],
+)
+def test_who_speaks_another_protocol_is_told_apart(read, disbelieved, entry, foreign):
+    assert read(entry) == (None, foreign) and not disbelieved
+
+
+def test_the_longest_is_no_longer_than_a_thousand_bytes():
+    text = "😀" * (MAX_TEXT // 4)
+    texts = dict.fromkeys(("name", "device", "trouble", "waits_for"), text)
+    numbers = dict.fromkeys(("at", "since", "samples_per_second", "memory_gib", "round_at"), 2.0**39 + 0.1)
+    counts = {"step": 2**31 - 1, "max_steps": 2**31 - 1, "samples": 2**53 - 1, "tokens": 2**53 - 1}
+    longest = Status(run_id="r" * 64, round_seconds=0.1, loss=0.1, **texts, **numbers, **counts)
+    assert len(MSGPackSerializer.dumps(longest.model_dump())) <= 1000
+
+
+def test_a_newcomer_is_refused_by_a_swarm_of_another_protocol_and_told_what_to_type():
+    later, early = Foreign(PROTOCOL + 1, "9.0"), Foreign(1, "")
+    for statuses, named in (
+        (Statuses({}, {}), ["QmA"]),
+        (Statuses({"QmA": OURS}, {"QmB": later}), ["QmA"]),
+        (Statuses({"QmA": OURS}, {"QmB": later}), ["QmBootstrap"]),
+    ):
+        require_protocol(statuses, named)
+    for statuses, named, hint in (
+        (Statuses({}, {"QmA": later}), [], "pip install trahiv==9.0"),
+        (Statuses({}, {"QmA": early, "QmB": later}), [], "pip install trahiv==9.0"),
+        (Statuses({"QmB": OURS}, {"QmA": later}), ["QmA"], "pip install trahiv==9.0"),
+        (Statuses({}, {"QmA": early}), ["QmA"], f"ask its peers to install trahiv {version()}"),
+    ):
+        with pytest.raises(RecipeMismatch, match="protocol .* Nothing was changed") as refused:
+            require_protocol(statuses, named)
+        assert refused.value.exit_code == 5 and refused.value.hint.startswith(hint)

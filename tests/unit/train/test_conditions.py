@@ -1,0 +1,155 @@
+"""Conditions under which a peer may use its machine, as this machine answers."""
+
+import datetime
+import os
+import shutil
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from trahiv_cli.train import conditions as module
+from trahiv_cli.train.conditions import (
+    idle_seconds,
+    parse_condition,
+    unmet_gpu_free,
+    unmet_hours,
+    unmet_idle,
+    unmet_mains,
+    unmet_process,
+)
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """`tools(name=answer)` has commands answer, and no others be there."""
+
+    def tools(**answers):
+        def asked(name, *words):
+            found = answers.get(name.replace("-", "_"), "")
+            return found(words) if callable(found) else found
+
+        monkeypatch.setattr(module, "_asked", asked)
+        is_there = {name.replace("_", "-") for name in answers}
+        monkeypatch.setattr(shutil, "which", lambda name: name if name in is_there else None)
+
+    tools()
+    return tools
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "idle 10",
+        "idle m",
+        "always",
+        "25:00-07:00",
+        "22:00",
+        "22:00-07:60",
+        "gpu-free",
+        "gpu-free -1",
+        "not",
+    ],
+)
+def test_what_is_no_condition_is_refused_with_all_there_are(tools, text):
+    tools(nvidia_smi="")
+    with pytest.raises(
+        ValueError, match="is not a condition; there are idle, .* mains .* gpu-free 8 .* not PROC"
+    ):
+        parse_condition(text)
+
+
+def test_what_this_machine_can_t_tell_is_refused(tools):
+    with pytest.raises(ValueError, match="needs nvidia-smi"):
+        parse_condition("gpu-free 8")
+
+
+def test_each_is_read_as_it_was_written(tools, monkeypatch):
+    tools(nvidia_smi="")
+    said = {}
+    for name in ("idle", "hours", "gpu_free", "process"):
+        monkeypatch.setattr(
+            module, f"unmet_{name}", lambda *args, name=name: said.__setitem__(name, args) or ""
+        )
+    for text in ("idle 30m", "22:00-7:30", "gpu-free 7.5", "not My Game.exe"):
+        condition = parse_condition(text)
+        assert condition.text == text and condition.unmet() == ""
+    hours = (datetime.time(22, 0), datetime.time(7, 30))
+    assert said == {"idle": (1800,), "hours": hours, "gpu_free": (7.5,), "process": ("My Game.exe",)}
+    parse_condition("idle").unmet()
+    assert said["idle"] == (module.IDLE_S,)
+
+
+@pytest.mark.parametrize(
+    ("hours", "is_in", "is_out"),
+    [
+        ("22:00-07:00", ("22:00", "23:59", "00:00", "06:59"), ("07:00", "21:59")),
+        ("09:00-17:00", ("9:00",), ("17:00",)),
+    ],
+)
+def test_hours_may_go_over_midnight(hours, is_in, is_out):
+    def at(text):
+        return datetime.time(*map(int, text.split(":")))
+
+    start, end = map(at, hours.split("-"))
+    assert all(unmet_hours(start, end, at(now)) == "" for now in is_in)
+    assert {unmet_hours(start, end, at(now)) for now in is_out} == {
+        f"it trains from {hours.replace('-', ' to ')}"
+    }
+
+
+def test_a_program_that_runs_is_found_by_its_name():
+    own = psutil.Process().name()
+    assert unmet_process(own) == f"{own} runs" and unmet_process("no such game") == ""
+
+
+def test_a_machine_on_its_battery_does_not_train_and_one_without_a_battery_does(monkeypatch):
+    for battery, is_unmet in ((None, False), (True, False), (None, False), (False, True)):
+        state = None if battery is None else SimpleNamespace(power_plugged=battery)
+        monkeypatch.setattr(psutil, "sensors_battery", lambda state=state: state, raising=False)
+        assert bool(unmet_mains()) == is_unmet
+
+
+def test_who_types_in_a_terminal_uses_the_machine(tools):
+    leader, terminal = os.openpty()
+    try:
+        os.utime(os.ttyname(terminal), (time.time() - 1, time.time()))
+        assert 0.0 <= idle_seconds() < 60 and "this machine was used" in unmet_idle(60)
+    finally:
+        os.close(leader)
+        os.close(terminal)
+
+
+def test_a_screen_says_itself_when_it_was_used(tools, monkeypatch):
+    monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))  # no terminal
+    assert unmet_idle(1e9) == ""
+    monkeypatch.setenv("DISPLAY", ":0")
+    tools(xprintidle="90000\n")
+    assert idle_seconds() == 90.0 and unmet_idle(60) == "" and unmet_idle(91) != ""
+    tools(xprintidle="no screen")
+    assert unmet_idle(1e9) == ""
+    monkeypatch.setenv("XDG_SESSION_TYPE", "wayland")
+    for hint, is_idle in (("yes", True), ("no", False)):
+        tools(loginctl=f"IdleHint={hint}\n")
+        assert (unmet_idle(60) == "") == is_idle
+
+
+def test_what_this_peer_has_taken_of_the_gpu_counts_as_left(tools, monkeypatch):
+    def answer(words):
+        if "--query-gpu=memory.free" in words:
+            return "2048\n"
+        return f"1, 9000\n{os.getpid()}, 4096\n"
+
+    tools(nvidia_smi=answer)
+    assert (
+        unmet_gpu_free(6.0) == ""
+        and unmet_gpu_free(6.1) == "other programs leave 6.0 GiB of the GPU's memory"
+    )
+
+
+def test_a_tool_that_fails_or_is_not_there_says_nothing():
+    assert (
+        module._asked("false") == module._asked("no-such-tool") == "" and module._asked("echo", "7") == "7\n"
+    )

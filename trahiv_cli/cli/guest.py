@@ -1,0 +1,99 @@
+"""Commands to a peer of this machine that trains: `pause`, `resume` and `finish`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from trahiv_cli.cli.options import argument
+from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.errors import SetupError
+
+if TYPE_CHECKING:
+    from trahiv_cli.telemetry.events import Event
+    from trahiv_cli.train.wishes import Wish
+
+ANSWER_S = 60.0
+LOOK_EVERY_S = 0.2
+TELLING = ("ready", "joined", "step", "paused", "resumed", "done", "error")
+"""Events that tell what a peer does."""
+
+RunArgument = Annotated[
+    Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/ whose peer runs.")
+]
+
+
+def pause(run_dir: RunArgument = None, format: FormatOption = None) -> None:
+    """Have a running peer step back, and free its GPU, until `resume`.
+
+    It saves a checkpoint first, and stays there for others who join.
+    """
+    out.use(format)
+    from trahiv_cli.train.wishes import BY_ITS_USER
+
+    tell(
+        run_dir,
+        "pause",
+        lambda now: now["event"] == "done" or (now["event"] == "paused" and now["why"] == BY_ITS_USER),
+        "it pauses when its present local step is over",
+    )
+
+
+def resume(run_dir: RunArgument = None, format: FormatOption = None) -> None:
+    """Have a paused peer train again."""
+    out.use(format)
+    from trahiv_cli.train.wishes import BY_ITS_USER
+
+    tell(
+        run_dir,
+        None,
+        lambda now: now["event"] != "paused" or now["why"] != BY_ITS_USER,
+        "it goes on soon",
+    )
+
+
+def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
+    """Have a running peer leave, with a checkpoint, at the next round."""
+    out.use(format)
+    tell(
+        run_dir,
+        "finish",
+        lambda now: now["event"] == "done",
+        "it leaves when the swarm has taken its present step",
+    )
+
+
+def tell(run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], bool], meanwhile: str) -> None:
+    """Wish something of a peer, wait until it has answered, and show that."""
+    quiet_libraries()
+    from trahiv_cli.telemetry.events import newest_events
+    from trahiv_cli.telemetry.lines import line
+    from trahiv_cli.train.wishes import wish
+
+    folder = run_dir or running_folder()
+    wish(folder, what)
+    deadline = time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline:
+        newest = newest_events(folder / "events.jsonl")
+        now = next((event for event in newest if event["event"] in TELLING), None)
+        if now is not None and is_answer(now):
+            fields = {name: value for name, value in now.items() if name not in ("v", "t", "event")}
+            out.record(f"{folder}: {line(now)}", now["event"], **fields)
+            return
+        time.sleep(LOOK_EVERY_S)
+    out.say(f"{folder}: {meanwhile}.")
+
+
+def running_folder() -> Path:
+    """Find the newest folder of `runs` in which a peer trains; SetupError if there is none."""
+    from trahiv_cli.train.folder import RESOLVED, RUNS, holder_of
+
+    running = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if holder_of(path.parent) is not None]
+    if not running:
+        raise SetupError(
+            f"No peer trains in {RUNS}/ here.",
+            hint="go to the folder in which it was started, or name the run's folder",
+        )
+    return max(running, key=lambda folder: folder.stat().st_mtime)

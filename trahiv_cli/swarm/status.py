@@ -1,0 +1,111 @@
+"""What a peer says of itself to everybody: signed by it, at most 1 kB, and untrusted where it was read.
+
+Peers of one run speak one protocol. It is counted up by whoever changes what they send to each other in a way
+that an older peer can't read; a newcomer with another one is refused before it has changed anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trahiv_cli.errors import RecipeMismatch
+from trahiv_cli.recipe.builtin import version
+from trahiv_cli.swarm.node import RUNS_KEY, Node
+from trahiv_cli.swarm.reach import Kind
+from trahiv_cli.swarm.records import disbelieve
+
+PROTOCOL = 2
+STATUS_TTL_S = 120.0
+MAX_TEXT = 60
+VERSION = r"[0-9A-Za-z.+]{1,20}"  # it is shown as what to type
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Step = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[float, Field(ge=0, lt=2**40, allow_inf_nan=False)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+
+
+class Status(BaseModel):
+    """A peer's state at one moment. Times are Unix seconds; texts are a stranger's."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    run_id: Annotated[str, Field(max_length=200)]
+    protocol: Step = PROTOCOL
+    version: Annotated[str, Field(pattern=f"^{VERSION}$")] = Field(default_factory=version)
+    name: Text = ""  # as its user wishes
+    state: Literal["loading", "training", "paused"] = "loading"
+    at: Number = 0.0  # when this was said
+    since: Number = 0.0  # when it started
+    step: Step = 0
+    max_steps: Step = 0
+    loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # its mean over the last step
+    samples: Count = 0  # that it has given to the run, and the trained tokens in them
+    tokens: Count = 0
+    samples_per_second: Number = 0.0
+    device: Text = ""
+    memory_gib: Number = 0.0  # of that device
+    reached: Kind = "alone"  # how others reach it
+    round_at: Number = 0.0  # when its last round with others was committed; 0: never
+    round_peers: Step = 0  # of that round
+    round_seconds: Number = 0.0
+    trouble: Text = ""  # why its last round failed, if it did
+    waits_for: Text = ""
+
+
+class Foreign(NamedTuple):
+    """What a peer says that speaks another protocol; an empty version is an early one."""
+
+    protocol: int
+    version: str
+
+
+class Statuses(NamedTuple):
+    """What the peers of a DHT say of themselves, by their ids (base58)."""
+
+    ours: dict[str, Status]
+    foreign: dict[str, Foreign]
+
+
+def publish_status(node: Node, status: Status) -> None:
+    """Store a peer's status in the DHT's list of runs, for two minutes."""
+    node.publish(RUNS_KEY, status.model_dump(), STATUS_TTL_S)
+
+
+def fetch_statuses(node: Node) -> Statuses:
+    """Read what each peer says of itself; those that can't be read are left out."""
+    found = Statuses({}, {})
+    for peer, entry in node.fetch(RUNS_KEY).items():
+        match entry:
+            case [str(), int(), *_]:
+                found.foreign[peer] = Foreign(1, "")
+            case {"protocol": int(protocol), "version": str(theirs)} if protocol != PROTOCOL and re.fullmatch(
+                VERSION, theirs
+            ):
+                found.foreign[peer] = Foreign(protocol, theirs)
+            case _:
+                try:
+                    found.ours[peer] = Status.model_validate(entry)
+                except ValidationError:
+                    disbelieve(peer, "the run that it publishes can't be read")
+    return found
+
+
+def require_protocol(statuses: Statuses, named_peers: Collection[str]) -> None:
+    """Refuse, as `RecipeMismatch`, a swarm that speaks another protocol: all of it, or a named peer."""
+    named = [peer for peer in named_peers if peer in statuses.foreign]
+    if not named and (statuses.ours or not statuses.foreign):
+        return
+    theirs = statuses.foreign[named[0]] if named else max(statuses.foreign.values())
+    whose = f"trahiv {theirs.version}" if theirs.version else "an earlier version of trahiv"
+    raise RecipeMismatch(
+        f"This swarm runs {whose}, which speaks protocol {theirs.protocol}; "
+        f"this is trahiv {version()}, with protocol {PROTOCOL}. Nothing was changed.",
+        hint=f"pip install trahiv=={theirs.version}"
+        if theirs.version
+        else f"ask its peers to install trahiv {version()}, as all peers of a run need the same",
+    )

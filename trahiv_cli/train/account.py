@@ -1,0 +1,114 @@
+"""A peer's account of itself, kept by its own events: what it tells others is what it says at home."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.status import MAX_TEXT, Status
+from trahiv_cli.telemetry.events import SAY_AFTER_S, Event, newest_events
+
+
+class Given(NamedTuple):
+    """What a peer has given to a run: samples, and the trained tokens in them where its task counts those."""
+
+    samples: int = 0
+    tokens: int = 0
+
+
+NOTHING_GIVEN = Given()
+
+
+class Account:
+    """Listens to a peer's events; `status` is what they come to. Thread-safe.
+
+    `has_changed` is set when others should hear of it soon. At first the run is known to be at `step`.
+    """
+
+    def __init__(self, run_id: str, step: int, max_steps: int, name: str = "", given: Given = NOTHING_GIVEN):
+        self._status = Status(
+            run_id=run_id,
+            name=shortened(name),
+            since=swarm_time(),
+            step=step,
+            max_steps=max_steps,
+            samples=given.samples,
+            tokens=given.tokens,
+        )
+        self._waits_until = -math.inf  # in monotonic seconds
+        self.has_changed = threading.Event()
+
+    @property
+    def status(self) -> Status:
+        """This peer's status now."""
+        is_waiting = time.monotonic() < self._waits_until
+        return self._status.model_copy(
+            update={"at": swarm_time()} if is_waiting else {"at": swarm_time(), "waits_for": ""}
+        )
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one event."""
+        match event["event"]:
+            case "joined":
+                device, memory_gib = device_in_use()
+                training = {"state": "training", "device": device, "memory_gib": memory_gib}
+                self._change(step=event["step"], waits_for="", **training)
+            case "step":
+                self._status = self._status.model_copy(update=_step(event))
+            case "waiting":
+                self._waits_until = time.monotonic() + 2 * SAY_AFTER_S
+                if (what := shortened(event["what"])) != self._status.waits_for:
+                    self._change(waits_for=what)
+            case "warning" if event["code"] == "round":
+                self._change(trouble=shortened(event["message"].partition(";")[0]))
+            case "paused" | "resumed":
+                self._change(state="paused" if event["event"] == "paused" else "loading")
+            case "reach":
+                self._change()
+
+    def _change(self, **changes: Any) -> None:
+        self._status = self._status.model_copy(update=changes)
+        self.has_changed.set()
+
+
+def _step(event: Event) -> dict[str, Any]:
+    loss, last = event["loss"], event["round"]
+    changes = {
+        "step": event["step"],
+        "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "samples_per_second": event["samples_per_second"],
+        "waits_for": "",
+        **event["given"],
+    }
+    if last:
+        round_ = {"round_at": swarm_time(), "round_peers": len(last["group"]), "trouble": ""}
+        changes |= round_ | {"round_seconds": last["seconds"]}
+    return changes
+
+
+def device_in_use() -> tuple[str, float]:
+    """Name the device that this peer trains on, and its memory in GiB."""
+    import torch
+
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        return shortened(torch.cuda.get_device_name()), round(memory / 2**30, 1)
+    return f"CPU with {os.cpu_count()} cores", round(psutil.virtual_memory().total / 2**30, 1)
+
+
+def shortened(text: str) -> str:
+    """Cut a text to `MAX_TEXT` bytes of UTF-8."""
+    return text.encode()[:MAX_TEXT].decode(errors="ignore")
+
+
+def given_in(folder: Path) -> Given:
+    """Read what the peer of a run's folder had given when its last step was written down."""
+    steps = (event for event in newest_events(folder / "events.jsonl") if event["event"] == "step")
+    return next((Given(**step["given"]) for step in steps if "given" in step), NOTHING_GIVEN)

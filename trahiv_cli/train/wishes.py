@@ -1,0 +1,131 @@
+"""What the user of a running peer wishes of it: to step back for a while, or to leave at the next round.
+
+A wish stands in a file of the run's folder, where the peer looks every second. So it is the same wish from
+another terminal, from the page, and after the peer has started again. A condition of `--only-when` that does
+not hold counts as the wish to pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.identity import write_whole
+from trahiv_cli.telemetry.events import Event
+from trahiv_cli.train.conditions import Condition
+from trahiv_cli.train.folder import RESOLVED, holder_of
+from trahiv_cli.train.leaving import OVERTIME_S, Leaving
+
+Wish = Literal["pause", "finish"]
+
+WISH_FILE = "wish"
+LOOK_EVERY_S, CONDITIONS_EVERY_S = 1.0, 5.0
+SETTLED_S = 15.0
+"""So long all conditions must have held before a paused peer goes on."""
+
+BY_ITS_USER = "its user paused it"
+
+
+def wish(folder: Path, what: Wish | None) -> None:
+    """Wish something of the peer that trains in a folder; None: that it trains.
+
+    SetupError if no peer trains there, or the folder can't be written; nothing was changed.
+    """
+    if holder_of(folder) is None or not (folder / RESOLVED).exists():
+        raise SetupError(
+            f"No peer trains in {folder}; nothing was changed.",
+            hint="name the run's folder: trahiv pause RUN_DIR",
+        )
+    try:
+        if what is None:
+            (folder / WISH_FILE).unlink(missing_ok=True)
+        else:
+            write_whole(folder / WISH_FILE, what.encode())
+    except OSError as error:
+        raise SetupError(
+            f"{folder} can't be written: {error.strerror or error}; nothing was changed.",
+            hint="free some space; Ctrl-C in the peer's own terminal has it leave with a checkpoint",
+        ) from error
+
+
+def wished(folder: Path) -> Wish | None:
+    """Read what is wished of the peer of a folder."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (folder / WISH_FILE).read_text(encoding="ascii").strip()
+        return next((one for one in get_args(Wish) if one == text), None)
+    return None
+
+
+def forget_wish(folder: Path) -> None:
+    """Forget a wish of before: who starts a peer wishes that it trains."""
+    with contextlib.suppress(OSError):
+        (folder / WISH_FILE).unlink(missing_ok=True)
+
+
+class Wishes:
+    """Looks what is wished of the peer of a folder, and has `leaving` know; `clock` is in monotonic seconds.
+
+    It listens to the peer's events: who wishes that it leaves means with the step that is in the making.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        leaving: Leaving,
+        conditions: Sequence[Condition] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._leaving, self._conditions, self._clock = folder, leaving, conditions, clock
+        self._unmet, self._unmet_at, self._look_at, self._late_at = "", -math.inf, -math.inf, math.inf
+
+    def __call__(self, event: Event) -> None:
+        """Leave with the step that was just taken, if that is wished."""
+        if event["event"] == "step" and self.is_to_finish:
+            self._leaving.leave("finish")
+
+    @property
+    def is_to_finish(self) -> bool:
+        """Whether this peer should leave at the next round."""
+        return wished(self._folder) == "finish"
+
+    def why_paused(self) -> str:
+        """Say why this peer should not train now; empty if it should."""
+        if wished(self._folder) == "pause":
+            return BY_ITS_USER
+        if (now := self._clock()) >= self._look_at:
+            self._look_at = now + CONDITIONS_EVERY_S
+            if unmet := next(filter(None, (condition.unmet() for condition in self._conditions)), ""):
+                self._unmet, self._unmet_at = unmet, now
+        return self._unmet if now < self._unmet_at + SETTLED_S else ""
+
+    def look(self) -> None:
+        """Leave if this peer should not train now, or should have finished long ago."""
+        now = self._clock()
+        self._late_at = min(self._late_at, now + OVERTIME_S) if self.is_to_finish else math.inf
+        if now >= self._late_at:
+            self._leaving.leave("finish")
+        elif self.why_paused():
+            self._leaving.leave("pause")
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Look every second while the block runs."""
+        is_over = threading.Event()
+
+        def run() -> None:
+            while not is_over.wait(LOOK_EVERY_S):
+                self.look()
+
+        thread = threading.Thread(target=run, name="wishes", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
