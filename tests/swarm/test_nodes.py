@@ -49,6 +49,24 @@ def test_a_node_reads_what_the_other_published(tmp_path, listen):
             assert second.fetch("another") == {}
 
 
+async def drop_all(_, node):
+    """Forget the other nodes, as this one does when they did not answer."""
+    for peer in list(node.protocol.routing_table.uid_to_peer_id):
+        del node.protocol.routing_table[peer]
+
+
+def test_two_that_have_dropped_each_other_and_are_connected_still_find_each_other_again(tmp_path):
+    """As when one stood still for a while: neither asks the other any more, and connections outlast that."""
+    with Node(LOCAL, tmp_path / "first.key") as first:
+        with Node(LOCAL, tmp_path / "second.key", tuple(first.own_addresses())) as second:
+            both = first, second
+            wait_until(lambda: all(one.run(known_peers) for one in both))
+            for one in both:
+                one.run(drop_all)
+            wait_until(lambda: all(one.run(known_peers) for one in both))
+            assert first.publish("key", b"value", ttl_s=60) and second.fetch("key")
+
+
 def test_no_reply_is_lost_where_bytes_come_in_bursts():
     """As through a relay; of replies of hivemind, about one in 1,000 is lost so."""
     replies = asyncio.run(ask_in_bursts(rounds=100, at_once=16))
