@@ -1,6 +1,6 @@
 """Imports flow one way, rooms keep to their libraries, and nothing goes in circles.
 
-    cli > train | doctor > optim | assets > swarm > recipe > telemetry > errors
+    cli > train | doctor | watch > optim | assets > swarm > recipe > telemetry > errors
 
 An upper room may import a lower one; rooms on one line never import each other. Imports for the type checker
 alone do not count; imports inside functions do. Which modules are loaded tells what is light, not a clock.
@@ -25,13 +25,14 @@ PACKAGE = "trahiv_cli"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 LOWER = (("errors",), ("telemetry",), ("recipe",), ("swarm",))
-UPWARDS = (*LOWER, ("optim", "assets"), ("train", "doctor"), ("cli",))
+UPWARDS = (*LOWER, ("optim", "assets"), ("train", "doctor", "watch"), ("cli",))
 LEVELS = {room: level for level, rooms in enumerate(UPWARDS) for room in rooms}
 
 NEVER = {
     "cli": {"click"},  # typer brings its own; a second one would not be the one that typer uses
     "train": {"typer"},
     "doctor": {"transformers", "datasets", "typer", "rich"},
+    "watch": {"torch", "transformers", "datasets", "typer", "rich"},
     "optim": {"transformers", "datasets", "yaml"},
     "assets": {"hivemind", "typer", "rich"},
     "telemetry": {"torch", "transformers"},

@@ -29,6 +29,7 @@ MAY_CATCH_EVERYTHING = (
 )
 MAY_PRINT = "trahiv_cli/cli/output.py"
 OPTIONS_OF_OTHERS = {
+    *("--query-gpu", "--query-compute-apps"),  # nvidia-smi
     *("--machine", "--no-block", "--now", "--user"),  # systemctl
     *("--links", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
 }

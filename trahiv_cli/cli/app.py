@@ -16,8 +16,10 @@ from trahiv_cli.cli.output import out
 from trahiv_cli.cli.owner import invite, kick, members
 from trahiv_cli.cli.preview import preview
 from trahiv_cli.cli.recipe import check, new, schema, show
+from trahiv_cli.cli.report import report
 from trahiv_cli.cli.status import status
 from trahiv_cli.cli.swarm import init, join
+from trahiv_cli.cli.watch import replay, watch
 from trahiv_cli.errors import TrahivError
 
 app = typer.Typer(
@@ -49,8 +51,8 @@ def _options(
 
 
 COMMANDS = (
-    *(init, join, status, pause, resume, finish, doctor, invite, members, kick),
-    *(new, check, show, schema, preview),
+    *(init, join, status, watch, pause, resume, finish, doctor, invite, members, kick),
+    *(new, check, show, schema, preview, replay, report),
 )
 for command in COMMANDS:
     app.command()(command)  # in the order of `--help`

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
 
+TAKE_INVITATIONS = ("join", "status", "watch", "doctor", "members")
+"""Commands that take an invitation."""
+
 PEER_OPTION = re.compile("[-–—]+peer")
 """The option as it was printed, or with the dashes that a word processor makes of `--`."""
 
@@ -138,7 +141,7 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     if words[:3] == ["join", "trahiv", "join"]:
         del words[:2]
     words = words or ["join"] * bool(invitations)
-    if invitations and words[0] not in ("join", "members"):
+    if invitations and words[0] not in TAKE_INVITATIONS:
         return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # it takes none
     return words, invitations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from trahiv_cli.errors import Finding, RecipeMismatch, TrahivError
-from trahiv_cli.recipe.pasted import INVITATION_PREFIX
+from trahiv_cli.recipe.pasted import without_secrets
 
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
@@ -201,11 +200,6 @@ def for_a_person(event: Event) -> Event:
 def line_in(invitation: Path) -> str:
     """Return the line to join by, with the invitation of a file."""
     return f"trahiv join --peer {invitation.read_text(encoding='ascii').strip()}"
-
-
-def without_secrets(text: str) -> str:
-    """Shorten the invitations in a text, so that nobody can join by them."""
-    return re.sub(rf"({INVITATION_PREFIX})[A-Za-z0-9_-]{{9,}}", r"\1...", text)
 
 
 def visible(text: str) -> str:

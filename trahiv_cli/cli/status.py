@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
 
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries, visible
+from trahiv_cli.cli.options import option
+from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries, visible
 from trahiv_cli.cli.owner import FolderOption, SwarmOption, swarm_named
 
 if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
     from trahiv_cli.swarm.status import Status
 
+LOOK_EVERY_S = 5.0
+FOLLOW_HELP = "Look again every 5 s, until Ctrl-C."
 REACHED = {
     "direct": "others dial it",
     "punched": "met through both routers",
@@ -24,22 +30,42 @@ REACHED = {
 def status(
     peer: SwarmOption = None,
     output_dir: FolderOption = None,
+    follow: Annotated[bool, option("--follow", None, FOLLOW_HELP)] = False,
     format: FormatOption = None,
 ) -> None:
     """Show who is in a swarm, how far it is and how each is reached."""
     out.use(format)
     quiet_libraries()
     from trahiv_cli.swarm.acquaintances import FILE
-    from trahiv_cli.swarm.clock import swarm_time
     from trahiv_cli.swarm.invitation import passing_standing
-    from trahiv_cli.swarm.node import ADDRESSES_KEY
     from trahiv_cli.swarm.owning import looking_in
     from trahiv_cli.swarm.status import fetch_statuses
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
-        (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
-        now = swarm_time()
+        if not follow:
+            show_all(node)
+        with suppress(KeyboardInterrupt):
+            while follow:
+                if out.format is Format.json:
+                    there = sorted(fetch_statuses(node).ours.items())
+                    peers = [{"peer_id": peer_id, **one.model_dump()} for peer_id, one in there]
+                    run = statistics.mode(one.run_id for _, one in there) if there else None
+                    out.event("peers", run_id=run, peers=peers)
+                else:
+                    out.data(time.strftime("%H:%M:%S"))
+                    show_all(node)
+                time.sleep(LOOK_EVERY_S)
+
+
+def show_all(node: Node) -> None:
+    """Show each run of a swarm, and who else is there."""
+    from trahiv_cli.swarm.clock import swarm_time
+    from trahiv_cli.swarm.node import ADDRESSES_KEY
+    from trahiv_cli.swarm.status import fetch_statuses
+
+    (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
+    now = swarm_time()
     runs: dict[str, dict[str, Status]] = {}
     for peer_id, one in sorted(statuses.items(), key=lambda entry: (-entry[1].step, entry[0])):
         runs.setdefault(one.run_id, {})[peer_id] = one

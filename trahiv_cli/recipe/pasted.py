@@ -39,6 +39,11 @@ def content_of(invitation: str) -> bytes | None:
     return content if invitation_of(content) == invitation else None
 
 
+def without_secrets(text: str) -> str:
+    """Shorten the invitations in a text, so that nobody can join by them."""
+    return re.sub(rf"({INVITATION_PREFIX})[A-Za-z0-9_-]{{9,}}", r"\1...", text)
+
+
 def peers_in(text: str) -> list[str]:
     """Find the invitations, multiaddrs and names of files (`@FILE`) in what somebody pasted.
 

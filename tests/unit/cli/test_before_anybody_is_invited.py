@@ -25,7 +25,7 @@ from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.exchange import publish_recipe
-from trahiv_cli.swarm.status import Status, publish_status
+from trahiv_cli.swarm.status import PROTOCOL, Status, publish_status
 from trahiv_cli.telemetry import events as telemetry
 from trahiv_cli.train import folder, peer
 from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
@@ -136,14 +136,17 @@ def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(events, tmp_path
 
 @pytest.fixture
 def publish(here, nothing_starts, monkeypatch):
-    """`publish()` has a swarm publish the tiny recipe; until then, one of its peers answers and has none."""
+    """`publish()` has a swarm publish the tiny recipe; until then, one of its peers answers and has none.
+
+    Its status may be of another protocol.
+    """
     node = FakeNode("QmStarter")
     monkeypatch.setattr(folder, "visiting", lambda *_: contextlib.nullcontext(node.neighbour("QmNew")))
 
-    def publish():
+    def publish(**spoken):
         theirs = resolve(load_recipe(write_tiny(here)).recipe)
         publish_recipe(node, theirs)
-        publish_status(node, Status(run_id=run_id(theirs), step=3, max_steps=4))
+        publish_status(node, Status(run_id=run_id(theirs), step=3, max_steps=4, **spoken))
 
     return publish
 
@@ -153,6 +156,17 @@ def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
     code, (error,) = events("join", "--peer", ADDRESS, "--yes")
     assert (code, error["code"]) == (4, "nothing-published")
     assert "nobody publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
+
+
+def test_a_swarm_that_speaks_another_protocol_is_not_joined_with_a_recipe_or_without(events, publish, here):
+    publish(protocol=PROTOCOL + 1, version="9.0")
+    for recipe in ((), (write_tiny(here),)):
+        code, (error,) = events("join", *recipe, "--peer", ADDRESS, "--yes")
+        assert (code, error["code"], (here / "runs").exists()) == (5, "mismatch", False)
+        assert error["message"].startswith(
+            f"This swarm runs trahiv 9.0, which speaks protocol {PROTOCOL + 1};"
+        )
+        assert error["hint"] == "pip install trahiv==9.0"
 
 
 def test_what_is_wrong_with_a_value_of_ones_own_is_not_said_of_the_swarm(events, publish, here):

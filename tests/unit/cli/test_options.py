@@ -68,7 +68,7 @@ def typed(monkeypatch):
         ([ONE], ["join"]),
         (["join", "—peer", ONE], ["join"]),
         (["join", "--peer", ADDRESS, f"--peer={ONE}"], ["join", "--peer", ADDRESS]),
-        (["members", "--peer", ONE], ["members"]),
+        *(([name, "--peer", ONE], [name]) for name in ("members", "status", "doctor", "watch")),
     ],
 )
 def test_an_invitation_moves_into_the_environment(typed, monkeypatch, words, meant):

@@ -1,0 +1,73 @@
+"""The archive for somebody who helps: what is in it, and what is not."""
+
+import base64
+import json
+import tarfile
+
+import pytest
+
+from trahiv_cli.doctor.report import write_report
+from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
+from trahiv_cli.swarm.invitation import (
+    INVITATION_FILE,
+    MEMBER_FILE,
+    OWNER_FILE,
+    Invitation,
+    find_standing,
+    keep_invitation,
+)
+
+ADDRESS = "/ip4/1.2.3.4/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The folder of an owner's run, in whose files all its secrets have been written, in several ways."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "ann"))
+    folder = tmp_path / "home" / "ann" / "runs" / "run-1"
+    ensure_identity(folder / IDENTITY_FILE)
+    membership = find_standing(folder, Invitation()).membership
+    keep_invitation(folder / INVITATION_FILE, Invitation((ADDRESS,), membership=membership))
+    keep_invitation(folder / MEMBER_FILE, Invitation(membership=membership))
+    (folder / "watch.key").write_text("h3DIAWLFga58xM1nf3PcrN7vEw4HbDK7")
+    texts = [(folder / name).read_text() for name in (OWNER_FILE, INVITATION_FILE, MEMBER_FILE, "watch.key")]
+    own = (folder / IDENTITY_FILE).read_bytes()
+    texts += [
+        own.hex(),
+        base64.b64encode(own).decode(),
+        "hf_abcdefGHIJKL123456",
+        "Authorization: Bearer s3cr3t",
+    ]
+    events = [{"event": "warning", "message": f"{text.strip()} in {folder}"} for text in texts]
+    for name in ("events.jsonl", "events.jsonl.1", "trahiv.log", "recipe.yaml", "recipe.json"):
+        (folder / name).write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "checkpoints").mkdir()
+    return folder, [text.strip() for text in texts]
+
+
+def test_it_has_what_tells_of_a_run_and_no_secret_and_no_path_of_home(run, tmp_path):
+    folder, secrets = run
+    archive = tmp_path / "report.tar.gz"
+    names = write_report(folder, archive)
+    expected = {"events.jsonl", "events.jsonl.1", "trahiv.log", "recipe.yaml", "recipe.json", "machine.json"}
+    assert set(names) == expected and archive.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(archive) as tar:
+        held = {member.name: tar.extractfile(member).read().decode() for member in tar.getmembers()}
+    assert held.keys() == {f"report/{name}" for name in expected}
+    for name, text in held.items():
+        assert not [secret for secret in secrets if secret in text], name
+        assert str(tmp_path / "home" / "ann") not in text and "s3cr3t" not in text
+    event = json.loads(held["report/events.jsonl"].splitlines()[0])
+    assert event == {"event": "warning", "message": "(left out) in ~/runs/run-1"}
+    machine = json.loads(held["report/machine.json"])
+    assert machine["packages"]["hivemind"] == "1.1.12"
+    assert {"packages", "gpu", "disk"} <= {check["name"] for check in machine["checks"]}
+
+
+def test_what_is_no_run_or_can_t_be_written_is_said(run, tmp_path):
+    with pytest.raises(SetupError, match="holds no run"):
+        write_report(tmp_path, tmp_path / "report.tar.gz")
+    with pytest.raises(SetupError, match="can't be written: No such file"):
+        write_report(run[0], tmp_path / "nowhere" / "report.tar.gz")
+    assert not list(tmp_path.glob("**/*.tar.gz"))

@@ -1,0 +1,59 @@
+"""What a swarm's peers say, through a process that looks; a child stands in for `trahiv status` here."""
+
+import sys
+
+import pytest
+
+from tests.kit.commands import wait_until
+from trahiv_cli.errors import TrahivError
+from trahiv_cli.watch import lookout
+from trahiv_cli.watch.lookout import Follower, Lookout
+
+PEERS = '{"v": 1, "t": 1, "event": "peers", "run_id": "run-1", "peers": [{"peer_id": "QmA"}]}'
+ERROR = '{"v": 1, "t": 1, "event": "error", "message": "No peer answers.", "hint": "start one"}'
+
+
+@pytest.fixture
+def follower(monkeypatch, tmp_path):
+    """`follower(line, ...)` follows a child that says these lines, and ends with `ends`."""
+    monkeypatch.setattr(lookout, "AGAIN_S", 0.0)
+    made = []
+
+    def follower(*lines, ends=True):
+        one = Follower(["--output-dir", "run"], {"SAID": "\n".join(lines)})
+        says = f"import os, time; print(os.environ['SAID'], flush=True); time.sleep({0 if ends else 600})"
+        assert one._command[1:] == [
+            *("-m", "trahiv_cli", "status", "--follow", "--format", "json", "--output-dir", "run")
+        ]
+        one._command = [sys.executable, "-c", says]
+        made.append(one)
+        return one
+
+    yield follower
+    for one in made:
+        one.close()
+
+
+def test_it_hands_on_what_is_seen_and_looks_again_when_the_child_has_ended(follower):
+    look = follower(PEERS, '{"event": "something else"}')
+    for _ in range(2):
+        assert look()["peers"] == [{"peer_id": "QmA"}]
+        assert look() is None and look() is None
+
+
+def test_a_swarm_that_can_t_be_entered_is_said_and_a_child_that_looks_leaves_when_it_is_told(follower):
+    with pytest.raises(TrahivError, match="No peer answers.") as caught:
+        follower(ERROR)()
+    assert caught.value.hint == "start one"
+    look = follower(PEERS, ends=False)
+    look()
+    child = look._child
+    look.close()
+    assert child.wait(10) != 0
+
+
+def test_the_newest_is_told_with_its_time_and_what_is_wrong_as_well(follower):
+    seen = Lookout(follower(PEERS, ends=False))
+    wait_until(lambda: b'"QmA"' in seen.newest)
+    troubled = Lookout(follower(ERROR, ends=False))
+    wait_until(lambda: b'"trouble": "No peer answers."' in troubled.newest)

@@ -1,0 +1,171 @@
+"""`watch` and `replay`: a page on this machine that shows a run."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
+from trahiv_cli.cli.output import FormatOption, line_in, out, quiet_libraries
+from trahiv_cli.cli.owner import SwarmOption, words_of
+from trahiv_cli.errors import SetupError, TrahivError
+
+if TYPE_CHECKING:
+    from trahiv_cli.train.wishes import Wish
+    from trahiv_cli.watch.server import Deed, Page
+
+RUN_HELP = "The run's folder. Default: the newest in runs/."
+PORT_HELP = "The port of this machine that the page is at. Default: a free one."
+BROWSER_HELP = "Only print the address of the page."
+MAX_HOURS = 10_000
+PortOption = Annotated[int, option("--port", "N", PORT_HELP, min=0, max=65535)]
+BrowserOption = Annotated[bool, option("--no-browser", None, BROWSER_HELP)]
+
+
+def watch(
+    run_dir: Annotated[Path | None, argument("RUN_DIR", RUN_HELP)] = None,
+    peer: SwarmOption = None,
+    port: PortOption = 0,
+    no_browser: BrowserOption = False,
+    format: FormatOption = None,
+) -> None:
+    """Show a run, or a swarm, on a page in your browser."""
+    out.use(format)
+    quiet_libraries()
+    require_web()
+    from trahiv_cli.watch.guard import kept_token, new_token
+    from trahiv_cli.watch.lookout import Follower, Lookout
+    from trahiv_cli.watch.server import Page
+    from trahiv_cli.watch.tail import Nothing, Tail
+
+    texts = [*(peer or ()), *taken_peers()]
+    folder = run_dir or (None if texts else newest_run())
+    if folder is not None and not folder.is_dir():
+        raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
+    words = () if folder is None or texts else ("--output-dir", str(folder))
+    look = Follower(words, {PEER_VARIABLE: " ".join(texts)})
+    lookout = Lookout(look)
+    if folder is None:
+        page = Page(Nothing, new_token(), port, lookout=lookout)
+    else:
+        about, token = {"folder": folder.name}, kept_token(folder)
+        page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
+    try:
+        open_page(page, no_browser)
+    finally:
+        look.close()
+
+
+def newest_run() -> Path:
+    """Return the folder in `runs` whose peer was the last to write an event; SetupError if there is none."""
+    from trahiv_cli.watch.tail import EVENT_FILE
+
+    there = sorted(Path("runs").glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not there:
+        hint = "name its folder: trahiv watch DIR; or a swarm: trahiv watch --peer ADDR"
+        raise SetupError("There is no run in runs/.", hint)
+    return there[-1].parent
+
+
+def replay(
+    folders: Annotated[list[Path], argument("FOLDER...", "The folders of one run's peers, yours first.")],
+    port: PortOption = 0,
+    no_browser: BrowserOption = False,
+    format: FormatOption = None,
+) -> None:
+    """Play back on the page what has happened in a run."""
+    out.use(format)
+    require_web()
+    from trahiv_cli.watch.guard import new_token
+    from trahiv_cli.watch.server import Page
+    from trahiv_cli.watch.tail import EVENT_FILE, Recording, labels
+
+    for folder in folders:
+        if not (folder / EVENT_FILE).exists():
+            raise SetupError(f"{folder} holds no {EVENT_FILE}.", hint="name folders of runs")
+    page = Page(lambda: Recording(folders), new_token(), port, about={"replay": labels(folders)})
+    open_page(page, no_browser)
+
+
+def require_web() -> None:
+    """Refuse, as SetupError, to go on without the packages of the page."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"The page needs the package {error.name}, which is not installed.",
+            hint="pip install 'trahiv[web]'",
+        ) from None
+
+
+def open_page(page: Page, no_browser: bool) -> None:
+    """Say where the page is, open it for a person at this machine, and serve it until Ctrl-C."""
+
+    def tell() -> None:
+        out.record(page.url, "watching", url=page.url)
+        client_and_server = os.environ.get("SSH_CONNECTION", "").split()
+        if client_and_server:
+            here = f"{getpass.getuser()}@{client_and_server[2]}"
+            out.hint(f"on your own machine, first: ssh -L {page.port}:127.0.0.1:{page.port} {here}")
+        elif not no_browser and has_display():
+            import webbrowser
+
+            webbrowser.open(page.url)
+
+    page.run(tell)
+
+
+def has_display() -> bool:
+    """Tell whether a browser can open a window here."""
+    is_desktop = sys.platform in ("darwin", "win32")
+    return is_desktop or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def deeds_of(folder: Path) -> dict[str, Deed]:
+    """Return what the page of a run may do; inviting and removing are the owner's.
+
+    What needs it loads hivemind, which takes seconds, only when it is done.
+    """
+
+    def wishing(what: Wish | None) -> Deed:
+        def deed(_: dict[str, Any]) -> dict[str, Any]:
+            from trahiv_cli.train.wishes import wish
+
+            wish(folder, what)
+            return {"message": "It is wished; the peer takes up to a step to do it."}
+
+        return deed
+
+    def invite(wanted: dict[str, Any]) -> dict[str, Any]:
+        from trahiv_cli.swarm.membership import Role
+        from trahiv_cli.swarm.owning import OwnedSwarm
+
+        is_watcher, is_once = wanted.get("watch") is True, wanted.get("once") is True
+        hours = wanted.get("hours")
+        if not (hours is None or (isinstance(hours, int) and 0 < hours <= MAX_HOURS)):
+            raise TrahivError(f"An invitation lasts a number of hours, at most {MAX_HOURS:,}.")
+        if is_watcher and (is_once or hours is None):
+            raise TrahivError("Who watches leaves no trace; nothing was made.", hint="give a time")
+        lasts_s = None if hours is None else 3600.0 * hours
+        role = Role.watcher if is_watcher else Role.member
+        grant, path = OwnedSwarm(folder).invite(role, is_once=is_once, lasts_s=lasts_s)
+        return {"message": f"It is {words_of(grant)}.", "line": line_in(path)}
+
+    def kick(wanted: dict[str, Any]) -> dict[str, Any]:
+        from trahiv_cli.swarm.owning import OwnedSwarm
+
+        swarm = OwnedSwarm(folder)
+        swarm.synchronize()
+        found = swarm.find(str(wanted.get("peer")))
+        is_known, is_handed_on = swarm.take_out(found), swarm.synchronize()
+        closed = ", and the invitation that it joined with is closed" if is_known else ""
+        later = "" if is_handed_on else " No peer answers here; it counts once one sees this folder's peer."
+        return {"message": f"{found} is out{closed}.{later}"}
+
+    deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
+    is_owner = (folder / "owner.key").exists()  # `swarm.invitation.OWNER_FILE`
+    return deeds | ({"invite": invite, "kick": kick} if is_owner else {})

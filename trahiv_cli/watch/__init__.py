@@ -1,0 +1,1 @@
+"""A page that shows a run, served on the viewer's own machine."""

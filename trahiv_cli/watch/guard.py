@@ -1,0 +1,94 @@
+"""Who may read the page: the browser of whoever started it, from its own address alone."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from pathlib import Path
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trahiv_cli.errors import SetupError
+
+KEY_FILE = "watch.key"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cache-control": "no-store",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+
+class Guard:
+    """Refuses other hosts and origins, and whoever does not bring the token, before `app` sees a request.
+
+    The first page brings the token in its address and gets a cookie for it: other ports of this machine have
+    cookies of other names.
+    """
+
+    def __init__(self, app: ASGIApp, port: int, token: str) -> None:
+        self._app, self._token, self._cookie = app, token, f"trahiv-{port}"
+        self._hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or hand it on."""
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        app = self._answer(Request(scope)) or self._app
+        await app(scope, receive, send_guarded)
+
+    def _answer(self, request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        if host not in self._hosts:
+            return PlainTextResponse(f"This page is only at http://{self._hosts[0]}/.", 421)
+        if request.method == "POST" and request.headers.get("origin") != f"http://{host}":
+            return PlainTextResponse("Only the page itself may ask for this.", 403)
+        if self._is_token(request.cookies.get(self._cookie)):
+            return RedirectResponse("/", 303) if "token" in request.query_params else None
+        if request.method == "GET" and self._is_token(request.query_params.get("token")):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
+        return PlainTextResponse("To see this page, open the address that `trahiv watch` printed.", 403)
+
+    def _is_token(self, text: str | None) -> bool:
+        return text is not None and hmac.compare_digest(text.encode(), self._token.encode())
+
+
+def kept_token(folder: Path) -> str:
+    """Return the token of a folder, which an open page still has when `trahiv watch` is started again.
+
+    SetupError if it cannot be kept there, or others can read it.
+    """
+    path = folder / KEY_FILE
+    try:
+        if not path.exists():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(new_token())
+        if path.stat().st_mode & 0o077:
+            raise SetupError(
+                f"{path} can be read by other users of this machine; it was not used.",
+                hint=f"rm {path}: a new one is then made",
+            )
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        raise SetupError(
+            f"The page's key {path} cannot be used: {error.strerror}.", hint="make its folder yours"
+        ) from error
+
+
+def new_token() -> str:
+    """Make a token that nobody can guess."""
+    return secrets.token_urlsafe(24)

@@ -1,0 +1,142 @@
+"""The events that a run's folder holds: those of the past first, then each as it is written."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from trahiv_cli.telemetry.events import OLDER_FILES, to_json
+
+EVENT_FILE = "events.jsonl"
+BATCH_BYTES = 2**18
+BATCH_EVENTS = 500
+
+
+class Source(Protocol):
+    """Where events come from. One page reads one."""
+
+    def read(self) -> list[bytes]:
+        """Return the next events, each as JSON; none if there are none yet."""
+
+    def close(self) -> None:
+        """Let go of what it reads."""
+
+
+class Nothing:
+    """No events, for a page that shows only what a swarm's peers say."""
+
+    def read(self) -> list[bytes]:
+        """Return none."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Tail:
+    """Follows a `RotatingFile` of events: returns each sound line once, in order, also across renamings.
+
+    Memory stays small, however slowly it is read: what is not read yet waits in the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / EVENT_FILE
+        self._files: deque[BinaryIO] = deque()  # the first is being read
+
+    def read(self) -> list[bytes]:
+        """Return the next lines that are events, of some 256 kB at most."""
+        if not self._files:
+            self._files.extend(self._newer_than(None))
+        while self._files:
+            file = self._files[0]
+            lines = file.readlines(BATCH_BYTES)
+            if lines and not lines[-1].endswith(b"\n"):
+                file.seek(-len(lines.pop()), os.SEEK_CUR)  # half a line: it is being written
+            if events := [line.strip() for line in lines if is_event(line)]:
+                return events
+            if lines:
+                continue
+            if len(self._files) == 1:
+                # A process that has not noticed a renaming has until the next call to finish its line.
+                self._files.extend(self._newer_than(file))
+                break
+            self._files.popleft().close()
+        return []
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._files:
+            self._files.popleft().close()
+
+    def _newer_than(self, known: BinaryIO | None) -> list[BinaryIO]:
+        """Open the files that began after a known one, the oldest first.
+
+        The newest is opened first, so that one that is renamed meanwhile is met twice rather than missed.
+        """
+        found: list[BinaryIO] = []
+        for suffix in ("", *(f".{number}" for number in range(1, OLDER_FILES + 1))):
+            try:
+                file = open(f"{self._path}{suffix}", "rb")  # noqa: SIM115 - `close` closes it
+            except FileNotFoundError:
+                continue
+            if known is not None and _are_same(file, known):
+                file.close()
+                break
+            if found and _are_same(file, found[0]):
+                file.close()
+                continue
+            found.insert(0, file)
+        return found
+
+
+class Recording:
+    """The events of several folders in the order of their times, each with its folder's label as `of`."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        stories = map(_timed, folders, labels(folders))
+        self._events: Iterator[tuple[float, bytes]] = heapq.merge(*stories)
+
+    def read(self) -> list[bytes]:
+        """Return the next events; none after the last."""
+        return [line for _, line in itertools.islice(self._events, BATCH_EVENTS)]
+
+    def close(self) -> None:
+        """Forget the rest."""
+        self._events = iter(())
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names, or their whole paths if two have the same name."""
+    names = [folder.name for folder in folders]
+    return names if len({*names}) == len(names) else [str(folder) for folder in folders]
+
+
+def _timed(folder: Path, label: str) -> Iterator[tuple[float, bytes]]:
+    tail = Tail(folder)
+    while lines := tail.read():
+        for event in map(json.loads, lines):
+            yield event["t"], to_json(event | {"of": label}).encode()
+    tail.close()
+
+
+def is_event(line: bytes) -> bool:
+    """Tell whether a line is an event that a browser can read; a crash may have left half of one."""
+    try:
+        event = json.loads(line, parse_constant=_refuse)
+        return isinstance(event["event"], str) and isinstance(event["t"], int | float)
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _are_same(one: BinaryIO, other: BinaryIO) -> bool:
+    return os.path.samestat(os.fstat(one.fileno()), os.fstat(other.fileno()))
