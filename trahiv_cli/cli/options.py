@@ -6,6 +6,8 @@ import contextlib
 import math
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -81,6 +83,17 @@ def parse_budget(text: str) -> Budget:
         return Budget.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def read_command(text: str) -> str:
+    """Read a command line of the user's, whose program must be there; it is returned as it is."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} can't be read: {error}") from error
+    if not words or shutil.which(words[0]) is None:
+        raise typer.BadParameter(f"there is no program {words[0] if words else ''!r} here")
+    return text
 
 
 def read_condition(text: str) -> Condition:

@@ -26,12 +26,13 @@ from trahiv_cli.cli.options import (
     parse_budget,
     parse_multiaddr,
     parse_seconds,
+    read_command,
     read_condition,
     read_recipe,
     taken_peers,
 )
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
-from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
+from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.load import Loaded
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.swarm.reach import Wanted
+    from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.peer import PeerOptions
 
 
@@ -84,6 +86,10 @@ UPLOAD_HELP = "Send no more than so many Mbit/s. Default: no limit."
 UploadOption = Annotated[float | None, option("--max-upload", "MBIT", UPLOAD_HELP, min=0.1)]
 DOWNLOAD_HELP = "Receive no more than so many Mbit/s. Default: no limit."
 DownloadOption = Annotated[float | None, option("--max-download", "MBIT", DOWNLOAD_HELP, min=0.1)]
+METRICS_HELP = "Serve metrics for Prometheus on this port of this machine."
+MetricsOption = Annotated[int | None, option("--metrics", "PORT", METRICS_HELP, min=1, max=65535)]
+EVENT_HELP = "Run C, the event on its stdin, when a person should know of it."
+OnEventOption = Annotated[str | None, option("--on-event", "C", EVENT_HELP, parser=read_command)]
 NICENESS_HELP = "Let other programs go first: 0 to 19. Default: as the shell."
 NicenessOption = Annotated[int | None, option("--niceness", "N", NICENESS_HELP, min=0, max=19)]
 BudgetOption = Annotated[
@@ -116,6 +122,8 @@ def init(
     max_upload: UploadOption = None,
     max_download: DownloadOption = None,
     niceness: NicenessOption = None,
+    metrics: MetricsOption = None,
+    on_event: OnEventOption = None,
     format: FormatOption = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -141,12 +149,13 @@ def init(
     options = options_of(*place, budget, wait, name, only_when, max_upload, max_download, niceness)
     options = replace(options, is_public=public or (loaded is not None and loaded.recipe.swarm.public))
     if loaded is not None and not no_train:
-        live(loaded.recipe, loaded.text, resumable(options, loaded, str(recipe), loaded.recipe))
+        options = resumable(options, loaded, str(recipe), loaded.recipe)
+        live(loaded.recipe, loaded.text, options, metrics, on_event)
     elif budget and math.isinf(options.budget.seconds):
         said = "a peer that does not train takes a time only, like 2h"
         raise typer.BadParameter(said, param_hint="--budget")
     else:
-        live(None, "", options)
+        live(None, "", options, metrics, on_event)
 
 
 def join(
@@ -166,6 +175,8 @@ def join(
     max_upload: UploadOption = None,
     max_download: DownloadOption = None,
     niceness: NicenessOption = None,
+    metrics: MetricsOption = None,
+    on_event: OnEventOption = None,
     format: FormatOption = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
@@ -194,13 +205,14 @@ def join(
     if dry_run:
         rehearse(ours)
     elif loaded is not None:
-        live(ours, loaded.text, resumable(options, loaded, str(recipe), ours))
+        live(ours, loaded.text, resumable(options, loaded, str(recipe), ours), metrics, on_event)
     else:
         from trahiv_cli.recipe.document import render
 
         show(ours)
         if yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?"):
-            live(ours, "\n".join(line for line, _ in render(ours.to_data())) + "\n", options)
+            text = "\n".join(line for line, _ in render(ours.to_data())) + "\n"
+            live(ours, text, options, metrics, on_event)
 
 
 def agreed(
@@ -295,17 +307,32 @@ def resumable(options: PeerOptions, loaded: Loaded, typed: str, recipe: Recipe) 
     return replace(options, resume=shlex.join(copy if word == typed else word for word in words))
 
 
-def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
-    """Run one peer, show it, and leave with the contract's exit code."""
+def live(
+    recipe: Recipe | None,
+    text: str,
+    options: PeerOptions,
+    metrics: int | None = None,
+    on_event: str | None = None,
+) -> None:
+    """Run one peer, show it, and leave with the contract's exit code.
+
+    Its events are metrics on a port, and what a person should know of is handed to a command.
+    """
     quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.telemetry.events import Events
+    from trahiv_cli.telemetry.notifier import Notifier
     from trahiv_cli.train.leaving import Leaving
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
     events = Events()
+    if metrics is not None:
+        serve_metrics(metrics, events)
+    notifier = contextlib.nullcontext() if on_event is None else Notifier(shlex.split(on_event))
+    if isinstance(notifier, Notifier):
+        events.add(notifier)
     try:
-        with out.listening(events) as give_terminal_back:
+        with notifier, out.listening(events) as give_terminal_back:
 
             def leave_at_once() -> None:
                 give_terminal_back()
@@ -324,6 +351,20 @@ def live(recipe: Recipe | None, text: str, options: PeerOptions) -> None:
         start_again(leaving.resume)
     if ended.reason == "signal":  # one that came after the work was done changes nothing
         raise typer.Exit(leaving.exit_code)
+
+
+def serve_metrics(port: int, events: Events) -> None:
+    """Serve a peer's events as metrics; SetupError if the port is taken, or the package is missing."""
+    try:
+        from trahiv_cli.telemetry.metrics import Metrics
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"Metrics need the package {error.name}, which is not installed.",
+            hint="pip install 'trahiv[web]'",
+        ) from None
+    kept = Metrics()
+    kept.serve(port)
+    events.add(kept)
 
 
 def show(recipe: Recipe) -> None:

@@ -498,7 +498,13 @@ class TrainingSection(Section):
 
     dataloader_num_workers: Own[CountOrZero] = 0
     report_to: Own[list[TrackerName]] = []
-    """Trackers that transformers knows: tensorboard, wandb, trackio, mlflow..."""
+    """Trackers that transformers knows: tensorboard, wandb, trackio, mlflow... They group all peers' runs."""
+
+    run_name: Own[str | None] = None
+    """This peer's name in trackers. Default: that of `--name`, or the end of the peer's id."""
+
+    trackio_space_id: Own[str | None] = None
+    """A Space in which trackio shows the runs of all peers that name it."""
 
     def _broken_rules(self) -> Rules:
         if len(self.report_to) > 1 and {"all", "none"}.intersection(self.report_to):

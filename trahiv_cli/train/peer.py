@@ -189,7 +189,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         from transformers.trainer_callback import PrinterCallback
 
         from trahiv_cli.assets.memory import translated_out_of_memory
-        from trahiv_cli.train.tasks import build_trainer, heeding
+        from trahiv_cli.train.tasks import build_trainer, group_in_trackers, heeding
 
         stack.enter_context(translated_out_of_memory())
         with heeding(partial(events.warn, "data")):
@@ -207,8 +207,10 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
             with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
                 own = {"node": node, "events": events, "should_leave": leaving, "budget": options.budget}
                 own |= {"reached_step": options.reached_step, "wait_s": options.wait_s}
+                name = options.name or node.peer_id[-6:]
+                group_in_trackers(recipe, name)
                 own |= {"given_before": given}
-                trainer = build_trainer(recipe, folder, tokenizer, splits, **own)
+                trainer = build_trainer(recipe, folder, tokenizer, splits, name=name, **own)
             trainer.remove_callback(PrinterCallback)
         with leaving.interruptible():
             # To compare with the end. A loaded model is left alone: it may be slow, and

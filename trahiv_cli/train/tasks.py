@@ -7,7 +7,9 @@ passed on.
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.assets.model import adapter_config, build_model, compute_dtype
 from trahiv_cli.errors import AssetError, SetupError
+from trahiv_cli.recipe.agreement import run_id
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.upstream import without_tracker
 
@@ -38,8 +41,10 @@ MISTAKES = TypeError, LookupError, AttributeError
 """What code raises that has a mistake: ours, or a chat template that does not suit a conversation."""
 
 
-def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
+def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> TrainingArguments:
     """Translate a resolved recipe for the trainer of its task; checkpoints go into `folder`.
+
+    Trackers know the run by the peer's `name`, unless the recipe says another.
 
     Raises:
         SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
@@ -57,6 +62,8 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
             raise SetupError(*without_tracker(tracker))
     common = training.model_dump() | {
         "output_dir": str(folder),
+        "run_name": training.run_name or name or None,
+        "project": run_id(recipe),  # of trackio; the others' are in the environment
         "warmup_steps": recipe.warmup_steps,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
@@ -83,14 +90,20 @@ def training_arguments(recipe: Recipe, folder: Path) -> TrainingArguments:
 
 
 def build_trainer(
-    recipe: Recipe, folder: Path, tokenizer: PreTrainedTokenizerBase, splits: Splits, **keywords: Any
+    recipe: Recipe,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: Splits,
+    *,
+    name: str = "",
+    **keywords: Any,
 ) -> SwarmTrainerMixin:
     """Load the model and make the trainer of the recipe's task; `keywords` are more of `SwarmTrainerMixin`'s.
 
     Raises `AssetError` if the model can't be had, or the data does not fit the task.
     """
     common: dict[str, Any] = {
-        "args": training_arguments(recipe, folder),
+        "args": training_arguments(recipe, folder, name),
         "train_dataset": splits.train,
         "eval_dataset": splits.eval,
         "processing_class": tokenizer,
@@ -114,6 +127,16 @@ def build_trainer(
     reference = None if adapters is not None else copy.deepcopy(model).eval()
     with preparing():
         return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
+
+
+def group_in_trackers(recipe: Recipe, name: str) -> None:
+    """Have trackers show the runs of all peers of a swarm as one group; what the user has set stays.
+
+    W&B and MLflow read that from the environment.
+    """
+    run = run_id(recipe)
+    os.environ.setdefault("WANDB_RUN_GROUP", run)
+    os.environ.setdefault("MLFLOW_TAGS", json.dumps({"trahiv.run_id": run, "trahiv.peer": name}))
 
 
 @contextmanager

@@ -90,8 +90,7 @@ class SwarmTrainerMixin(_Host):
             Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
         reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
         wait_s: how long the first step of a run waits for `swarm.min_peers`; default: an hour.
-        budget: what this peer gives; then it leaves.
-        given_before: what it has given to the run before.
+        budget: what this peer gives, beside what it has `given_before`; then it leaves.
 
     Raises:
         RecipeError: the arguments contain something that can't work in a swarm; the message says what.

@@ -23,7 +23,8 @@ model.attn_implementation quantization.bnb_4bit_compute_dtype data.streaming dat
 training.per_device_train_batch_size training.per_device_eval_batch_size training.gradient_accumulation_steps
 training.bf16 training.fp16 training.activation_checkpointing training.torch_compile training.logging_steps
 training.eval_steps training.save_steps training.save_total_limit training.dataloader_num_workers
-training.report_to hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
+training.report_to training.run_name training.trackio_space_id
+hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
 hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
 hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode hivemind_config.opt.averager_opts
 hivemind_config.opt.tracker_opts hivemind_config.opt.performance_ema_alpha

@@ -1,0 +1,37 @@
+"""The command of `--on-event`, a real one that writes down what it is told."""
+
+import sys
+
+import pytest
+
+from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.telemetry.notifier import Notifier
+
+SCRIPT = """
+import json, os, sys
+event = json.load(sys.stdin)
+with open(sys.argv[1], "a") as file:
+    print(os.environ["TRAHIV_EVENT"], event.get("code") or event.get("step"), file=file)
+"""
+
+
+def test_what_a_person_should_know_of_is_told_in_its_order_and_what_passes_is_not(tmp_path):
+    told = tmp_path / "told"
+    with Notifier([sys.executable, "-c", SCRIPT, str(told)]) as notifier:
+        events = Events(notifier)
+        events.emit("joined", step=3)
+        events.emit("step", step=4)
+        events.warn("no-group", "Nobody is there yet.", "")
+        events.warn("not-finite", "The loss is not finite.", "")
+        events.emit("done", step=9)
+    assert told.read_text() == "joined 3\nwarning not-finite\ndone 9\n"
+
+
+def test_what_ends_the_peer_is_told_and_a_command_that_fails_disturbs_nobody(tmp_path):
+    told = tmp_path / "told"
+    for command in ([sys.executable, "-c", SCRIPT, str(told)], ["false"], [str(tmp_path / "gone")]):
+        with pytest.raises(NotAdmitted), Notifier(command) as notifier:
+            Events(notifier).emit("joined", step=3)
+            raise NotAdmitted("The owner has taken this peer out.")
+    assert told.read_text() == "joined 3\nerror not-admitted\n"

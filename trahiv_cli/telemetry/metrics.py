@@ -1,0 +1,120 @@
+"""A run's events as metrics for Prometheus: `--metrics PORT`, at http://127.0.0.1:PORT/metrics.
+
+Names follow OpenMetrics: base units, `_total` for what only grows. What a peer has given is that of all its
+lives; all else is counted from its start, and a scraper adds up what begins anew.
+"""
+
+from __future__ import annotations
+
+import math
+
+from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram, Info, start_http_server
+
+from trahiv_cli.errors import SetupError
+from trahiv_cli.telemetry.events import Event
+
+HOST = "127.0.0.1"
+ROUND_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+REACHES = ("direct", "punched", "relayed", "dials-out", "alone")
+
+
+class Metrics:
+    """Listens to a peer's events, and keeps what they come to in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+
+        def gauge(name: str, says: str) -> Gauge:
+            return Gauge(f"trahiv_{name}", says, registry=registry)
+
+        def counter(name: str, says: str, *labels: str) -> Counter:
+            return Counter(f"trahiv_{name}", says, labels, registry=registry)
+
+        self._run = Info("trahiv_run", "The run, and this peer of it.", registry=registry)
+        states = ["loading", "training", "paused", "ended"]
+        self._state = Enum("trahiv_state", "What this peer does.", states=states, registry=registry)
+        self._reach = Enum("trahiv_reach", "How others reach it.", states=REACHES, registry=registry)
+        self._step = gauge("step", "Optimizer step of the swarm that this peer has reached.")
+        self._steps = gauge("steps", "Steps of the whole run.")
+        self._step_at = gauge("last_step_timestamp_seconds", "When that step was taken.")
+        self._round_at = gauge("last_round_timestamp_seconds", "When a round with others was last committed.")
+        self._loss = gauge("loss", "This peer's mean loss over the last step.")
+        self._held_out = gauge("held_out_loss", "Loss of the last evaluation.")
+        self._rate = gauge("learning_rate", "Learning rate of the last step.")
+        self._peers = gauge("peers", "Peers of the run, this one included.")
+        self._speed = gauge("samples_per_second", "Samples that this peer trains in a second.")
+        self._saved = gauge("checkpoint_step", "Step of the last checkpoint.")
+        self._samples = counter("samples", "Samples that this peer has given to the run.")
+        self._all_samples = counter(
+            "swarm_samples", "Samples of all peers, in the steps that this peer took part in."
+        )
+        self._tokens = counter("tokens", "Trained tokens in the samples that this peer has given.")
+        self._rounds = counter("rounds", "Rounds with others, by how they ended.", "outcome")
+        self._blocked = counter("round_blocked_seconds", "Time for which training waited for rounds.")
+        self._sent = counter("round_sent_bytes", "Bytes sent in rounds.")
+        self._received = counter("round_received_bytes", "Bytes received in rounds.")
+        self._warnings = counter("warnings", "Warnings, by their code.", "code")
+        self._seconds = Histogram(
+            "trahiv_round_seconds", "Time that rounds took.", buckets=ROUND_BUCKETS_S, registry=registry
+        )
+        self._given = {"samples": 0, "tokens": 0}
+        for outcome in ("committed", "failed"):
+            self._rounds.labels(outcome)
+
+    def serve(self, port: int) -> None:
+        """Answer on a port of this machine, until the process ends; SetupError if it is taken."""
+        try:
+            start_http_server(port, HOST, self.registry)
+        except OSError as error:
+            raise SetupError(
+                f"Port {port} of this machine can't be used for metrics: {error.strerror}.",
+                hint="name another one with --metrics",
+            ) from error
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one event."""
+        match event["event"]:
+            case "ready":
+                self._run.info({"run_id": event["run_id"] or "", "peer_id": event["peer_id"]})
+                self._steps.set(event.get("max_steps", 0))
+                self._reach.state(event["reached"])
+            case "joined":
+                self._state.state("training")
+                self._step.set(event["step"])
+                self._peers.set(event["peers"])
+                self._reach.state(event["reached"])
+            case "step":
+                self._take_step(event)
+            case "eval" if "eval_loss" in event:
+                self._held_out.set(event["eval_loss"])
+            case "checkpoint":
+                self._saved.set(event["step"])
+            case "reach":
+                self._reach.state(event["reached"])
+            case "warning":
+                self._warnings.labels(event["code"]).inc()
+                if event["code"] == "round":
+                    self._rounds.labels("failed").inc()
+            case "paused" | "resumed":
+                self._state.state("paused" if event["event"] == "paused" else "loading")
+            case "done" | "error":
+                self._state.state("ended")
+
+    def _take_step(self, event: Event) -> None:
+        self._step.set(event["step"])
+        self._step_at.set(event["t"])
+        self._loss.set(math.nan if event["loss"] is None else event["loss"])
+        self._rate.set(event["learning_rate"] or 0.0)
+        self._peers.set(event["peers"])
+        self._speed.set(event["samples_per_second"])
+        before, self._given = self._given, event["given"]
+        self._samples.inc(max(0, self._given["samples"] - before["samples"]))
+        self._tokens.inc(max(0, self._given["tokens"] - before["tokens"]))
+        self._all_samples.inc(event["samples"] or 0)
+        if (last := event["round"]) is not None:
+            self._round_at.set(event["t"])
+            self._rounds.labels("committed").inc()
+            self._seconds.observe(last["seconds"])
+            self._blocked.inc(last["blocked_seconds"])
+            self._sent.inc(last["bytes_sent"])
+            self._received.inc(last["bytes_received"])

@@ -1,0 +1,70 @@
+"""A command of the user's for what a person should know of: `--on-event`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from trahiv_cli.errors import TrahivError
+from trahiv_cli.telemetry.events import VERSION, Event, to_json
+
+TELLING = frozenset({"joined", "paused", "resumed", "warning", "error", "done"})
+PASSING = frozenset({"no-group", "round", "overflow"})
+"""Codes of warnings of which nobody need know at once: they may come every few seconds."""
+
+MAX_WAITING = 100
+COMMAND_S, AT_THE_END_S = 30.0, 5.0
+
+
+class Notifier:
+    """Listens to a peer's events, and runs a command for those that a person should know of, in turn.
+
+    The command gets the event as JSON on its stdin, and in `TRAHIV_EVENT` its name. It may take 30 s. What
+    comes while 100 events wait is left out. As a context it tells what ends the block, and waits 5 s for the
+    command to hear the last.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._waiting: queue.Queue[Event | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._run, name="on-event", daemon=True)
+        self._thread.start()
+
+    def __call__(self, event: Event) -> None:
+        """Take note of one event."""
+        if event["event"] in TELLING and event.get("code") not in PASSING:
+            with contextlib.suppress(queue.Full):
+                self._waiting.put_nowait(event)
+
+    def __enter__(self) -> Notifier:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, TrahivError):
+            told = {"code": error.code, "message": error.message, "hint": error.hint}
+            self({"v": VERSION, "t": round(time.time(), 3), "event": "error", **told})
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(AT_THE_END_S)
+
+    def _run(self) -> None:
+        while (event := self._waiting.get()) is not None:
+            with contextlib.suppress(OSError, subprocess.SubprocessError):
+                subprocess.run(
+                    self._command,
+                    input=to_json(event) + "\n",
+                    text=True,
+                    env=os.environ | {"TRAHIV_EVENT": event["event"]},
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    timeout=COMMAND_S,
+                    check=False,
+                )
