@@ -5,27 +5,28 @@ import sys
 import pytest
 
 from tests.kit.commands import wait_until
+from trahiv_cli.cli.options import PEER_VARIABLE
 from trahiv_cli.errors import TrahivError
+from trahiv_cli.telemetry.events import PEERS_FILE
 from trahiv_cli.watch import lookout
-from trahiv_cli.watch.lookout import Follower, Lookout
+from trahiv_cli.watch.lookout import Follower, Lookout, Seen
 
 PEERS = '{"v": 1, "t": 1, "event": "peers", "run_id": "run-1", "peers": [{"peer_id": "QmA"}]}'
 ERROR = '{"v": 1, "t": 1, "event": "error", "message": "No peer answers.", "hint": "start one"}'
 
 
 @pytest.fixture
-def follower(monkeypatch, tmp_path):
-    """`follower(line, ...)` follows a child that says these lines, and ends with `ends`."""
+def follower(monkeypatch):
+    """`follower(line, ...)` follows a child that says these lines, and then ends or not."""
     monkeypatch.setattr(lookout, "AGAIN_S", 0.0)
     made = []
 
     def follower(*lines, ends=True):
-        one = Follower(["--output-dir", "run"], {"SAID": "\n".join(lines)})
-        says = f"import os, time; print(os.environ['SAID'], flush=True); time.sleep({0 if ends else 600})"
-        assert one._command[1:] == [
-            *("-m", "trahiv_cli", "status", "--follow", "--format", "json", "--output-dir", "run")
-        ]
-        one._command = [sys.executable, "-c", says]
+        one = Follower(["trahiv1:a", "trahiv1:b"], PEER_VARIABLE)
+        assert one._command[1:] == ["-m", "trahiv_cli", "status", "--follow", "--format", "json"]
+        script = f"import os, time; assert os.environ[{PEER_VARIABLE!r}] == 'trahiv1:a trahiv1:b'\n"
+        script += f"print({chr(10).join(lines)!r}, flush=True); time.sleep({0 if ends else 600})"
+        one._command = [sys.executable, "-c", script]
         made.append(one)
         return one
 
@@ -57,3 +58,13 @@ def test_the_newest_is_told_with_its_time_and_what_is_wrong_as_well(follower):
     wait_until(lambda: b'"QmA"' in seen.newest)
     troubled = Lookout(follower(ERROR, ends=False))
     wait_until(lambda: b'"trouble": "No peer answers."' in troubled.newest)
+
+
+def test_what_the_peer_of_a_folder_has_seen_is_read_there(tmp_path):
+    seen = Seen(tmp_path)
+    assert seen() is None
+    for noise in ("", "{"):
+        (tmp_path / PEERS_FILE).write_text(noise)
+        assert seen() is None
+    (tmp_path / PEERS_FILE).write_text(PEERS)
+    assert seen()["peers"] == [{"peer_id": "QmA"}]

@@ -39,7 +39,7 @@ def status(
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.invitation import passing_standing
     from trahiv_cli.swarm.owning import looking_in
-    from trahiv_cli.swarm.status import fetch_statuses
+    from trahiv_cli.swarm.status import fetch_statuses, fields_of
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
@@ -48,10 +48,7 @@ def status(
         with suppress(KeyboardInterrupt):
             while follow:
                 if out.format is Format.json:
-                    there = sorted(fetch_statuses(node).ours.items())
-                    peers = [{"peer_id": peer_id, **one.model_dump()} for peer_id, one in there]
-                    run = statistics.mode(one.run_id for _, one in there) if there else None
-                    out.event("peers", run_id=run, peers=peers)
+                    out.event("peers", **fields_of(fetch_statuses(node).ours))
                 else:
                     out.data(time.strftime("%H:%M:%S"))
                     show_all(node)

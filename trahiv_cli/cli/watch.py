@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
 from trahiv_cli.cli.output import FormatOption, line_in, out, quiet_libraries
 from trahiv_cli.cli.owner import SwarmOption, words_of
@@ -37,26 +39,27 @@ def watch(
     quiet_libraries()
     require_web()
     from trahiv_cli.watch.guard import kept_token, new_token
-    from trahiv_cli.watch.lookout import Follower, Lookout
+    from trahiv_cli.watch.lookout import Follower, Lookout, Seen
     from trahiv_cli.watch.server import Page
     from trahiv_cli.watch.tail import Nothing, Tail
 
     texts = [*(peer or ()), *taken_peers()]
     folder = run_dir or (None if texts else newest_run())
+    if folder is not None and texts:
+        said = "name a run's folder, or a swarm by --peer, and not both"
+        raise typer.BadParameter(said, param_hint="--peer")
     if folder is not None and not folder.is_dir():
         raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
-    words = () if folder is None or texts else ("--output-dir", str(folder))
-    look = Follower(words, {PEER_VARIABLE: " ".join(texts)})
-    lookout = Lookout(look)
-    if folder is None:
-        page = Page(Nothing, new_token(), port, lookout=lookout)
-    else:
-        about, token = {"folder": folder.name}, kept_token(folder)
+    if folder is not None:
+        about, token, lookout = {"folder": folder.name}, kept_token(folder), Lookout(Seen(folder))
         page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
-    try:
         open_page(page, no_browser)
+        return
+    follower = Follower(texts, PEER_VARIABLE)
+    try:
+        open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser)
     finally:
-        look.close()
+        follower.close()
 
 
 def newest_run() -> Path:

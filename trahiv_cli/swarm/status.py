@@ -7,8 +7,9 @@ that an older peer can't read; a newcomer with another one is refused before it 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
-from typing import Annotated, Literal, NamedTuple
+import statistics
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -93,6 +94,13 @@ def fetch_statuses(node: Node) -> Statuses:
                 except ValidationError:
                     disbelieve(peer, "the run that it publishes can't be read")
     return found
+
+
+def fields_of(statuses: Mapping[str, Status]) -> dict[str, Any]:
+    """Return the fields of an event `peers`: the run that most train, and what each says, with its id."""
+    there = sorted(statuses.items())
+    run_id = statistics.mode(one.run_id for _, one in there) if there else None
+    return {"run_id": run_id, "peers": [{"peer_id": peer, **one.model_dump()} for peer, one in there]}
 
 
 def require_protocol(statuses: Statuses, named_peers: Collection[str]) -> None:

@@ -35,8 +35,11 @@ OLDER_FILES = 3
 TAIL_BYTES = 2**20
 """So much is read of a file's end: more than a thousand steps."""
 
-TRANSIENT = frozenset({"progress", "download"})
-"""Events for live views only: many a minute, each out of date with the next."""
+TRANSIENT = frozenset({"progress", "download", "peers"})
+"""Events for live views only: many a minute, or long; each out of date with the next."""
+
+PEERS_FILE = "peers-now.json"
+"""In a run's folder: the newest event `peers`."""
 
 
 class Events:

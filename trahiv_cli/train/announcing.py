@@ -19,7 +19,7 @@ from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.invitation import join_by, write_invitation
 from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
-from trahiv_cli.swarm.status import Status, fetch_statuses, publish_status
+from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.account import Account
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 15.0
 PUBLISH_GAP_S = 1.0  # between two changes that others are told of
-COPIES_EVERY = 4  # publications: whether another peer has this one's identity
+PEERS_A_LOOK = 25  # so many more peers make the time between two looks at what they say as much longer
 PROGRESS_EVERY_S = 0.5
 REACH_EVERY_S = 2.0
 SECRET_HERE = ". This contains a secret: treat it like a password."
@@ -105,16 +105,20 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 @contextmanager
 def published(node: Node, recipe: Recipe, account: Account, events: Events) -> Iterator[None]:
-    """While the block runs, keep the recipe and this peer's status in the DHT, as every peer does."""
-    stop, is_told = threading.Event(), False
+    """While the block runs, keep the recipe and this peer's status in the DHT, as every peer does.
 
-    def publish(number: int) -> None:
-        nonlocal is_told
+    What the others say of themselves becomes an event `peers`, every 15 s, or less often if they are many.
+    """
+    stop, look_at, is_warned = threading.Event(), 0.0, False
+
+    def publish() -> None:
+        nonlocal look_at, is_warned
         publish_recipe(node, recipe)
-        own = account.status
-        if not is_told and number % COPIES_EVERY == COPIES_EVERY - 1:
-            there = fetch_statuses(node).ours.get(node.peer_id)
-            if is_told := there is not None and is_copy(there, own):
+        if (now := time.monotonic()) >= look_at:
+            there = fetch_statuses(node).ours
+            look_at = now + PUBLISH_EVERY_S * (1 + len(there) // PEERS_A_LOOK)
+            events.emit("peers", **fields_of(there))
+            if not is_warned and (is_warned := is_copy(there.get(node.peer_id), account.status)):
                 warn_of_copy(events)
         tell()
 
@@ -122,7 +126,7 @@ def published(node: Node, recipe: Recipe, account: Account, events: Events) -> I
         publish_status(node, account.status.model_copy(update={"reached": node.reach.kind}))
 
     def repeat() -> None:
-        due_at, number = time.monotonic() + PUBLISH_EVERY_S, 1
+        due_at = time.monotonic() + PUBLISH_EVERY_S
         while True:
             account.has_changed.wait(max(0.0, due_at - time.monotonic()))
             account.has_changed.clear()
@@ -132,12 +136,12 @@ def published(node: Node, recipe: Recipe, account: Account, events: Events) -> I
                 if time.monotonic() < due_at:
                     tell()
                     continue
-                publish(number)
+                publish()
             except SwarmError as error:  # until the next try joiners get it from other peers
                 logger.warning("The recipe was not published again: %s", error.message)
-            due_at, number = time.monotonic() + PUBLISH_EVERY_S, number + 1
+            due_at = time.monotonic() + PUBLISH_EVERY_S
 
-    publish(0)
+    publish()
     thread = threading.Thread(target=repeat, name="publisher", daemon=True)
     thread.start()
     try:
@@ -148,9 +152,9 @@ def published(node: Node, recipe: Recipe, account: Account, events: Events) -> I
         thread.join()
 
 
-def is_copy(there: Status, own: Status) -> bool:
+def is_copy(there: Status | None, own: Status) -> bool:
     """Whether what stands in the DHT as this peer's status was said by another peer with its identity."""
-    return there.since != own.since and there.at > own.since
+    return there is not None and there.since != own.since and there.at > own.since
 
 
 def warn_of_copy(events: Events) -> None:

@@ -37,7 +37,7 @@ from trahiv_cli.swarm.invitation import (
 from trahiv_cli.swarm.membership import Membership
 from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.reach import ReachRules
-from trahiv_cli.telemetry.events import EventFile, Events, RotatingFile
+from trahiv_cli.telemetry.events import PEERS_FILE, Event, EventFile, Events, RotatingFile, to_json
 from trahiv_cli.train.checkpoint import saved_in
 
 RUNS = Path("runs")
@@ -239,9 +239,19 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
 
 @contextlib.contextmanager
 def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None]:
-    """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`."""
+    """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`.
+
+    The newest of what the swarm's peers say of themselves is in a file of its own.
+    """
+
+    def keep_peers(event: Event) -> None:
+        if event["event"] == "peers":
+            with contextlib.suppress(OSError):  # the next one is written as well
+                write_whole(folder / PEERS_FILE, to_json(event).encode())
+
     with contextlib.closing(EventFile(folder / "events.jsonl")) as record:
         events.add(record)
+        events.add(keep_peers)
         try:
             log_to(folder / "trahiv.log", is_verbose=is_verbose)
             yield
@@ -250,6 +260,7 @@ def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None
             raise
         finally:
             events.remove(record)
+            events.remove(keep_peers)
 
 
 def log_to(path: Path, *, is_verbose: bool) -> None:

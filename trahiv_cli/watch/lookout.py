@@ -1,7 +1,8 @@
 """What the swarm's peers say of themselves, looked at every few seconds.
 
-`Follower` has `trahiv status --follow` look, in a process of its own: it loads libraries for seconds, and it
-runs a node. The page need not wait for either.
+The peer of a run's folder looks by itself, and writes down what it sees (`Seen`). Where this machine has no
+peer, `trahiv status --follow` looks (`Follower`), in a process of its own: it loads libraries for seconds and
+runs a node, and the page need not wait for either.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from trahiv_cli.errors import TrahivError
-from trahiv_cli.telemetry.events import VERSION, Event, to_json
+from trahiv_cli.telemetry.events import PEERS_FILE, VERSION, Event, to_json
 
 LOOK_EVERY_S = 5.0
 AGAIN_S = 25.0
@@ -46,12 +48,30 @@ class Lookout:
             time.sleep(LOOK_EVERY_S)
 
 
-class Follower:
-    """Looks into a swarm, through a child that runs `trahiv status` with these words and this environment."""
+class Seen:
+    """Reads what the peer of a run's folder has seen last."""
 
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._command = [sys.executable, "-m", "trahiv_cli", "status", "--follow", "--format", "json", *words]
-        self._environment, self._free_at = dict(environment), 0.0
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / PEERS_FILE
+
+    def __call__(self) -> Event | None:
+        """Return it; None if there is nothing that can be read."""
+        try:
+            event: Event = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return event
+
+
+class Follower:
+    """Looks into a swarm by invitations and addresses, through a child that runs `trahiv status`.
+
+    The child finds them in an environment variable, which only its owner can read.
+    """
+
+    def __init__(self, peers: Sequence[str], variable: str) -> None:
+        self._command = [sys.executable, "-m", "trahiv_cli", "status", "--follow", "--format", "json"]
+        self._environment, self._free_at = {variable: " ".join(peers)}, 0.0
         self._child: subprocess.Popen[str] | None = None
 
     def __call__(self) -> Event | None:

@@ -16,6 +16,7 @@ from trahiv_cli.swarm.status import (
     Status,
     Statuses,
     fetch_statuses,
+    fields_of,
     publish_status,
     require_protocol,
 )
@@ -116,3 +117,11 @@ def test_a_newcomer_is_refused_by_a_swarm_of_another_protocol_and_told_what_to_t
         with pytest.raises(RecipeMismatch, match="protocol .* Nothing was changed") as refused:
             require_protocol(statuses, named)
         assert refused.value.exit_code == 5 and refused.value.hint.startswith(hint)
+
+
+def test_an_event_tells_of_each_peer_and_of_the_run_that_most_train():
+    others = {"QmB": OURS, "QmA": Status(run_id="run-2"), "QmC": OURS}
+    told = fields_of(others)
+    assert told["run_id"] == "run-1" and fields_of({}) == {"run_id": None, "peers": []}
+    assert [one["peer_id"] for one in told["peers"]] == ["QmA", "QmB", "QmC"]
+    assert told["peers"][1] == {"peer_id": "QmB", **FIELDS}

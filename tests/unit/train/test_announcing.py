@@ -16,7 +16,7 @@ from trahiv_cli.recipe.agreement import run_id
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.node import RUNS_KEY
 from trahiv_cli.swarm.reach import Reach
-from trahiv_cli.swarm.status import fetch_statuses
+from trahiv_cli.swarm.status import Status, fetch_statuses, publish_status
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import announcing
 from trahiv_cli.train.account import Account
@@ -69,9 +69,10 @@ def test_a_change_is_told_at_once_without_the_recipe(home, monkeypatch):
     assert len(recipes) == 1
 
 
-def test_another_peer_with_this_one_s_identity_is_warned_of_once_and_an_earlier_life_is_not(home):
+def test_what_others_say_is_told_and_another_peer_with_this_one_s_identity_is_warned_of_once(home):
     told, account = queue.Queue(), own_account()
     before = account.status.model_copy(update={"since": account.status.since - 60})
+    publish_status(home.neighbour("QmOther"), Status(run_id="run-1", name="Bob"))
     real = home.publish
     home.publish = lambda key, value, ttl: real(key, value, ttl) if key != RUNS_KEY else None
 
@@ -80,11 +81,15 @@ def test_another_peer_with_this_one_s_identity_is_warned_of_once_and_an_earlier_
 
     stands(account.status.since - 1)
     with published(home, RECIPE, account, Events(told.put)):
-        time.sleep(0.1)
-        assert told.empty(), "it is what this peer said before it started again"
+        for _ in range(3):  # it is what this peer said before it started again
+            event = told.get(timeout=10)
+            assert event["event"] == "peers"
+            assert [one["name"] for one in event["peers"] if one["peer_id"] == "QmOther"] == ["Bob"]
         stands(account.status.at + 60)
-        assert told.get(timeout=10)["code"] == "copied"
-    assert told.empty()
+        while (event := told.get(timeout=10))["event"] == "peers":
+            pass
+        assert event["code"] == "copied"
+        assert told.get(timeout=10)["event"] == told.get(timeout=10)["event"] == "peers"
 
 
 def test_a_peer_says_how_others_reach_it_and_by_whom_they_join(tmp_path):

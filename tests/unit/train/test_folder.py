@@ -1,5 +1,6 @@
 """Which folder a peer takes, and that nobody else takes it meanwhile; between processes: `tests/swarm`."""
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,7 +10,9 @@ from trahiv_cli.errors import FolderTaken, SetupError
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE, Invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
-from trahiv_cli.train.folder import known_identity, owned, owned_to_join, require_free
+from trahiv_cli.telemetry.events import PEERS_FILE, Events
+from trahiv_cli.train import folder as folders
+from trahiv_cli.train.folder import known_identity, owned, owned_to_join, recorded, require_free
 
 OWNER = Owner(bytes(KEY_BYTES))
 OURS, OF_ANOTHER = OWNER.invite(), OWNER.invite()
@@ -82,3 +85,19 @@ def test_nobody_visits_as_a_peer_that_runs():
         with owned(owners):
             assert known_identity(invitation, None) is None
     assert known_identity(Invitation(membership=OF_ANOTHER), None) is None
+
+
+def test_what_the_peers_say_is_in_a_file_of_its_own_and_what_ends_the_peer_in_the_record(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folders, "log_to", lambda *_, **__: None)
+    events = Events()
+    with pytest.raises(SetupError), recorded(tmp_path, events, is_verbose=False):
+        for name in ("Ann", "Bob"):
+            events.emit("peers", run_id="run-1", peers=[{"peer_id": "QmA", "name": name}])
+        raise SetupError("The disk is gone.", "look for it")
+    assert json.loads((tmp_path / PEERS_FILE).read_text())["peers"] == [{"peer_id": "QmA", "name": "Bob"}]
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["message"]) for event in told] == [("error", "The disk is gone.")]
+    events.emit("peers", run_id="run-1", peers=[])
+    assert "Bob" in (tmp_path / PEERS_FILE).read_text(), "it is over"

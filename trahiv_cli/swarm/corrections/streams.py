@@ -35,9 +35,9 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
 
 
 async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:
-    """Send the bytes of a message, no faster than this peer's user wants.
+    """Send the bytes of a message, no faster than this peer's user wants (`pipes.UPLOAD`).
 
-    p2p/p2p_daemon.py:369 puts all of them into the socket's buffer first.
+    p2p/p2p_daemon.py:369 writes all of them at once.
     """
     writer.write(len(data).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER))
     view = memoryview(data)
@@ -45,7 +45,7 @@ async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size
         chunk = view[offset : offset + chunk_size]
         await UPLOAD.take(len(chunk), is_urgent=len(view) <= URGENT_BYTES)
         writer.write(chunk)
-        await writer.drain()
+    await writer.drain()
 
 
 async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tuple[Any, Any]:
