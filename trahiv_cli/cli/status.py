@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import statistics
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from trahiv_cli.cli.options import option
 from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries, visible
 from trahiv_cli.cli.owner import FolderOption, SwarmOption, swarm_named
+from trahiv_cli.errors import NotAdmitted
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
     from trahiv_cli.swarm.status import Status
 
 LOOK_EVERY_S = 5.0
+SEEN_S = 300.0  # what was seen so long ago is no longer told
 FOLLOW_HELP = "Look again every 5 s, until Ctrl-C."
 REACHED = {
     "direct": "others dial it",
@@ -39,20 +44,47 @@ def status(
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.invitation import passing_standing
     from trahiv_cli.swarm.owning import looking_in
-    from trahiv_cli.swarm.status import fetch_statuses, fields_of
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
-    with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
-        if not follow:
-            show_all(node)
-        with suppress(KeyboardInterrupt):
-            while follow:
-                if out.format is Format.json:
-                    out.event("peers", **fields_of(fetch_statuses(node).ours))
-                else:
-                    out.data(time.strftime("%H:%M:%S"))
-                    show_all(node)
-                time.sleep(LOOK_EVERY_S)
+    try:
+        with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
+            follow_all(node) if follow else show_all(node)
+    except NotAdmitted:
+        # Who joined by an invitation for one can't visit under another name; but its own peer has looked.
+        if folder is None or not (seen := seen_lately(folder)):
+            raise
+        show_runs(seen, time.time())
+
+
+def follow_all(node: Node) -> None:
+    """Show the swarm again and again until SIGINT or SIGTERM, also where a shell has them ignored."""
+    from trahiv_cli.swarm.status import fetch_statuses, fields_of
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        while True:
+            if out.format is Format.json:
+                out.event("peers", **fields_of(fetch_statuses(node).ours))
+            else:
+                out.data(time.strftime("%H:%M:%S"))
+                show_all(node)
+            time.sleep(LOOK_EVERY_S)
+
+
+def seen_lately(folder: Path) -> dict[str, Status]:
+    """Read what the peer of a run's folder saw within the last minutes; empty if it saw nothing."""
+    from pydantic import ValidationError
+
+    from trahiv_cli.swarm.status import Status
+    from trahiv_cli.telemetry.events import PEERS_FILE
+
+    try:
+        event = json.loads((folder / PEERS_FILE).read_bytes())
+        is_late = event["t"] < time.time() - SEEN_S
+        return {} if is_late else {one["peer_id"]: Status.model_validate(one) for one in event["peers"]}
+    except (OSError, ValueError, LookupError, ValidationError):
+        return {}
 
 
 def show_all(node: Node) -> None:
@@ -62,20 +94,24 @@ def show_all(node: Node) -> None:
     from trahiv_cli.swarm.status import fetch_statuses
 
     (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
-    now = swarm_time()
-    runs: dict[str, dict[str, Status]] = {}
-    for peer_id, one in sorted(statuses.items(), key=lambda entry: (-entry[1].step, entry[0])):
-        runs.setdefault(one.run_id, {})[peer_id] = one
-    for run, peers in runs.items():
-        show(run, peers, now)
+    show_runs(statuses, swarm_time())
     for peer_id, (protocol, version) in sorted(foreign.items()):
         runs_with = f"trahiv {version}" if version else "an earlier version of trahiv"
         text = f"  {peer_id}  runs {runs_with}, of another protocol: it can't train along"
         out.record(text, "peer", peer_id=peer_id, run_id=None, version=version, protocol=protocol)
     for peer_id in sorted(others - statuses.keys() - foreign.keys()):
         out.record(f"  {peer_id}  tells of no run", "peer", peer_id=peer_id, run_id=None)
-    if not runs:
+    if not statuses:
         out.say("A peer answers, but nothing is being trained in this swarm.")
+
+
+def show_runs(statuses: dict[str, Status], now: float) -> None:
+    """Show each run, its furthest peers first; `now` is the swarm's time, in Unix seconds."""
+    runs: dict[str, dict[str, Status]] = {}
+    for peer_id, one in sorted(statuses.items(), key=lambda entry: (-entry[1].step, entry[0])):
+        runs.setdefault(one.run_id, {})[peer_id] = one
+    for run, peers in runs.items():
+        show(run, peers, now)
 
 
 def show(run: str, peers: dict[str, Status], now: float) -> None:

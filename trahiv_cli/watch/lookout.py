@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -99,4 +98,4 @@ class Follower:
     def close(self) -> None:
         """Have the child leave."""
         if self._child is not None:
-            self._child.send_signal(signal.SIGINT)
+            self._child.terminate()

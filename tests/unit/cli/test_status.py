@@ -1,18 +1,25 @@
 """What `trahiv status` shows of a swarm, whose records are a dict here."""
 
 import contextlib
+import json
+import signal
+import time
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
 
 from tests.kit.fakes import FakeNode
 from tests.unit.cli.conftest import ADDRESS
+from trahiv_cli.cli import status as module
 from trahiv_cli.cli.status import REACHED
+from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.swarm import clock, owning
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
 from trahiv_cli.swarm.reach import Kind
-from trahiv_cli.swarm.status import PROTOCOL, Status
+from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
+from trahiv_cli.telemetry.events import PEERS_FILE
 
 
 @pytest.fixture
@@ -101,3 +108,50 @@ def test_without_a_line_the_newest_run_says_where_its_peers_are(trahiv, swarm, h
     met.save()
     for more in ((), ("--output-dir", known.parent)):
         assert trahiv("status", *more)[1].startswith("run-1: step 5 of 40")
+
+
+def test_who_may_not_visit_is_told_what_its_own_peer_has_seen_lately(trahiv, swarm, here, monkeypatch):
+    """As one that joined by an invitation for one: a visitor has another name."""
+
+    def refuse(*_):
+        raise NotAdmitted("The swarm does not take this peer for a member: its invitation was used before.")
+
+    run = here / "runs" / "run-1"
+    run.mkdir(parents=True)
+    met = Acquaintances(run / FILE)
+    met.meet(ADDRESS.rpartition("/")[2], [ADDRESS])
+    met.save()
+    monkeypatch.setattr(owning, "visiting", refuse)
+    there = {"QmA": Status(**status(5)), "QmB": Status(**status(6))}
+    for seconds, code in ((None, 5), (10, 0), (1000, 5)):
+        if seconds is not None:
+            event = {"event": "peers", "t": time.time() - seconds, **fields_of(there)}
+            (run / PEERS_FILE).write_text(json.dumps(event))
+        assert trahiv("status")[0] == code, seconds
+    (run / PEERS_FILE).write_text(json.dumps({"event": "peers", "t": time.time(), **fields_of(there)}))
+    assert trahiv("status")[1].startswith("run-1: step 5 of 40, 2 peers,")
+    (run / PEERS_FILE).write_text("{")
+    assert trahiv("status")[0] == 5 and trahiv("status", "--peer", ADDRESS)[0] == 5
+
+
+def test_it_looks_again_and_again_until_it_is_told_to_end(trahiv, events, swarm, monkeypatch):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    swarm(QmA=status(5))
+    looks = iter(2 * [None, None, signal.SIGTERM])
+    monkeypatch.setattr(
+        module, "time", SimpleNamespace(strftime=lambda _: "12:00:00", sleep=lambda _: sleep())
+    )
+
+    def sleep():
+        if (number := next(looks)) is not None:
+            signal.raise_signal(number)
+
+    try:
+        code, out, _ = trahiv("status", "--peer", ADDRESS, "--follow")
+        assert code == 0 and out.count("12:00:00\nrun-1: step 5 of 40, 1 peer") == 3
+        code, told = events("status", "--peer", ADDRESS, "--follow")
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    assert code == 0 and [event["event"] for event in told] == ["peers"] * 3
+    assert [(one["peer_id"], one["step"]) for one in told[0]["peers"]] == [("QmA", 5)]
