@@ -277,7 +277,12 @@ def options_of(
     from trahiv_cli.train.peer import PeerOptions
 
     if niceness is not None:
-        psutil.Process().nice(niceness)  # what it starts inherits that
+        try:
+            psutil.Process().nice(niceness)  # what it starts inherits that
+        except psutil.AccessDenied as error:
+            now = psutil.Process().nice()
+            said = f"this process is at {now} already, and may not go back to {niceness}"
+            raise typer.BadParameter(said, param_hint="--niceness") from error
     spend = budget or ENDLESS_BUDGET
     return PeerOptions(
         output_dir=output_dir,
@@ -328,11 +333,11 @@ def live(
     events = Events()
     if metrics is not None:
         serve_metrics(metrics, events)
-    notifier = contextlib.nullcontext() if on_event is None else Notifier(shlex.split(on_event))
-    if isinstance(notifier, Notifier):
-        events.add(notifier)
     try:
-        with notifier, out.listening(events) as give_terminal_back:
+        with contextlib.ExitStack() as listeners:
+            if on_event is not None:
+                events.add(listeners.enter_context(Notifier(shlex.split(on_event))))
+            give_terminal_back = listeners.enter_context(out.listening(events))
 
             def leave_at_once() -> None:
                 give_terminal_back()

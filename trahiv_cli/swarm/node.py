@@ -168,8 +168,9 @@ class Node(contextlib.AbstractContextManager["Node"]):
         except (P2PDaemonError, RuntimeError, ValueError) as error:
             if "already taken by another peer" in str(error):
                 raise SetupError(
-                    "A peer with this identity is already in the swarm.",
-                    hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE",
+                    "A peer with this identity is already in the swarm; nothing was changed.",
+                    hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE; "
+                    "in a copy of another peer's folder, move identity.key away: a new one is made then",
                 ) from error
             if needs_one:
                 knocks = "\n".join("  " + addresses.what_answers(address) for address in initial_peers)

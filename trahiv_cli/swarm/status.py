@@ -22,7 +22,7 @@ from trahiv_cli.swarm.records import disbelieve
 PROTOCOL = 2
 STATUS_TTL_S = 120.0
 MAX_TEXT = 60
-VERSION = r"[0-9A-Za-z.+]{1,20}"  # it is shown as what to type
+VERSION = r"[0-9A-Za-z.+]{1,60}"  # it is shown as what to type
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Step = Annotated[int, Field(ge=0, lt=2**31)]

@@ -58,7 +58,7 @@ def read(disbelieved):
         *({"loss": wrong} for wrong in (float("nan"), float("inf"), "0.5")),
         *({field: wrong} for field in ("samples", "tokens") for wrong in (-1, 2**53, 0.5)),
         *({field: wrong} for field in ("name", "device", "waits_for") for wrong in ("x" * 61, 7, b"x")),
-        *({"version": wrong} for wrong in ("", "1.0 --index-url evil", "1.0\n", "x" * 21)),
+        *({"version": wrong} for wrong in ("", "1.0 --index-url evil", "1.0\n", "x" * 61)),
         {"state": "dreaming"},
     ],
 )
