@@ -76,6 +76,9 @@ def test_a_peer_trains_only_while_its_condition_holds(start_paced, endless, tmp_
         playing = play()
         paused = peer.wait_for("paused", 60, t=lambda t: t > step["t"])
         assert paused["step"] >= 2
+        for child in psutil.Process(peer.pid).children():
+            child.kill()
+        paused = peer.wait_for("paused", 60, t=lambda t: t > paused["t"])
         peer.send_signal(signal.SIGINT)
         assert peer.exit_code(20) == 130
         done = peer.wait_for("done", 1)

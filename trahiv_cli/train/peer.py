@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trahiv_cli.assets import hub
+from trahiv_cli.errors import PeerBroken
 from trahiv_cli.recipe.agreement import resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
@@ -227,7 +228,8 @@ def hold(
 ) -> None:
     """While this peer is to be paused, train nothing, and be there for others who join or need a relay.
 
-    Heavy libraries are not loaded yet, and nothing is on the GPU.
+    Heavy libraries are not loaded yet, and nothing is on the GPU. Raises `PeerBroken` if the node has ended,
+    `NotAdmitted` if the swarm's owner has taken this peer out, and `Left`.
     """
     if not wishes.why_paused():
         return
@@ -238,6 +240,10 @@ def hold(
                 events.emit("paused", step=step, why=why)
             said = why
             time.sleep(LOOK_EVERY_S)
+            node.require_membership()
+            if not node.is_alive():
+                hint = "nothing to do where a command trains: it starts again by itself, and is paused again"
+                raise PeerBroken("This peer's DHT process has ended while the peer was paused.", hint=hint)
             if wishes.is_to_finish:
                 leaving.leave("finish")
                 raise Left
