@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import ROOT, wait_until
+from tests.kit.commands import LOOPBACK, ROOT, wait_until
 from tests.kit.recipes import write_tiny
 from tests.web import recorded
 from tests.web.recorded import FIRST, OWN, SECOND
@@ -349,6 +349,36 @@ def test_a_peer_that_trains_is_seen_within_seconds(start, watch, browse, tmp_pat
     page.get_by_role("button", name="Finish", exact=True).click()
     expect(page.locator("#said")).to_have_text("Stopped", timeout=30_000)
     assert peer.exit_code(timeout=30) == 0
+
+
+@pytest.mark.swarm
+@pytest.mark.story
+def test_a_peer_that_is_killed_and_comes_back_is_seen_by_the_others(start, watch, browse, tmp_path):
+    opt = {"target_batch_size": 24, "tracker_opts": {"metadata_expiration": 8.0}}
+    data = {"datasets": [{"path": "builtin/trahiv"}]}
+    recipe = write_tiny(tmp_path, data=data, training__max_steps=100_000, hivemind_config__opt=opt)
+
+    def begin(name, *words):
+        return start(*words, "--output-dir", name, "--name", f"{name}'s box", *LOOPBACK, pace_s=0.2)
+
+    ann = begin("Ann", "init", recipe)
+    begin("Bob", "join", "--peer", ann.address, "--yes")
+    cem = begin("Cem", "join", "--peer", ann.address, "--yes")
+    ann.wait_for_group(3)
+    page = browse(watch("Ann"))
+    people, peers = (
+        page.locator("#people"),
+        page.locator("#figures div", has_text="Peers").locator("dd").first,
+    )
+    for name in ("Ann", "Bob", "Cem"):  # each is told by its status, which is read every 15 s
+        expect(people).to_contain_text(f"{name}'s box", timeout=60_000)
+    expect(page.locator("h1")).to_contain_text("Training")
+    cem.kill()
+    expect(peers).to_have_text("2", timeout=60_000)
+    expect(page.locator("#legend")).to_contain_text("left")
+    begin("Cem", "join", "--peer", ann.address, "--yes").wait_for_group(3)
+    expect(peers).to_have_text("3", timeout=60_000)
+    expect(people.locator("tr")).to_have_count(3)
 
 
 def test_the_page_is_in_the_package_with_its_licence():

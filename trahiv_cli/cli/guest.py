@@ -68,29 +68,34 @@ def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
 def tell(run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], bool], meanwhile: str) -> None:
     """Wish something of a peer, wait until it has answered, and show that."""
     quiet_libraries()
-    from trahiv_cli.telemetry.events import newest_events
+    from trahiv_cli.telemetry.events import EVENT_FILE, newest_events
     from trahiv_cli.telemetry.lines import line
+    from trahiv_cli.train.folder import holder_of
     from trahiv_cli.train.wishes import wish
 
     folder = run_dir or running_folder()
     wish(folder, what)
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
-        newest = newest_events(folder / "events.jsonl")
+        newest = newest_events(folder / EVENT_FILE)
         now = next((event for event in newest if event["event"] in TELLING), None)
         if now is not None and is_answer(now):
             fields = {name: value for name, value in now.items() if name not in ("v", "t", "event")}
             out.record(f"{folder}: {line(now)}", now["event"], **fields)
             return
         time.sleep(LOOK_EVERY_S)
+    if holder_of(folder) is None:
+        raise SetupError(f"The peer of {folder} has ended.", hint="the same command starts it again")
     out.say(f"{folder}: {meanwhile}.")
 
 
 def running_folder() -> Path:
     """Find the newest folder of `runs` in which a peer trains; SetupError if there is none."""
     from trahiv_cli.train.folder import RESOLVED, RUNS, holder_of
+    from trahiv_cli.train.wishes import wished
 
-    running = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if holder_of(path.parent) is not None]
+    there = [path.parent for path in RUNS.glob(f"*/{RESOLVED}")]
+    running = [one for one in there if holder_of(one) is not None or wished(one) is not None]
     if not running:
         raise SetupError(
             f"No peer trains in {RUNS}/ here.",

@@ -19,7 +19,7 @@ OutputOption = Annotated[
 def report(run_dir: RunArgument = None, output: OutputOption = None, format: FormatOption = None) -> None:
     """Pack events, log, recipe and versions for somebody who helps.
 
-    No key, invitation, token or path of your home is in it. Addresses of peers are.
+    Keys, invitations, what looks like a token, and the path of your home are left out.
     """
     out.use(format)
     quiet_libraries()

@@ -119,8 +119,11 @@ def show(run: str, peers: dict[str, Status], now: float) -> None:
 
     `now` is the swarm's time, in Unix seconds.
     """
+    from trahiv_cli.swarm.status import moving
+
+    there = moving(peers.values())
     step, max_steps, round_at = (
-        statistics.median_low(getattr(one, name) for one in peers.values())
+        statistics.median_low(getattr(one, name) for one in there)
         for name in ("step", "max_steps", "round_at")
     )  # one of them may say anything
     ago = max(0, round(now - round_at)) if round_at else None

@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 """Environment variable with the times of this process's restarts after failures, in seconds since 1970."""
 
+SPENT_VARIABLE = "TRAHIV_SPENT"
+"""Environment variable with the samples and steps of a budget that were given before a pause."""
+
 RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 """At most this many restarts within this time; then the failure ends the peer."""
 
@@ -83,9 +86,9 @@ OnlyWhenOption = Annotated[
     list[Condition] | None, option("--only-when", "CONDITION", ONLY_WHEN_HELP, parser=read_condition)
 ]
 UPLOAD_HELP = "Send no more than so many Mbit/s. Default: no limit."
-UploadOption = Annotated[float | None, option("--max-upload", "MBIT", UPLOAD_HELP, min=0.1)]
+UploadOption = Annotated[float | None, option("--max-upload", "MBIT", UPLOAD_HELP, min=1)]
 DOWNLOAD_HELP = "Receive no more than so many Mbit/s. Default: no limit."
-DownloadOption = Annotated[float | None, option("--max-download", "MBIT", DOWNLOAD_HELP, min=0.1)]
+DownloadOption = Annotated[float | None, option("--max-download", "MBIT", DOWNLOAD_HELP, min=1)]
 METRICS_HELP = "Serve metrics for Prometheus on this port of this machine."
 MetricsOption = Annotated[int | None, option("--metrics", "PORT", METRICS_HELP, min=1, max=65535)]
 EVENT_HELP = "Run C, the event on its stdin, when a person should know of it."
@@ -283,7 +286,7 @@ def options_of(
             now = psutil.Process().nice()
             said = f"this process is at {now} already, and may not go back to {niceness}"
             raise typer.BadParameter(said, param_hint="--niceness") from error
-    spend = budget or ENDLESS_BUDGET
+    spend, (samples, steps) = budget or ENDLESS_BUDGET, spent_before()
     return PeerOptions(
         output_dir=output_dir,
         identity=identity,
@@ -296,7 +299,7 @@ def options_of(
         max_upload=max_upload,
         max_download=max_download,
         is_again=is_again(),
-        budget=replace(spend, seconds=spend.seconds - seconds_spent()),
+        budget=Budget(spend.seconds - seconds_spent(), spend.samples - samples, spend.steps - steps),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
     )
 
@@ -352,9 +355,11 @@ def live(
                     ended = run_peer(recipe, text, options, events, leaving)
     except PeerBroken as failure:
         restart(leaving.resume, failure)
-    if ended.reason == "pause":
+    if ended.reason == "pause" and leaving.signal is None:
+        samples, steps = spent_before()
+        os.environ[SPENT_VARIABLE] = f"{samples + ended.spent.samples:.0f} {steps + ended.spent.steps:.0f}"
         start_again(leaving.resume)
-    if ended.reason == "signal":  # one that came after the work was done changes nothing
+    if ended.reason in ("signal", "pause"):  # one that came after the work was done changes nothing
         raise typer.Exit(leaving.exit_code)
 
 
@@ -437,6 +442,12 @@ def is_again() -> bool:
 def restarts() -> list[float]:
     """Return when this process has started again after a failure."""
     return [float(word) for word in os.environ.get(RESTARTS_VARIABLE, "").split()]
+
+
+def spent_before() -> tuple[int, int]:
+    """Return how many samples and steps of its budget this peer has spent before it paused."""
+    samples, steps = map(int, os.environ.get(SPENT_VARIABLE, "0 0").split())
+    return samples, steps
 
 
 def seconds_spent() -> float:

@@ -23,6 +23,13 @@ RUN_HELP = "The run's folder. Default: the newest in runs/."
 PORT_HELP = "The port of this machine that the page is at. Default: a free one."
 BROWSER_HELP = "Only print the address of the page."
 MAX_HOURS = 10_000
+SAID: dict[Wish | None, str] = {
+    "pause": "It pauses when its present local step is over.",
+    "finish": "It leaves when the swarm has taken its present step.",
+    None: "It goes on, unless a condition of --only-when speaks against that.",
+}
+"""What a person is told who has wished something of a peer."""
+
 PortOption = Annotated[int, option("--port", "N", PORT_HELP, min=0, max=65535)]
 BrowserOption = Annotated[bool, option("--no-browser", None, BROWSER_HELP)]
 
@@ -64,7 +71,7 @@ def watch(
 
 def newest_run() -> Path:
     """Return the folder in `runs` whose peer was the last to write an event; SetupError if there is none."""
-    from trahiv_cli.watch.tail import EVENT_FILE
+    from trahiv_cli.telemetry.events import EVENT_FILE
 
     there = sorted(Path("runs").glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
     if not there:
@@ -82,9 +89,10 @@ def replay(
     """Play back on the page what has happened in a run."""
     out.use(format)
     require_web()
+    from trahiv_cli.telemetry.events import EVENT_FILE
     from trahiv_cli.watch.guard import new_token
     from trahiv_cli.watch.server import Page
-    from trahiv_cli.watch.tail import EVENT_FILE, Recording, labels
+    from trahiv_cli.watch.tail import Recording, labels
 
     for folder in folders:
         if not (folder / EVENT_FILE).exists():
@@ -139,7 +147,7 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
             from trahiv_cli.train.wishes import wish
 
             wish(folder, what)
-            return {"message": "It is wished; the peer takes up to a step to do it."}
+            return {"message": SAID[what]}
 
         return deed
 

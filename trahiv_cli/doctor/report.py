@@ -17,12 +17,13 @@ from pathlib import Path
 
 from trahiv_cli.doctor.machine import examine_machine
 from trahiv_cli.errors import SetupError
-from trahiv_cli.recipe.pasted import without_secrets
+from trahiv_cli.recipe.pasted import INVITATION_PREFIX, without_secrets
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm.owning import GIVEN_FOLDER
+from trahiv_cli.telemetry.events import EVENT_FILE
 
-TOLD = ("recipe.yaml", "recipe.json", "events.jsonl*", "trahiv.log*")
+TOLD = ("recipe.yaml", "recipe.json", f"{EVENT_FILE}*", "trahiv.log*")
 SECRET = (
     IDENTITY_FILE,
     OWNER_FILE,
@@ -32,8 +33,22 @@ SECRET = (
     f"{GIVEN_FOLDER}/*",
     "*.key",
 )
-TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{10,}|(?<=Bearer )\S+")
 LEFT_OUT = "(left out)"
+SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
+LEAST_SECRET = 8  # characters of an environment variable that is taken for a secret
+
+SHAPES = (
+    (re.compile(rf"({INVITATION_PREFIX}[\w-]+)(?:\s*\n[\s#>]*[\w-]{{16,}})+"), r"\1"),  # wrapped
+    (re.compile(r"(--on-event[ =]).*?(?= --|\"[,}\n])"), rf"\1{LEFT_OUT}"),  # a webhook's address is a secret
+    (re.compile(r"\bhf_[A-Za-z0-9]{10,}|(?<=Bearer )\S+"), LEFT_OUT),
+    (re.compile(r"(?<=://)[^\s/@\"']+@"), ""),
+    (re.compile(r"(://[^\s\"'?]+\?)[^\s\"']+"), rf"\1{LEFT_OUT}"),
+    (
+        re.compile(r"(?i)(\b(?:api[_-]?key|token|password|secret)[\\\"']*\s*[=:]\s*[\\\"']*)[^\s\"',}\\]+"),
+        rf"\1{LEFT_OUT}",
+    ),
+)
+"""What secrets look like, and what stands there instead."""
 
 
 def write_report(folder: Path, archive: Path) -> list[str]:
@@ -48,9 +63,10 @@ def write_report(folder: Path, archive: Path) -> list[str]:
     hidden = list(secrets_of(folder))
     texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in found}
     texts["machine.json"] = json.dumps(machine(folder), indent=2) + "\n"
+    aside = archive.with_name(f".{archive.name}.{os.getpid()}")
     try:
         with (
-            open(os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,
+            open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
             tarfile.open(fileobj=file, mode="w:gz") as tar,
         ):
             for name, text in texts.items():
@@ -58,10 +74,11 @@ def write_report(folder: Path, archive: Path) -> list[str]:
                 entry = tarfile.TarInfo(f"{archive.name.removesuffix('.tar.gz')}/{name}")
                 entry.size, entry.mtime = len(content), int(time.time())
                 tar.addfile(entry, io.BytesIO(content))
+        aside.replace(archive)
     except OSError as error:
-        archive.unlink(missing_ok=True)
+        aside.unlink(missing_ok=True)
         raise SetupError(
-            f"{archive} can't be written: {error.strerror or error}.",
+            f"{archive} can't be written: {error.strerror or error}; nothing was changed.",
             hint="name another place: --output FILE",
         ) from error
     return list(texts)
@@ -79,19 +96,26 @@ def machine(folder: Path) -> dict[str, object]:
 
 
 def secrets_of(folder: Path) -> Iterator[str]:
-    """List what is secret in a run's folder, in each way in which it may be written."""
+    """List what is secret in a run's folder and the environment, in each way in which it may be written."""
     for path in {path for pattern in SECRET for path in folder.glob(pattern) if path.is_file()}:
         content = path.read_bytes()
         yield content.hex()
         yield base64.b64encode(content).decode()
         yield base64.urlsafe_b64encode(content).rstrip(b"=").decode()
         yield content.decode(errors="replace").strip()
+    for name, value in os.environ.items():
+        if SECRET_NAME.search(name) and len(value) >= LEAST_SECRET:
+            yield value
 
 
 def cleaned(text: str, hidden: list[str]) -> str:
-    """Take secrets, tokens and this user's home out of a text."""
+    """Take secrets, what looks like one, and the path of this user's home out of a text."""
     for secret in filter(None, hidden):
         text = text.replace(secret, LEFT_OUT)
-    text = TOKEN.sub(LEFT_OUT, without_secrets(text))
-    home = str(Path.home())
-    return text if home == "/" else text.replace(home, "~")
+    for shape, instead in SHAPES:
+        text = shape.sub(instead, text)
+    text = without_secrets(text)
+    homes = {str(Path.home()), str(Path.home().resolve())} - {"/"}
+    for home in homes | {json.dumps(home)[1:-1] for home in homes}:
+        text = text.replace(home, "~")
+    return text

@@ -20,7 +20,7 @@ from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.status import fetch_statuses, require_protocol
+from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
 
 RECORD_TTL_S = 120.0
 MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)  # of one peer's recipe
@@ -58,11 +58,9 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
         NothingPublished: the swarm's peers publish no run (yet).
         RecipeMismatch: several runs, several recipes under one run_id, or another protocol.
     """
-    statuses, steps = fetch_statuses(node), dict[str, list[int]]()
+    statuses = fetch_statuses(node)
     require_protocol(statuses, named_peers)
-    for status in statuses.ours.values():
-        steps.setdefault(status.run_id, []).append(status.step)
-    runs = sorted(steps)
+    runs = sorted({status.run_id for status in statuses.ours.values()})
     if preferred_run not in runs and len(runs) > 1:
         raise RecipeMismatch(
             f"This swarm trains several runs: {', '.join(runs)}.",
@@ -82,7 +80,9 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
             f"Peers publish {len(prints)} different recipes under the name {run}; none was taken.",
             hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
-    return PublishedRun(run, prints.pop(), candidates[0], statistics.median_low(steps[run]))
+    of_run = moving(status for status in statuses.ours.values() if status.run_id == run)
+    step = statistics.median_low(status.step for status in of_run)
+    return PublishedRun(run, prints.pop(), candidates[0], step)
 
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:

@@ -108,8 +108,7 @@ async def join(one: End, other: End, *paces: Pace) -> None:
 
     async def carry(source: End, target: End) -> None:
         while chunk := await source.reader.read(CHUNK_BYTES):
-            for pace in paces:
-                await pace.take(len(chunk))
+            await asyncio.gather(*(pace.take(len(chunk)) for pace in paces))
             target.writer.write(chunk)
             await target.writer.drain()
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.builtin import version
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.node import RUNS_KEY, Node
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.records import disbelieve
@@ -97,10 +98,17 @@ def fetch_statuses(node: Node) -> Statuses:
 
 
 def fields_of(statuses: Mapping[str, Status]) -> dict[str, Any]:
-    """Return the fields of an event `peers`: the run that most train, and what each says, with its id."""
+    """Return the fields of an event `peers`: the run that most train, the swarm's time, what each says."""
     there = sorted(statuses.items())
     run_id = statistics.mode(one.run_id for _, one in there) if there else None
-    return {"run_id": run_id, "peers": [{"peer_id": peer, **one.model_dump()} for peer, one in there]}
+    peers = [{"peer_id": peer, **one.model_dump()} for peer, one in there]
+    return {"run_id": run_id, "now": swarm_time(), "peers": peers}
+
+
+def moving(statuses: Iterable[Status]) -> list[Status]:
+    """Leave out those that are paused, and so perhaps far behind, unless all are."""
+    there = list(statuses)
+    return [one for one in there if one.state != "paused"] or there
 
 
 def require_protocol(statuses: Statuses, named_peers: Collection[str]) -> None:

@@ -38,6 +38,9 @@ TAIL_BYTES = 2**20
 TRANSIENT = frozenset({"progress", "download", "peers"})
 """Events for live views only: many a minute, or long; each out of date with the next."""
 
+EVENT_FILE = "events.jsonl"
+"""In a run's folder: its events."""
+
 PEERS_FILE = "peers-now.json"
 """In a run's folder: the newest event `peers`."""
 

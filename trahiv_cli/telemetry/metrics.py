@@ -1,7 +1,7 @@
 """A run's events as metrics for Prometheus: `--metrics PORT`, at http://127.0.0.1:PORT/metrics.
 
-Names follow OpenMetrics: base units, `_total` for what only grows. What a peer has given is that of all its
-lives; all else is counted from its start, and a scraper adds up what begins anew.
+Names follow OpenMetrics: base units, `_total` for what only grows. All is counted from this peer's start; a
+scraper adds up what begins anew.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Metrics:
         self._seconds = Histogram(
             "trahiv_round_seconds", "Time that rounds took.", buckets=ROUND_BUCKETS_S, registry=registry
         )
-        self._given = {"samples": 0, "tokens": 0}
         for outcome in ("committed", "failed"):
             self._rounds.labels(outcome)
 
@@ -95,9 +94,12 @@ class Metrics:
                 self._warnings.labels(event["code"]).inc()
                 if event["code"] == "round":
                     self._rounds.labels("failed").inc()
-            case "paused" | "resumed":
-                self._state.state("paused" if event["event"] == "paused" else "loading")
-            case "done" | "error":
+            case "paused":
+                self._state.state("paused")
+                self._run.info({"run_id": event["run_id"], "peer_id": event["peer_id"]})
+            case "resumed":
+                self._state.state("loading")
+            case "done":
                 self._state.state("ended")
 
     def _take_step(self, event: Event) -> None:
@@ -107,9 +109,8 @@ class Metrics:
         self._rate.set(event["learning_rate"] or 0.0)
         self._peers.set(event["peers"])
         self._speed.set(event["samples_per_second"])
-        before, self._given = self._given, event["given"]
-        self._samples.inc(max(0, self._given["samples"] - before["samples"]))
-        self._tokens.inc(max(0, self._given["tokens"] - before["tokens"]))
+        self._samples.inc(event["my_samples"])
+        self._tokens.inc(event["my_tokens"])
         self._all_samples.inc(event["samples"] or 0)
         if (last := event["round"]) is not None:
             self._round_at.set(event["t"])

@@ -61,7 +61,7 @@ class Notifier:
                 subprocess.run(
                     self._command,
                     input=to_json(event) + "\n",
-                    text=True,
+                    encoding="utf-8",
                     env=os.environ | {"TRAHIV_EVENT": event["event"]},
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,

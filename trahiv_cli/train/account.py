@@ -13,7 +13,7 @@ import psutil
 
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.status import MAX_TEXT, Status
-from trahiv_cli.telemetry.events import SAY_AFTER_S, Event, newest_events
+from trahiv_cli.telemetry.events import EVENT_FILE, SAY_AFTER_S, Event, newest_events
 
 
 class Given(NamedTuple):
@@ -110,5 +110,5 @@ def shortened(text: str) -> str:
 
 def given_in(folder: Path) -> Given:
     """Read what the peer of a run's folder had given when its last step was written down."""
-    steps = (event for event in newest_events(folder / "events.jsonl") if event["event"] == "step")
+    steps = (event for event in newest_events(folder / EVENT_FILE) if event["event"] == "step")
     return next((Given(**step["given"]) for step in steps if "given" in step), NOTHING_GIVEN)

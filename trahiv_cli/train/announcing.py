@@ -18,7 +18,7 @@ from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.invitation import join_by, write_invitation
-from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
+from trahiv_cli.swarm.node import GRACE_S, REACH_KNOWN_S, Node
 from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.account import Account
@@ -114,6 +114,8 @@ def published(node: Node, recipe: Recipe, account: Account, events: Events) -> I
     def publish() -> None:
         nonlocal look_at, is_warned
         publish_recipe(node, recipe)
+        if stop.is_set():
+            return
         if (now := time.monotonic()) >= look_at:
             there = fetch_statuses(node).ours
             look_at = now + PUBLISH_EVERY_S * (1 + len(there) // PEERS_A_LOOK)
@@ -149,7 +151,7 @@ def published(node: Node, recipe: Recipe, account: Account, events: Events) -> I
     finally:
         stop.set()
         account.has_changed.set()
-        thread.join()
+        thread.join(GRACE_S)  # the DHT may not answer any more
 
 
 def is_copy(there: Status | None, own: Status) -> bool:

@@ -119,6 +119,11 @@ class SwarmCallback(TrainerCallback):
         state.global_step, state.max_steps = self._optimizer.local_epoch, self._optimizer.max_steps
         state.num_train_epochs = math.ceil(state.epoch or 0)
 
+    @property
+    def spent(self) -> Budget:
+        """What this peer has given since it began."""
+        return Budget(time.monotonic() - self._began_at, self._my_samples, self._my_steps)
+
     def figures(self) -> dict[str, float]:
         """What trackers are told about the last step beside the Trainer's own numbers."""
         optimizer, peers = self._optimizer, 1 + len(self._optimizer.tracker.others)
@@ -154,6 +159,7 @@ class SwarmCallback(TrainerCallback):
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
             my_samples=optimizer.my_step_samples if took_part else 0,
+            my_tokens=self._tokens if took_part else 0,
             given=self._given._asdict(),
             peers=1 + len(optimizer.tracker.others),
             samples_per_second=round(self._samples / max(now - self._step_began, 1e-9), 3),

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import psutil
 IDLE_S = 600.0
 PROBE_S = 5.0  # a tool that is asked may take so long
 MIB_IN_GIB = 1024
+CONTEXT_MIB = 512  # about what CUDA itself takes in each process
 
 FORMS = """idle, idle 30m (nobody has typed, or moved the mouse, for so long), mains (not on battery),
 22:00-07:00 (in these hours), gpu-free 8 (other programs leave so many GiB of the GPU's memory), or
@@ -63,22 +65,33 @@ def unmet_idle(seconds: float) -> str:
 def idle_seconds() -> float:
     """Return for how long nobody has typed in a terminal, or used the screen, of this machine.
 
-    A terminal's time of access is when something was last read from it; the screen's is asked of `xprintidle`
-    where there is one, and of logind.
+    A terminal's time of access is when something was last read from it. Of the screen `xprintidle` tells
+    where there is one, else logind, if the desktop tells it.
     """
     used_at = [0.0]
     for terminal in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
         with contextlib.suppress(OSError):
             used_at.append(terminal.stat().st_atime)
-    idle = time.time() - max(used_at)
-    if os.environ.get("DISPLAY") and shutil.which("xprintidle"):
-        with contextlib.suppress(ValueError):
-            idle = min(idle, int(_asked("xprintidle")) / 1000)
-    if shutil.which("loginctl"):
-        is_at_a_screen = os.environ.get("XDG_SESSION_TYPE") in ("x11", "wayland")
-        if is_at_a_screen and "=no" in _asked("loginctl", "show-seat", "seat0", "-p", "IdleHint"):
-            return 0.0
-    return max(0.0, idle)
+    idle = max(0.0, time.time() - max(used_at))
+    screen = screen_idle_seconds()
+    return idle if screen is None else min(idle, screen)
+
+
+def screen_idle_seconds() -> float | None:
+    """Return for how long nobody has used this machine's screen; None if there is none, or nothing tells."""
+    if os.environ.get("DISPLAY") and (said := _asked("xprintidle").strip()).isdigit():
+        return int(said) / 1000
+    session = _asked("loginctl", "show-seat", "seat0", "-p", "ActiveSession", "--value").strip()
+    if not session:
+        return None
+    wanted = ("-p", "Type", "-p", "IdleHint", "-p", "IdleSinceHint")
+    lines = _asked("loginctl", "show-session", session, *wanted).splitlines()
+    fields = dict(line.partition("=")[::2] for line in lines)
+    if fields.get("Type") not in ("x11", "wayland"):
+        return None
+    since = fields.get("IdleSinceHint", "")  # microseconds
+    is_idle = fields.get("IdleHint") == "yes" and since.isdigit()
+    return max(0.0, time.time() - int(since) / 1e6) if is_idle else 0.0
 
 
 def unmet_mains() -> str:
@@ -95,14 +108,27 @@ def unmet_hours(start: datetime.time, end: datetime.time, now: datetime.time | N
 
 
 def unmet_gpu_free(gib: float) -> str:
-    """Object while other programs leave less of the GPU's memory. What this peer has taken counts as left."""
-    query = "--format=csv,noheader,nounits"
+    """Object while other programs leave less of the GPU's memory. What this peer has taken counts as left.
+
+    In a container nvidia-smi knows processes by other ids: then it is what torch has taken.
+    """
+    options = "--format=csv,noheader,nounits"
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
-    free = _numbers(_asked("nvidia-smi", "-i", gpu, "--query-gpu=memory.free", query))
-    used = _numbers(_asked("nvidia-smi", "-i", gpu, "--query-compute-apps=pid,used_memory", query))
-    own = sum(mib for pid, mib in zip(used[::2], used[1::2], strict=False) if pid == os.getpid())
-    left = (sum(free) + own) / MIB_IN_GIB
+    free = _asked("nvidia-smi", "-i", gpu, "--query-gpu=memory.free", options).strip()
+    if not free.isdigit():
+        raise ValueError("nvidia-smi does not say how much memory is free")
+    apps = _asked("nvidia-smi", "-i", gpu, "--query-compute-apps=pid,used_memory", options)
+    own = re.search(rf"^{os.getpid()}, (\d+)$", apps, re.MULTILINE)
+    left = (int(free) + (int(own[1]) if own else taken_mib())) / MIB_IN_GIB
     return f"other programs leave {left:.1f} GiB of the GPU's memory" if left < gib else ""
+
+
+def taken_mib() -> int:
+    """Return how much of the GPU's memory torch has taken in this process, in MiB, without loading it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.memory_reserved()) // 2**20 + CONTEXT_MIB
 
 
 def unmet_process(name: str) -> str:
@@ -118,7 +144,3 @@ def _asked(*command: str) -> str:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
     return ""
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(word) for word in re.findall(r"\d+", text)]

@@ -37,7 +37,15 @@ from trahiv_cli.swarm.invitation import (
 from trahiv_cli.swarm.membership import Membership
 from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.reach import ReachRules
-from trahiv_cli.telemetry.events import PEERS_FILE, Event, EventFile, Events, RotatingFile, to_json
+from trahiv_cli.telemetry.events import (
+    EVENT_FILE,
+    PEERS_FILE,
+    Event,
+    EventFile,
+    Events,
+    RotatingFile,
+    to_json,
+)
 from trahiv_cli.train.checkpoint import saved_in
 
 RUNS = Path("runs")
@@ -249,7 +257,7 @@ def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None
             with contextlib.suppress(OSError):  # the next one is written as well
                 write_whole(folder / PEERS_FILE, to_json(event).encode())
 
-    with contextlib.closing(EventFile(folder / "events.jsonl")) as record:
+    with contextlib.closing(EventFile(folder / EVENT_FILE)) as record:
         events.add(record)
         events.add(keep_peers)
         try:

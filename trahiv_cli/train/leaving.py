@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Literal, Self
 
-Reason = Literal["signal", "finish", "pause"]
+Reason = Literal["signal", "finish", "pause", "budget"]
 
 OVERTIME_S = 600.0
 """A peer whose time is over leaves at the end of the round; if none ends for so long, all the same."""
@@ -46,7 +46,7 @@ class Budget:
         return is_border and (seconds >= self.seconds or samples >= self.samples or steps >= self.steps)
 
 
-ENDLESS_BUDGET = Budget()
+ENDLESS_BUDGET, NOTHING_SPENT = Budget(), Budget(0.0, 0, 0)
 
 
 class Left(BaseException):
@@ -71,7 +71,7 @@ class Leaving:
         """Whether to leave."""
         return self.reason is not None
 
-    def leave(self, reason: Literal["finish", "pause"]) -> None:
+    def leave(self, reason: Literal["finish", "pause", "budget"]) -> None:
         """Leave in good order, unless that is under way. Within `interruptible()` only at its end."""
         self.reason = self.reason or reason
 

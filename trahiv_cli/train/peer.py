@@ -19,7 +19,7 @@ import shlex
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -47,7 +47,7 @@ from trahiv_cli.train.folder import (
     start_node,
     warn_of_edited_data,
 )
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left, Reason
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, NOTHING_SPENT, Budget, Leaving, Left, Reason
 from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes, forget_wish
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Ended:
     step: int = 0
     path: Path | None = None  # `final/`, or the checkpoint to resume from
     had_ended: bool = False  # whether it was over before it began: the run is finished
+    spent: Budget = NOTHING_SPENT  # samples and steps of the budget
 
     def tell(self, events: Events, resume: str) -> None:
         """Say that it is over, and what to type to resume if there is more to do."""
@@ -159,6 +160,10 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             except Left:  # before it trained: what it saved earlier is still there
                 saved, reason = saved_in(folder), leaving.reason or "signal"
                 ended = Ended(reason, saved[-1].step, saved[-1].path) if saved else Ended(reason)
+            if (
+                ended.reason == "pause" and leaving.signal is not None
+            ):  # it came while a checkpoint was written
+                ended = replace(ended, reason="signal")
             if ended.reason != "pause":  # it starts again, and says there that it is paused
                 ended.tell(events, leaving.resume)
             return ended
@@ -179,7 +184,8 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         wishes = Wishes(folder, leaving, options.conditions)
         events.add(account)
         events.add(wishes)
-        hold(node, recipe, account, events, wishes, leaving)
+        held_s = hold(node, recipe, account, events, wishes, leaving, options.budget.seconds)
+        budget = replace(options.budget, seconds=options.budget.seconds - held_s)
         stack.enter_context(wishes.heard())
         with leaving.interruptible():
             with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
@@ -206,7 +212,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
                     hint="nothing to do if they are away; else start them again, with the same command",
                 )
             with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
-                own = {"node": node, "events": events, "should_leave": leaving, "budget": options.budget}
+                own = {"node": node, "events": events, "should_leave": leaving, "budget": budget}
                 own |= {"reached_step": options.reached_step, "wait_s": options.wait_s}
                 name = options.name or node.peer_id[-6:]
                 group_in_trackers(recipe, name)
@@ -224,30 +230,46 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
 
 
 def hold(
-    node: Node, recipe: Recipe, account: Account, events: Events, wishes: Wishes, leaving: Leaving
-) -> None:
+    node: Node,
+    recipe: Recipe,
+    account: Account,
+    events: Events,
+    wishes: Wishes,
+    leaving: Leaving,
+    most_s: float,
+) -> float:
     """While this peer is to be paused, train nothing, and be there for others who join or need a relay.
 
-    Heavy libraries are not loaded yet, and nothing is on the GPU. Raises `PeerBroken` if the node has ended,
-    `NotAdmitted` if the swarm's owner has taken this peer out, and `Left`.
+    Heavy libraries are not loaded yet, and nothing is on the GPU. Returns for how many seconds that was.
+    Raises `PeerBroken` if the node has ended, `NotAdmitted` if the swarm's owner has taken this peer out, and
+    `Left`, also after `most_s`.
     """
-    if not wishes.why_paused():
-        return
+
+    def heed() -> None:
+        if wishes.is_to_finish or time.monotonic() >= began_at + most_s:
+            leaving.leave("finish" if wishes.is_to_finish else "budget")
+            raise Left
+
     said, began_at, step = "", time.monotonic(), account.status.step
+    heed()
+    if not wishes.why_paused():
+        return 0.0
+    me = {"run_id": account.status.run_id, "peer_id": node.peer_id}
     with leaving.interruptible(), published(node, recipe, account, events), reach_told(node, events):
         while why := wishes.why_paused():
             if why != said:
-                events.emit("paused", step=step, why=why)
+                events.emit("paused", step=step, why=why, **me)
             said = why
             time.sleep(LOOK_EVERY_S)
+            heed()
             node.require_membership()
             if not node.is_alive():
                 hint = "nothing to do where a command trains: it starts again by itself, and is paused again"
                 raise PeerBroken("This peer's DHT process has ended while the peer was paused.", hint=hint)
-            if wishes.is_to_finish:
-                leaving.leave("finish")
-                raise Left
-    events.emit("resumed", step=step, seconds=round(time.monotonic() - began_at, 1))
+    heed()
+    held_s = time.monotonic() - began_at
+    events.emit("resumed", step=step, seconds=round(held_s, 1))
+    return held_s
 
 
 def finish(
@@ -260,7 +282,8 @@ def finish(
     callback.save_checkpoint()
     path = callback.checkpoints.finish()
     if step < recipe.training.max_steps:
-        return Ended("budget" if callback.has_spent_budget else reason, step, path)
+        reason = "budget" if callback.has_spent_budget else reason
+        return Ended(reason, step, path, spent=callback.spent)
     from trahiv_cli.assets.export import model_card, write_final
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:

@@ -8,6 +8,7 @@ not hold counts as the wish to pause.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -15,12 +16,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+import psutil
+
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.identity import write_whole
 from trahiv_cli.telemetry.events import Event
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import RESOLVED, holder_of
 from trahiv_cli.train.leaving import OVERTIME_S, Leaving
+
+logger = logging.getLogger(__name__)
 
 Wish = Literal["pause", "finish"]
 
@@ -35,9 +40,11 @@ BY_ITS_USER = "its user paused it"
 def wish(folder: Path, what: Wish | None) -> None:
     """Wish something of the peer that trains in a folder; None: that it trains.
 
-    SetupError if no peer trains there, or the folder can't be written; nothing was changed.
+    SetupError if no peer trains there, or the folder can't be written; nothing was changed. A peer that was
+    wished something before may be starting again, and hears it then.
     """
-    if holder_of(folder) is None or not (folder / RESOLVED).exists():
+    is_there = holder_of(folder) is not None or wished(folder) is not None
+    if not (is_there and (folder / RESOLVED).exists()):
         raise SetupError(
             f"No peer trains in {folder}; nothing was changed.",
             hint="name the run's folder: trahiv pause RUN_DIR",
@@ -68,10 +75,20 @@ def forget_wish(folder: Path) -> None:
         (folder / WISH_FILE).unlink(missing_ok=True)
 
 
+def _unmet(condition: Condition) -> str:
+    """Ask a condition; one that can't be told, of which the log says why, counts as one that holds."""
+    try:
+        return condition.unmet()
+    except (OSError, ValueError, psutil.Error) as error:
+        logger.warning(f"Whether `--only-when {condition.text}` holds can't be told: {error!r}")
+        return ""
+
+
 class Wishes:
     """Looks what is wished of the peer of a folder, and has `leaving` know; `clock` is in monotonic seconds.
 
-    It listens to the peer's events: who wishes that it leaves means with the step that is in the making.
+    It listens to the peer's events: `finish` takes effect when the present step of the swarm is taken, or
+    after `OVERTIME_S` without one.
     """
 
     def __init__(
@@ -100,7 +117,7 @@ class Wishes:
             return BY_ITS_USER
         if (now := self._clock()) >= self._look_at:
             self._look_at = now + CONDITIONS_EVERY_S
-            if unmet := next(filter(None, (condition.unmet() for condition in self._conditions)), ""):
+            if unmet := next(filter(None, map(_unmet, self._conditions)), ""):
                 self._unmet, self._unmet_at = unmet, now
         return self._unmet if now < self._unmet_at + SETTLED_S else ""
 

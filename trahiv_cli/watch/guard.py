@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trahiv_cli.errors import SetupError
 
 KEY_FILE = "watch.key"
+MIN_TOKEN = 20  # characters
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -73,10 +74,13 @@ def kept_token(folder: Path) -> str:
     SetupError if it cannot be kept there, or others can read it.
     """
     path = folder / KEY_FILE
+    aside = folder / f".{KEY_FILE}.{os.getpid()}"
     try:
-        if not path.exists():
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        if not path.exists() or path.stat().st_size < MIN_TOKEN:  # a disk was full
+            aside.unlink(missing_ok=True)
+            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(new_token())
+            aside.replace(path)
         if path.stat().st_mode & 0o077:
             raise SetupError(
                 f"{path} can be read by other users of this machine; it was not used.",

@@ -42,6 +42,8 @@ class Lookout:
                 seen = self._look()
             except TrahivError as error:
                 seen = {"event": "peers", "peers": [], "trouble": error.message, "hint": error.hint}
+            except (OSError, ValueError) as error:  # the child can't be started, or writes something else
+                seen = {"event": "peers", "peers": [], "trouble": f"{error}", "hint": "try again"}
             if seen is not None:
                 self.newest = to_json({"v": VERSION, "t": round(time.time(), 3), **seen}).encode()
             time.sleep(LOOK_EVERY_S)

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from trahiv_cli.telemetry.events import OLDER_FILES, to_json
+from trahiv_cli.telemetry.events import EVENT_FILE, OLDER_FILES, to_json
 
-EVENT_FILE = "events.jsonl"
 BATCH_BYTES = 2**18
 BATCH_EVENTS = 500
 

@@ -53,7 +53,7 @@ def test_a_run_and_its_peers_are_shown_the_furthest_first_and_those_that_train_n
     swarm(QmE={**status(9), "protocol": PROTOCOL + 1}, QmF=["run-1", 3, 4, "direct", 0])
     assert trahiv("status", "--peer", ADDRESS) == (
         0,
-        "run-1: step 7 of 40, 3 peers, the last round was 12 s ago\n"
+        "run-1: step 6 of 40, 3 peers, the last round was 12 s ago\n"
         "  QmB  step 7, punched: met through both routers\n"
         "  QmD (Dee ?)  paused at step 7, direct: others dial it; waits for a game to end\n"
         "  QmA  step 6, relayed: met through a member\n"

@@ -6,7 +6,7 @@ import tarfile
 
 import pytest
 
-from trahiv_cli.doctor.report import write_report
+from trahiv_cli.doctor.report import cleaned, write_report
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import (
@@ -63,6 +63,47 @@ def test_it_has_what_tells_of_a_run_and_no_secret_and_no_path_of_home(run, tmp_p
     machine = json.loads(held["report/machine.json"])
     assert machine["packages"]["hivemind"] == "1.1.12"
     assert {"packages", "gpu", "disk"} <= {check["name"] for check in machine["checks"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (
+            "trahiv join --peer trahiv1:abcdefghijklmnop\n  # qrstuvwxyz0123456789\nname: x\n",
+            "trahiv1:...\nname: x",
+        ),
+        ("--on-event 'curl https://hooks/T/B/S' --yes", "--on-event (left out) --yes"),
+        ('{"resume": "trahiv init x --on-event ./tell", "step": 1}', '--on-event (left out)", "step": 1}'),
+        ("https://ann:pw@host/x?X-Amz-Signature=abc&y=1", "https://host/x?(left out)"),
+        (
+            'api_key=abc "token": "xyz", tokens: 12, pad_token: <pad>',
+            'api_key=(left out) "token": "(left out)"',
+        ),
+    ],
+)
+def test_what_looks_like_a_secret_is_left_out_and_nothing_else(text, left):
+    assert left in cleaned(text, [])
+    assert "tokens: 12, pad_token: <pad>" in cleaned(text, []) or "pad_token" not in text
+
+
+def test_a_home_is_found_however_it_is_written(monkeypatch, tmp_path):
+    (tmp_path / "real").mkdir()
+    home = tmp_path / "josé"
+    home.symlink_to(tmp_path / "real")
+    monkeypatch.setenv("HOME", str(home))
+    for text in (f"{home}/x", json.dumps(f"{home}/x"), f"{tmp_path}/real/x"):
+        assert cleaned(text, []) in ("~/x", '"~/x"')
+
+
+def test_a_file_that_is_there_is_replaced_whole_or_stays(run, tmp_path):
+    archive = tmp_path / "report.tar.gz"
+    archive.write_text("mine")
+    archive.chmod(0o644)
+    write_report(run[0], archive)
+    assert archive.stat().st_mode & 0o777 == 0o600 and tarfile.is_tarfile(archive)
+    with pytest.raises(SetupError, match="can't be written: Is a directory; nothing was changed"):
+        write_report(run[0], tmp_path / "home")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_what_is_no_run_or_can_t_be_written_is_said(run, tmp_path):

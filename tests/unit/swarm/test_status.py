@@ -7,6 +7,7 @@ from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.builtin import version
 from trahiv_cli.swarm import status as module
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.node import RUNS_KEY
 from trahiv_cli.swarm.status import (
     MAX_TEXT,
@@ -17,6 +18,7 @@ from trahiv_cli.swarm.status import (
     Statuses,
     fetch_statuses,
     fields_of,
+    moving,
     publish_status,
     require_protocol,
 )
@@ -122,6 +124,12 @@ def test_a_newcomer_is_refused_by_a_swarm_of_another_protocol_and_told_what_to_t
 def test_an_event_tells_of_each_peer_and_of_the_run_that_most_train():
     others = {"QmB": OURS, "QmA": Status(run_id="run-2"), "QmC": OURS}
     told = fields_of(others)
-    assert told["run_id"] == "run-1" and fields_of({}) == {"run_id": None, "peers": []}
+    assert told["run_id"] == "run-1" and fields_of({}).items() >= {"run_id": None, "peers": []}.items()
+    assert abs(told["now"] - swarm_time()) < 60
     assert [one["peer_id"] for one in told["peers"]] == ["QmA", "QmB", "QmC"]
     assert told["peers"][1] == {"peer_id": "QmB", **FIELDS}
+
+
+def test_who_is_paused_does_not_say_how_far_a_run_is_unless_all_are():
+    paused, training = Status(run_id="run-1", state="paused"), Status(run_id="run-1", state="training")
+    assert moving([paused, training]) == [training] and moving([paused, paused]) == [paused, paused]

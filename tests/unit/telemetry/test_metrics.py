@@ -25,30 +25,30 @@ ROUND = {
 }
 
 
-def step(number, given, **more):
+def step(number, **more):
     return {
         "step": number, "loss": 2.0, "learning_rate": 0.1, "samples": 64, "my_samples": 16, "peers": 2,
-        "samples_per_second": 3.0, "round": None, "given": {"samples": given, "tokens": 10 * given}, **more,
+        "samples_per_second": 3.0, "round": None, "my_tokens": 160, **more,
     }  # fmt: skip
 
 
 @pytest.fixture
 def metrics():
-    """Those of a peer that had given 100 samples before, and took three steps, two of them with another."""
+    """Those of a peer that took three steps, two of them with another."""
     made = Metrics()
     events = Events(made)
     events.emit("ready", run_id="run-1", peer_id="QmA", max_steps=40, reached="alone")
     events.emit("joined", step=3, peers=2, reached="direct")
-    events.emit("step", **step(4, 116))
-    events.emit("step", **step(5, 132, round=ROUND))
-    events.emit("step", **step(6, 132, loss=None, samples=None, my_samples=0))
-    events.emit("step", **step(7, 148, round=ROUND, loss=1.5))
+    events.emit("step", **step(4))
+    events.emit("step", **step(5, round=ROUND))
+    events.emit("step", **step(6, loss=None, samples=None, my_samples=0, my_tokens=0))
+    events.emit("step", **step(7, round=ROUND, loss=1.5))
     events.warn("round", "It failed.", "")
     events.warn("data", "Look at it.", "")
     events.emit("eval", step=7, eval_loss=1.75)
     events.emit("checkpoint", step=7, path="x")
     events.emit("reach", reached="punched", reached_why="")
-    events.emit("paused", step=7, why="")
+    events.emit("paused", step=7, why="", run_id="run-1", peer_id="QmA")
     return made
 
 
@@ -60,7 +60,7 @@ def test_they_are_what_the_events_come_to(metrics):
     assert metrics.registry.get_sample_value("trahiv_run_info", {"run_id": "run-1", "peer_id": "QmA"}) == 1
     gauges = {"step": 7, "steps": 40, "loss": 1.5, "held_out_loss": 1.75, "peers": 2, "checkpoint_step": 7}
     assert {name: value(metrics, name) for name in gauges} == gauges
-    totals = {"samples": 148, "tokens": 1480, "swarm_samples": 192, "round_sent_bytes": 20}
+    totals = {"samples": 48, "tokens": 480, "swarm_samples": 192, "round_sent_bytes": 20}
     totals |= {"round_received_bytes": 40, "round_blocked_seconds": 1.0}
     assert {name: value(metrics, f"{name}_total") for name in totals} == totals
     assert [value(metrics, "rounds_total", outcome=one) for one in ("committed", "failed")] == [2, 1]

@@ -148,7 +148,7 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
     round_ |= {"committed": True, "reason": "QmC did not vote", "seconds": 0.123, "blocked_seconds": 0.123}
     figures = {"loss": 3.0, "learning_rate": 0.5, "samples_per_second": 3.0, "data": None}
     counts = {"step": 1, "samples": 64, "my_samples": 16, "peers": 2}
-    counts["given"] = {"samples": 16, "tokens": 120}
+    counts |= {"my_tokens": 120, "given": {"samples": 16, "tokens": 120}}
     assert it.told == [{"event": "step", "round": round_, **figures, **counts}]
     of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345, **size}
     assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}

@@ -3,6 +3,7 @@
 import datetime
 import os
 import shutil
+import sys
 import time
 from types import SimpleNamespace
 
@@ -130,23 +131,47 @@ def test_a_screen_says_itself_when_it_was_used(tools, monkeypatch):
     assert idle_seconds() == 90.0 and unmet_idle(60) == "" and unmet_idle(91) != ""
     tools(xprintidle="no screen")
     assert unmet_idle(1e9) == ""
-    monkeypatch.setenv("XDG_SESSION_TYPE", "wayland")
-    for hint, is_idle in (("yes", True), ("no", False)):
-        tools(loginctl=f"IdleHint={hint}\n")
-        assert (unmet_idle(60) == "") == is_idle
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint", "since_s", "seconds"),
+    [
+        ("wayland", "no", 0, 0.0),
+        ("x11", "yes", 900, 900.0),
+        ("x11", "yes", None, 0.0),
+        ("tty", "no", 0, None),
+    ],
+)
+def test_logind_tells_of_the_screen_where_a_desktop_does(tools, monkeypatch, kind, hint, since_s, seconds):
+    monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))
+    now = time.time()
+
+    def loginctl(words):
+        if words[0] == "show-seat":
+            return "c2\n"
+        since = "n/a" if since_s is None else int((now - since_s) * 1e6)
+        return f"Type={kind}\nIdleHint={hint}\nIdleSinceHint={since}\n" if words[1] == "c2" else ""
+
+    tools(loginctl=loginctl, xprintidle="")
+    found = module.screen_idle_seconds()
+    assert found is None if seconds is None else found == pytest.approx(seconds, abs=60)
+    tools(loginctl="")
+    assert module.screen_idle_seconds() is None, "nobody is logged in"
 
 
 def test_what_this_peer_has_taken_of_the_gpu_counts_as_left(tools, monkeypatch):
-    def answer(words):
-        if "--query-gpu=memory.free" in words:
-            return "2048\n"
-        return f"1, 9000\n{os.getpid()}, 4096\n"
-
-    tools(nvidia_smi=answer)
-    assert (
-        unmet_gpu_free(6.0) == ""
-        and unmet_gpu_free(6.1) == "other programs leave 6.0 GiB of the GPU's memory"
-    )
+    said = {"--query-gpu=memory.free": "2048\n"}
+    tools(nvidia_smi=lambda words: next((text for word, text in said.items() if word in words), ""))
+    said["--query-compute-apps=pid,used_memory"] = f"1, [N/A]\n77, 9000\n{os.getpid()}, 4096\n"
+    assert unmet_gpu_free(6.0) == ""
+    assert unmet_gpu_free(6.1) == "other programs leave 6.0 GiB of the GPU's memory"
+    said["--query-compute-apps=pid,used_memory"] = "4711, 4096\n"  # a container's processes have other ids
+    cuda = SimpleNamespace(is_initialized=lambda: True, memory_reserved=lambda: 1536 * 2**20)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert unmet_gpu_free(4.0) == "" and unmet_gpu_free(4.1) != ""
+    said["--query-gpu=memory.free"] = "Failed to initialize NVML"
+    with pytest.raises(ValueError, match="does not say"):
+        unmet_gpu_free(1.0)
 
 
 def test_a_tool_that_fails_or_is_not_there_says_nothing():

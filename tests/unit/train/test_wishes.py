@@ -39,6 +39,23 @@ def test_a_wish_stands_until_another_one_or_until_it_is_forgotten(folder):
         assert wished(folder) is None
 
 
+def test_a_peer_that_starts_again_for_a_wish_can_be_wished_something_else_meanwhile(tmp_path):
+    (tmp_path / RESOLVED).write_text("{}")
+    with owned(tmp_path):
+        wish(tmp_path, "pause")
+    wish(tmp_path, None)
+    with pytest.raises(SetupError, match="No peer trains in"):
+        wish(tmp_path, "finish")
+
+
+def test_a_condition_that_can_t_be_told_counts_as_one_that_holds(folder, clock, caplog):
+    def fail():
+        raise ValueError("nvidia-smi does not answer")
+
+    wishes = Wishes(folder, Leaving(), [Condition("gpu-free 8", fail)], clock)
+    assert wishes.why_paused() == "" and "nvidia-smi does not answer" in caplog.text
+
+
 def test_nothing_is_wished_where_nobody_trains(tmp_path):
     with pytest.raises(SetupError, match="No peer trains in"):
         wish(tmp_path, "pause")

@@ -30,8 +30,14 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if length > MAX_MESSAGE_BYTES:
         raise ConnectionError(f"a message of {length} bytes, where {MAX_MESSAGE_BYTES} are the most")
-    await DOWNLOAD.take(length, is_urgent=length <= URGENT_BYTES)
-    return await reader.readexactly(length)
+    if DOWNLOAD.rate is None:
+        return await reader.readexactly(length)
+    chunks = []
+    for start in range(0, length, CHUNK_BYTES):
+        size = min(CHUNK_BYTES, length - start)
+        await DOWNLOAD.take(size, is_urgent=length <= URGENT_BYTES)
+        chunks.append(await reader.readexactly(size))
+    return b"".join(chunks)
 
 
 async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:

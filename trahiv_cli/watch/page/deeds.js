@@ -74,19 +74,24 @@ const QUESTIONS = {
   },
 };
 
+let phase = "", answeredIn = ""; // of the run: now, and when the last answer came
+
 async function act(deed) {
   if (QUESTIONS[deed]) return ask(QUESTIONS[deed]);
   const button = $(`do-${deed}`);
   button.disabled = true;
   const answer = await perform(deed);
   button.disabled = false;
-  put($("answer"), answer.isDone ? "" : words(answer));
-  $("answer").hidden = answer.isDone;
+  put($("answer"), words(answer));
+  $("answer").hidden = false;
+  answeredIn = phase;
 }
 
 export function showDeeds(state, offered) {
   const isRunning = ["training", "loading", "paused"].includes(state.phase);
   const isPaused = state.phase === "paused";
+  phase = state.phase;
+  if (phase !== answeredIn) $("answer").hidden = true; // it has happened
   const wanted = { pause: isRunning && !isPaused, resume: isPaused, finish: isRunning, invite: true };
   for (const [deed, name] of Object.entries(NAMES)) {
     let button = $(`do-${deed}`);

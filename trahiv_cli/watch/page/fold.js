@@ -9,7 +9,7 @@ const FORGOTTEN_AFTER_S = 3600;
 
 // Times are Unix seconds. Of several peers' events, `main` says of which folder this peer's are.
 export const begin = (main = null) => ({
-  phase: "none", since: 0, why: "", waiting: null, ended: null, now: 0,
+  phase: "none", since: 0, why: "", waiting: null, ended: null, now: 0, ownAt: 0,
   run: null, own: null, main, others: new Map(), people: new Map(), seenPeers: false, trouble: null,
   step: null, maxSteps: null, peers: null, speed: null, rate: null, recent: [], roundAt: 0, lastStepAt: 0,
   points: { step: [], loss: [], held: [] }, marks: [], rounds: [], samples: [], notices: [], next: 0,
@@ -19,6 +19,7 @@ export const begin = (main = null) => ({
 export function fold(state, event) {
   const isOwn = (event.of ?? null) === state.main;
   state.now = Math.max(state.now, event.t);
+  if (event.event !== "peers") state.ownAt = state.now;
   const handler = (isOwn ? OWN : OTHERS).get(event.event);
   try {
     handler?.(state, event);
@@ -83,6 +84,7 @@ const OWN = new Map(Object.entries({
   folder: (state, e) => note(state, "note", e, e.message),
   waiting: (state, e) => (state.waiting = e),
   paused(state, e) {
+    if (e.peer_id) Object.assign(state, { run: e.run_id, own: e.peer_id });
     enter(state, "paused", e);
     state.why = e.why ?? "";
   },
@@ -111,6 +113,12 @@ const OTHERS = new Map(Object.entries({
   },
   step: (state, e) => other(state, e, { speed: e.samples_per_second, step: e.step, at: e.t }),
   reach: (state, e) => other(state, e, { reached: e.reached }),
+  paused(state, e) {
+    other(state, e, { state: "paused" });
+    note(state, "note", e, `It is paused: ${e.why}.`);
+  },
+  resumed: (state, e) => other(state, e, { state: "loading" }),
+  joined: (state, e) => other(state, e, { state: "training", isAway: false }),
   warning: warn,
   error: (state, e) => note(state, "error", e, e.message, e.hint),
   done(state, e) {
@@ -129,12 +137,16 @@ function enter(state, phase, e) {
 
 // What all peers say of themselves: alone all there is, or beside this peer's own events.
 function told(state, e) {
-  const middle = (name) => e.peers.map((one) => one[name]).sort((a, b) => a - b)[(e.peers.length - 1) >> 1] ?? 0;
-  const present = new Set(e.peers.map((one) => one.peer_id));
-  for (const one of e.peers) {
+  state.run ??= e.run_id;
+  const peers = e.peers.filter((one) => one.run_id === undefined || one.run_id === state.run);
+  const awake = peers.filter((one) => one.state !== "paused"), moving = awake.length ? awake : peers;
+  const middle = (name) => moving.map((one) => one[name]).sort((a, b) => a - b)[(moving.length - 1) >> 1] ?? 0;
+  const ahead = e.t - (e.now ?? e.t); // of the swarm's time, by which the peers say when something was
+  const present = new Set(peers.map((one) => one.peer_id));
+  for (const one of peers) {
     const known = person(state, one.peer_id);
     if (state.seenPeers && known.isAway && !state.own) mark(state, "join", e, `${nameOf(known)} is there`);
-    const here = { speed: one.samples_per_second, memory: one.memory_gib, heard: one.at ?? e.t, at: e.t };
+    const here = { speed: one.samples_per_second, memory: one.memory_gib, heard: (one.at ?? e.now ?? e.t) + ahead, at: e.t };
     Object.assign(known, one, here, { isTold: true, isAway: false });
   }
   for (const one of state.people.values()) {
@@ -145,18 +157,18 @@ function told(state, e) {
     if (one.isAway && e.t - one.at > FORGOTTEN_AFTER_S) state.people.delete(one.peer_id);
   }
   state.seenPeers = true;
-  state.roundAt = Math.max(state.roundAt, middle("round_at")); // one of them may say anything
-  state.run ??= e.run_id;
+  const roundAt = middle("round_at"); // one of them may say anything
+  if (roundAt) state.roundAt = Math.max(state.roundAt, roundAt + ahead);
   state.maxSteps ??= middle("max_steps") || null;
   if (state.own || state.lastStepAt) return; // its own events say the rest
-  const states = new Set(e.peers.map((one) => one.state));
+  const states = new Set(peers.map((one) => one.state));
   enter(state, ["training", "loading", "paused"].find((one) => states.has(one)) ?? "none", e);
   const step = middle("step");
-  const losses = e.peers.map((one) => one.loss).filter((loss) => loss != null).sort((a, b) => a - b);
+  const losses = moving.map((one) => one.loss).filter((loss) => loss != null).sort((a, b) => a - b);
   if (step !== state.step) clocked(state, e.t, step);
   if (losses.length) point(state, step, losses[(losses.length - 1) >> 1], null);
-  Object.assign(state, { step, peers: e.peers.length });
-  state.speed = e.peers.reduce((sum, one) => sum + one.samples_per_second, 0);
+  Object.assign(state, { step, peers: peers.length });
+  state.speed = moving.reduce((sum, one) => sum + one.samples_per_second, 0);
 }
 
 function person(state, id) {

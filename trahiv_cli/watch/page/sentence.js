@@ -22,11 +22,14 @@ export function sentence(state, now) {
       return ["Done", `${at}, ${ended}. The model is in ${clean(state.ended.path ?? "its folder", 120)}.`, "done"];
     case "stopped":
       return ["Stopped", `${at}, ${ended}: ${REASONS.get(state.ended.reason) ?? clean(state.ended.reason)}.`, "idle"];
-    case "paused":
-      return ["Paused", `${at}${state.why ? `: ${clean(state.why, 200)}` : ""}, ${ago(now - state.since)}.`, "idle"];
   }
+  // What a peer sees of others comes also while it is paused, or its training stands still.
+  const heard = state.own && state.phase !== "paused" ? state.ownAt : state.now;
   const patience = Math.max(SILENT_AFTER_S, state.rate ? 6 / state.rate : 0);
-  if (now - state.now > patience) return ["Silent", `${at}: the last word came ${ago(now - state.now)}.`, "bad"];
+  if (now - heard > patience) return ["Silent", `${at}: the last word came ${ago(now - heard)}.`, "bad"];
+  if (state.phase === "paused") {
+    return ["Paused", `${at}${state.why ? `: ${clean(state.why, 200)}` : ""}, ${ago(now - state.since)}.`, "idle"];
+  }
   if (state.waiting) {
     const left = Math.max(0, state.waiting.until_seconds - state.waiting.seconds - (now - state.waiting.t));
     return ["Waiting", ` for ${clean(state.waiting.what, 200)}, at most ${duration(Math.round(left))} more.`, "wait"];
