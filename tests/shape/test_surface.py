@@ -29,7 +29,7 @@ MAY_CATCH_EVERYTHING = (
 )
 MAY_PRINT = "trahiv_cli/cli/output.py"
 OPTIONS_OF_OTHERS = {
-    *("--query-gpu", "--query-compute-apps"),  # nvidia-smi
+    *("--query-gpu", "--query-compute-apps", "--value"),  # nvidia-smi, loginctl
     *("--machine", "--no-block", "--now", "--user"),  # systemctl
     *("--links", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
 }
