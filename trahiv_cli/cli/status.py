@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from trahiv_cli.cli.options import option
 from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries, visible
 from trahiv_cli.cli.owner import FolderOption, SwarmOption, swarm_named
-from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.errors import NotAdmitted, Unreachable
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
@@ -44,14 +44,16 @@ def status(
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.invitation import passing_standing
     from trahiv_cli.swarm.owning import looking_in
+    from trahiv_cli.train.folder import holder_of
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     try:
         with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
             follow_all(node) if follow else show_all(node)
-    except NotAdmitted:
-        # Who joined by an invitation for one can't visit under another name; but its own peer has looked.
-        if folder is None or not (seen := seen_lately(folder)):
+    except (NotAdmitted, Unreachable):
+        # Who joined by an invitation for one can't visit under another name, and one that is paused before it
+        # has invited anybody has told no address; but the folder's own peer has looked.
+        if folder is None or holder_of(folder) is None or not (seen := seen_lately(folder)):
             raise
         show_runs(seen, time.time())
 

@@ -166,6 +166,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
                 ended = replace(ended, reason="signal")
             if ended.reason != "pause":  # it starts again, and says there that it is paused
                 ended.tell(events, leaving.resume)
+                forget_wish(folder)
             return ended
 
 

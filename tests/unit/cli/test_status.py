@@ -20,6 +20,7 @@ from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
 from trahiv_cli.telemetry.events import PEERS_FILE
+from trahiv_cli.train.folder import owned
 
 
 @pytest.fixture
@@ -123,15 +124,20 @@ def test_who_may_not_visit_is_told_what_its_own_peer_has_seen_lately(trahiv, swa
     met.save()
     monkeypatch.setattr(owning, "visiting", refuse)
     there = {"QmA": Status(**status(5)), "QmB": Status(**status(6))}
-    for seconds, code in ((None, 5), (10, 0), (1000, 5)):
-        if seconds is not None:
-            event = {"event": "peers", "t": time.time() - seconds, **fields_of(there)}
-            (run / PEERS_FILE).write_text(json.dumps(event))
-        assert trahiv("status")[0] == code, seconds
-    (run / PEERS_FILE).write_text(json.dumps({"event": "peers", "t": time.time(), **fields_of(there)}))
-    assert trahiv("status")[1].startswith("run-1: step 5 of 40, 2 peers,")
+    with owned(run):
+        for seconds, code in ((None, 5), (10, 0), (1000, 5)):
+            if seconds is not None:
+                event = {"event": "peers", "t": time.time() - seconds, **fields_of(there)}
+                (run / PEERS_FILE).write_text(json.dumps(event))
+            assert trahiv("status")[0] == code, seconds
+        event["t"] = time.time()
+        (run / PEERS_FILE).write_text(json.dumps(event))
+        assert trahiv("status")[1].startswith("run-1: step 5 of 40, 2 peers,")
+        assert trahiv("status", "--peer", ADDRESS)[0] == 5
+    assert trahiv("status")[0] == 5, "its peer is gone"
     (run / PEERS_FILE).write_text("{")
-    assert trahiv("status")[0] == 5 and trahiv("status", "--peer", ADDRESS)[0] == 5
+    with owned(run):
+        assert trahiv("status")[0] == 5
 
 
 def test_it_looks_again_and_again_until_it_is_told_to_end(trahiv, events, swarm, monkeypatch):
