@@ -42,7 +42,7 @@ from trahiv_cli.recipe.upstream import mistake_in
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.swarm.identity import write_private
+from trahiv_cli.swarm.files import write_private
 from trahiv_cli.swarm.invitation import Invitation, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of

@@ -103,15 +103,27 @@ def kick(
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(output_dir or own_folder())
+    found, is_closed, text = remove(swarm, peer)
+    is_handed_on = hand_on(swarm)
+    out.record(text, "kicked", peer_id=found, is_handed_on=is_handed_on)
+    if is_closed:
+        out.hint("`trahiv invite` makes a fresh one")
+    else:
+        out.hint("`trahiv invite --close all` keeps it from returning with that one under another name")
+
+
+def remove(swarm: OwnedSwarm, peer: str) -> tuple[str, bool, str]:
+    """Take a peer out, named by its id or the end of that.
+
+    Returns its id, whether the invitation that it joined with is closed, and both in a sentence.
+    """
     swarm.synchronize()
     found = swarm.find(peer)
-    words, hint = ", and the invitation that it joined with is closed.", "`trahiv invite` makes a fresh one"
-    if not swarm.take_out(found):
+    if is_closed := swarm.take_out(found):
+        words = ", and the invitation that it joined with is closed."
+    else:
         words = ". It is not known which invitation it joined with, so none was closed."
-        hint = "`trahiv invite --close all` keeps it from returning with that one under another name"
-    is_handed_on = hand_on(swarm)
-    out.record(f"{found} is out{words}", "kicked", peer_id=found, is_handed_on=is_handed_on)
-    out.hint(hint)
+    return found, is_closed, f"{found} is out{words}"
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:

@@ -49,7 +49,10 @@ def status(
     folder, invitation = swarm_named(peer, output_dir, FILE)
     try:
         with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
-            follow_all(node) if follow else show_all(node)
+            if follow:
+                follow_all(node)
+            else:
+                show_all(node)
     except (NotAdmitted, Unreachable):
         # Who joined by an invitation for one can't visit under another name, and one that is paused before it
         # has invited anybody has told no address; but the folder's own peer has looked.

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
-import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import psutil
 import typer
@@ -32,6 +29,7 @@ from trahiv_cli.cli.options import (
     taken_peers,
 )
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
 from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.train.conditions import Condition
@@ -43,16 +41,6 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.reach import Wanted
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.peer import PeerOptions
-
-
-RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
-"""Environment variable with the times of this process's restarts after failures, in seconds since 1970."""
-
-SPENT_VARIABLE = "TRAHIV_SPENT"
-"""Environment variable with the samples and steps of a budget that were given before a pause."""
-
-RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
-"""At most this many restarts within this time; then the failure ends the peer."""
 
 LineArgument = Annotated[
     str | None,
@@ -356,8 +344,7 @@ def live(
     except PeerBroken as failure:
         restart(leaving.resume, failure)
     if ended.reason == "pause" and leaving.signal is None:
-        samples, steps = spent_before()
-        os.environ[SPENT_VARIABLE] = f"{samples + ended.spent.samples:.0f} {steps + ended.spent.steps:.0f}"
+        note_spent(ended.spent)
         start_again(leaving.resume)
     if ended.reason in ("signal", "pause"):  # one that came after the work was done changes nothing
         raise typer.Exit(leaving.exit_code)
@@ -404,52 +391,3 @@ def rehearse(recipe: Recipe) -> None:
 
     show(recipe)
     show_estimate(recipe)
-
-
-def restart(command: str, failure: PeerBroken) -> NoReturn:
-    """Start this process again with a command line because of a failure.
-
-    Raises:
-        PeerBroken: this peer has failed `RESTARTS` times within `RESTARTS_WITHIN_S`.
-    """
-    now = time.time()
-    recent = [at for at in restarts() if at > now - RESTARTS_WITHIN_S]
-    if len(recent) >= RESTARTS:
-        often = f"{RESTARTS} times within {RESTARTS_WITHIN_S / 60:.0f} minutes"
-        said = f"{failure.message} This peer had started again {often}."
-        raise PeerBroken(said, hint=failure.hint) from failure
-    os.environ[RESTARTS_VARIABLE] = " ".join(map(str, [*recent, now]))
-    start_again(command)
-
-
-def start_again(command: str) -> NoReturn:
-    """Start this process again with a command line, whose first word is `trahiv`."""
-    os.environ.setdefault(RESTARTS_VARIABLE, "")
-    atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for file in map(int, os.listdir("/proc/self/fd")):  # torch's keeper of memory stays while one is open
-        with contextlib.suppress(OSError):  # the list's own
-            os.set_inheritable(file, file <= 2)
-    os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
-
-
-def is_again() -> bool:
-    """Whether this process has started again by itself: after a failure, or to free all that it held."""
-    return RESTARTS_VARIABLE in os.environ
-
-
-def restarts() -> list[float]:
-    """Return when this process has started again after a failure."""
-    return [float(word) for word in os.environ.get(RESTARTS_VARIABLE, "").split()]
-
-
-def spent_before() -> tuple[int, int]:
-    """Return how many samples and steps of its budget this peer has spent before it paused."""
-    samples, steps = map(int, os.environ.get(SPENT_VARIABLE, "0 0").split())
-    return samples, steps
-
-
-def seconds_spent() -> float:
-    """Return how long ago this process was first started, if it has started again; else 0."""
-    return time.time() - psutil.Process().create_time() if is_again() else 0.0

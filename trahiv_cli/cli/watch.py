@@ -12,7 +12,7 @@ import typer
 
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
 from trahiv_cli.cli.output import FormatOption, line_in, out, quiet_libraries
-from trahiv_cli.cli.owner import SwarmOption, words_of
+from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
 
 if TYPE_CHECKING:
@@ -170,12 +170,10 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         from trahiv_cli.swarm.owning import OwnedSwarm
 
         swarm = OwnedSwarm(folder)
-        swarm.synchronize()
-        found = swarm.find(str(wanted.get("peer")))
-        is_known, is_handed_on = swarm.take_out(found), swarm.synchronize()
-        closed = ", and the invitation that it joined with is closed" if is_known else ""
-        later = "" if is_handed_on else " No peer answers here; it counts once one sees this folder's peer."
-        return {"message": f"{found} is out{closed}.{later}"}
+        _, _, text = remove(swarm, str(wanted.get("peer")))
+        if not swarm.synchronize():
+            text += " No peer answers here; it counts once one sees this folder's peer."
+        return {"message": text}
 
     deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
     is_owner = (folder / "owner.key").exists()  # `swarm.invitation.OWNER_FILE`

@@ -18,6 +18,7 @@ from pathlib import Path
 from trahiv_cli.doctor.machine import examine_machine
 from trahiv_cli.errors import SetupError
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, without_secrets
+from trahiv_cli.swarm.files import write_whole
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm.owning import GIVEN_FOLDER
@@ -63,20 +64,16 @@ def write_report(folder: Path, archive: Path) -> list[str]:
     hidden = list(secrets_of(folder))
     texts = {path.name: path.read_text(encoding="utf-8", errors="replace") for path in found}
     texts["machine.json"] = json.dumps(machine(folder), indent=2) + "\n"
-    aside = archive.with_name(f".{archive.name}.{os.getpid()}")
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for name, text in texts.items():
+            content = cleaned(text, hidden).encode()
+            entry = tarfile.TarInfo(f"{archive.name.removesuffix('.tar.gz')}/{name}")
+            entry.size, entry.mtime = len(content), int(time.time())
+            tar.addfile(entry, io.BytesIO(content))
     try:
-        with (
-            open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file,
-            tarfile.open(fileobj=file, mode="w:gz") as tar,
-        ):
-            for name, text in texts.items():
-                content = cleaned(text, hidden).encode()
-                entry = tarfile.TarInfo(f"{archive.name.removesuffix('.tar.gz')}/{name}")
-                entry.size, entry.mtime = len(content), int(time.time())
-                tar.addfile(entry, io.BytesIO(content))
-        aside.replace(archive)
+        write_whole(archive, packed.getvalue(), 0o600)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise SetupError(
             f"{archive} can't be written: {error.strerror or error}; nothing was changed.",
             hint="name another place: --output FILE",

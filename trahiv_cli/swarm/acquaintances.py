@@ -28,7 +28,7 @@ from hivemind.utils import get_logger
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.addresses import NOT_A_MULTIADDR, is_address_of, reach_of
-from trahiv_cli.swarm.identity import write_whole
+from trahiv_cli.swarm.files import write_whole
 from trahiv_cli.swarm.reach import servers_of
 
 if TYPE_CHECKING:

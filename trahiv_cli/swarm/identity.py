@@ -1,8 +1,7 @@
-"""Files that are written whole, most for this peer's eyes alone; among them the key that fixes its id."""
+"""The key file that fixes a peer's id."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
@@ -11,6 +10,7 @@ from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.files import require_private, write_private
 
 IDENTITY_FILE = "identity.key"  # in a run's folder
 
@@ -37,27 +37,3 @@ def ensure_identity(path: Path) -> str:
             f"{path} is not a libp2p private key.",
             hint="move it away (a new identity is then made), or name another with --identity FILE",
         ) from error
-
-
-def require_private(path: Path) -> None:
-    """Refuse, as SetupError, a file of secrets that other users of this machine can read or change."""
-    if path.stat().st_mode & 0o077:
-        raise SetupError(
-            f"{path} can be read by other users of this machine; it was not used.",
-            hint=f"chmod 600 {path}; if somebody else may have read it, move it away: a new one is then made",
-        )
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read at any moment (mode 0600), whole or not; make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content, 0o600)
-
-
-def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file whole or not at all, less the umask; OSError if that fails, and what it held stays."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.unlink(missing_ok=True)
-    with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    aside.replace(path)

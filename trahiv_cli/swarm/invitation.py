@@ -20,7 +20,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, content_of, invitation_of, peers_in
 from trahiv_cli.swarm.addresses import is_address_of, reach_of
-from trahiv_cli.swarm.identity import require_private, write_private
+from trahiv_cli.swarm.files import require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook

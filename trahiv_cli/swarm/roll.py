@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hivemind.p2p import PeerID
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.identity import write_private
+from trahiv_cli.swarm.files import write_private
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
     MAX_MARKS,

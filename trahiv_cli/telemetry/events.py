@@ -33,7 +33,7 @@ OLDER_FILES = 3
 """Full files that are kept beside the present one, as `<name>.1`, the newest, to `<name>.3`."""
 
 TAIL_BYTES = 2**20
-"""So much is read of a file's end: more than a thousand steps."""
+"""The bytes that are read of a file's end: those of more than a thousand steps."""
 
 TRANSIENT = frozenset({"progress", "download", "peers"})
 """Events for live views only: many a minute, or long; each out of date with the next."""

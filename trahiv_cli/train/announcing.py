@@ -193,7 +193,7 @@ def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) ->
             peers=[dict(zip(names, peer, strict=True)) for peer in peers],
         )
 
-    with _every(PROGRESS_EVERY_S, tell, "progress"):
+    with every(PROGRESS_EVERY_S, tell, "progress"):
         yield
 
 
@@ -208,12 +208,12 @@ def reach_told(node: Node, events: Events) -> Iterator[None]:
             told = reach.kind
             events.emit("reach", reached=reach.kind, reached_why=reach.why)
 
-    with _every(REACH_EVERY_S, tell, "reach"):
+    with every(REACH_EVERY_S, tell, "reach"):
         yield
 
 
 @contextmanager
-def _every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
+def every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
     """Call `act` in a thread of its own every so many seconds while the block runs."""
     stop = threading.Event()
 

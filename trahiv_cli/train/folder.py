@@ -23,7 +23,8 @@ from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.addresses import require_peer_address
 from trahiv_cli.swarm.exchange import PublishedRun, fetch_offer
-from trahiv_cli.swarm.identity import IDENTITY_FILE, write_whole
+from trahiv_cli.swarm.files import write_whole
+from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import (
     INVITATION_FILE,
     INVITED_BY_FILE,

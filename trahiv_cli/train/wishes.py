@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, get_args
 
 import psutil
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.identity import write_whole
+from trahiv_cli.swarm.files import write_whole
 from trahiv_cli.telemetry.events import Event
+from trahiv_cli.train.announcing import every
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import RESOLVED, holder_of
 from trahiv_cli.train.leaving import OVERTIME_S, Leaving
@@ -32,7 +33,7 @@ Wish = Literal["pause", "finish"]
 WISH_FILE = "wish"
 LOOK_EVERY_S, CONDITIONS_EVERY_S = 1.0, 5.0
 SETTLED_S = 15.0
-"""So long all conditions must have held before a paused peer goes on."""
+"""Seconds for which all conditions must have held before a paused peer goes on."""
 
 BY_ITS_USER = "its user paused it"
 
@@ -130,19 +131,6 @@ class Wishes:
         elif self.why_paused():
             self._leaving.leave("pause")
 
-    @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
+    def heard(self) -> AbstractContextManager[None]:
         """Look every second while the block runs."""
-        is_over = threading.Event()
-
-        def run() -> None:
-            while not is_over.wait(LOOK_EVERY_S):
-                self.look()
-
-        thread = threading.Thread(target=run, name="wishes", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
+        return every(LOOK_EVERY_S, self.look, "wishes")

@@ -1,9 +1,8 @@
-"""Who may read the page: the browser of whoever started it, from its own address alone."""
+"""The page may be read by the browser of whoever started it, and from its own address alone."""
 
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.swarm.files import require_private, write_private
 
 KEY_FILE = "watch.key"
 MIN_TOKEN = 20  # characters
@@ -74,18 +74,10 @@ def kept_token(folder: Path) -> str:
     SetupError if it cannot be kept there, or others can read it.
     """
     path = folder / KEY_FILE
-    aside = folder / f".{KEY_FILE}.{os.getpid()}"
     try:
-        if not path.exists() or path.stat().st_size < MIN_TOKEN:  # a disk was full
-            aside.unlink(missing_ok=True)
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(new_token())
-            aside.replace(path)
-        if path.stat().st_mode & 0o077:
-            raise SetupError(
-                f"{path} can be read by other users of this machine; it was not used.",
-                hint=f"rm {path}: a new one is then made",
-            )
+        if not path.exists() or path.stat().st_size < MIN_TOKEN:  # it is damaged
+            write_private(path, new_token().encode())
+        require_private(path)
         return path.read_text(encoding="ascii")
     except OSError as error:
         raise SetupError(

@@ -21,7 +21,7 @@ from trahiv_cli.telemetry.events import PEERS_FILE, VERSION, Event, to_json
 
 LOOK_EVERY_S = 5.0
 AGAIN_S = 25.0
-"""So long a swarm that could not be entered is left alone."""
+"""Seconds for which a swarm that could not be entered is left alone."""
 
 Look = Callable[[], Event | None]
 """Returns an event `peers`, or None if there is nothing to say. May raise `TrahivError`."""

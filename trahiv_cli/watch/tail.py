@@ -18,7 +18,7 @@ BATCH_EVENTS = 500
 
 
 class Source(Protocol):
-    """Where events come from. One page reads one."""
+    """A source of events. Each open page reads one of its own."""
 
     def read(self) -> list[bytes]:
         """Return the next events, each as JSON; none if there are none yet."""

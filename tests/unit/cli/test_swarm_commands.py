@@ -10,7 +10,7 @@ import pytest
 from hivemind.p2p import PeerID
 
 from tests.kit.recipes import write_tiny
-from trahiv_cli.cli.swarm import RESTARTS_VARIABLE, restart, restarts, seconds_spent
+from trahiv_cli.cli.restarting import RESTARTS_VARIABLE, restart, restarts, seconds_spent
 from trahiv_cli.errors import PeerBroken, Unreachable
 from trahiv_cli.swarm import owning
 from trahiv_cli.swarm.invitation import INVITATION_FILE, Invitation, find_standing, keep_invitation
