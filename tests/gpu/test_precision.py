@@ -14,6 +14,7 @@ from trl import SFTConfig
 
 from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmSFTTrainer
+from trahiv_cli.train.tasks import CHECKPOINTING
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +28,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"bf16": False},
     "bf16": {"bf16": True},
     "fp16": {"fp16": True, "bf16": False},
-    "bf16-checkpointing": {"bf16": True, "activation_checkpointing": True},
+    "bf16-checkpointing": {"bf16": True, CHECKPOINTING: True},
     "bf16-compiled": {"bf16": True, "torch_compile": True},
 }
 
@@ -49,7 +50,7 @@ def train(llama: Path, folder: Path, precision: dict[str, Any], *, qlora: bool =
             output_dir=str(folder), max_steps=8, max_length=32, per_device_train_batch_size=8,
             learning_rate=3e-3, optim="paged_adamw_8bit" if qlora else "adamw_torch", logging_steps=1,
             save_strategy="no", report_to=[], disable_tqdm=True,
-            **({"activation_checkpointing": False} | precision),
+            **({CHECKPOINTING: False} | precision),
         ),
         train_dataset=SENTENCES,
         processing_class=AutoTokenizer.from_pretrained(llama),
@@ -75,7 +76,7 @@ def test_a_precision_trains(llama, tmp_path, name):
 
 
 def test_qlora_with_paged_8_bit_moments_trains(llama, tmp_path):
-    trainer = train(llama, tmp_path, {"bf16": True, "activation_checkpointing": True}, qlora=True)
+    trainer = train(llama, tmp_path, {"bf16": True, CHECKPOINTING: True}, qlora=True)
     assert losses(trainer)[-1] < losses(trainer)[0]
     states = trainer.swarm_optimizer.opt.state.values()
     assert any(state["state1"].dtype == torch.uint8 for state in states), "large moments are 8-bit"

@@ -13,6 +13,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmDPOTrainer, SwarmSFTTrainer
+from trahiv_cli.train.tasks import CHECKPOINTING
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -47,7 +48,7 @@ def arguments(config: type, folder: Path) -> Any:
         output_dir=str(folder), max_steps=6, max_length=64, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2,
         lr_scheduler_type="cosine", max_grad_norm=0.5, optim="adamw_torch_fused", seed=1,
-        train_sampling_strategy="sequential", activation_checkpointing=False, bf16=False,
+        train_sampling_strategy="sequential", bf16=False, **{CHECKPOINTING: False},
         logging_strategy="no", save_strategy="no", report_to=[], disable_tqdm=True,
         dataloader_pin_memory=False,
     )  # fmt: skip

@@ -5,6 +5,7 @@ Where rows are read from is `sources.py`, what a sample is `samples.py`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sized
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,14 +82,29 @@ def build_datasets(
     if is_shuffled and is_stream:
         # Files are mixed before blocks are packed: packing goes on from one document to the next, and must
         # not see the files as as many streams.
-        train = train.shuffle(seed=peer_seed, buffer_size=1, max_buffer_input_shards=STREAM_FILES)
+        train = shuffled_stream(train, peer_seed, num_samples=1, num_files=STREAM_FILES)
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
     if is_shuffled:  # samples, not documents: peers that read one long file must not meet in the same place
-        in_buffer = {"buffer_size": STREAM_BUFFER, "max_buffer_input_shards": 1}
-        train = train.shuffle(seed=peer_seed, **(in_buffer if is_stream else {"keep_in_memory": True}))
+        if is_stream:
+            train = shuffled_stream(train, peer_seed)
+        else:
+            train = train.shuffle(seed=peer_seed, keep_in_memory=True)
     return Splits(train, held_out)
+
+
+def shuffled_stream(
+    stream: IterableDataset, seed: int, *, num_samples: int = STREAM_BUFFER, num_files: int = 1
+) -> IterableDataset:
+    """Shuffle a stream's files, and its samples in a buffer of `num_samples` that `num_files` fill together.
+
+    Before its version 5, `datasets` fills the buffer from one file at a time.
+    """
+    more: dict[str, int] = {}
+    if "max_buffer_input_shards" in inspect.signature(stream.shuffle).parameters:
+        more["max_buffer_input_shards"] = num_files
+    return stream.shuffle(seed=seed, buffer_size=num_samples, **more)
 
 
 def is_divisible(samples: Any, num_workers: int) -> bool:

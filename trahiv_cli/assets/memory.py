@@ -255,6 +255,12 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
     return -(-num_values // 2) + FLOAT32_BYTES * scales
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Have a model compute its activations again in the backward pass instead of keeping them."""
+    # transformers before 5.23 has only the older name, which later versions warn of.
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+
+
 def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
     """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
 
@@ -265,7 +271,7 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
     if model.config._attn_implementation not in ("eager", "sdpa"):
         model.set_attn_implementation("sdpa")  # other kernels have no fakes; they hold as much
     if recipe.training.activation_checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     has_tiled_head = recipe.sft is not None or recipe.dpo is not None
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises

@@ -287,7 +287,7 @@ def require_room(needed: Estimate, free: dict[str, int]) -> None:
 def free_bytes() -> dict[str, int]:
     """Count the free bytes of a `GPU`, if there is one, and of `RAM`, what this process uses included."""
     own = psutil.Process().memory_info()
-    free = {"RAM": int(psutil.virtual_memory().available + own.rss - own.shared)}
+    free = {"RAM": int(psutil.virtual_memory().available + own.rss - getattr(own, "shared", 0))}
     return free | ({"GPU": torch.cuda.mem_get_info()[0]} if torch.cuda.is_available() else {})
 
 

@@ -207,9 +207,10 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
         except FAILURES as broken:
             name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
             break
-    if isinstance(said.__cause__ or said, UnicodeDecodeError):
+    reason = reason_of(said)
+    if isinstance(said.__cause__ or said, UnicodeDecodeError) or "UTF-8" in reason:
         hint = f"If it was written on Windows: iconv -f WINDOWS-1252 -t UTF-8 {name} > NEW_FILE"
-    return AssetError(f"{name} could not be read: {reason_of(said)}", hint)
+    return AssetError(f"{name} could not be read: {reason}", hint)
 
 
 def reason_of(failure: BaseException) -> str:

@@ -47,7 +47,7 @@ def start_again(command: str) -> NoReturn:
     atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
     sys.stdout.flush()
     sys.stderr.flush()
-    for file in map(int, os.listdir("/proc/self/fd")):  # torch's keeper of memory stays while one is open
+    for file in map(int, os.listdir("/dev/fd")):  # torch's keeper of memory stays while one is open
         with contextlib.suppress(OSError):  # the list's own
             os.set_inheritable(file, file <= 2)
     os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])

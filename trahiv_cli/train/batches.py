@@ -133,7 +133,9 @@ class Batches:
         loss = torch.stack(shares or [torch.zeros_like(done[0][0])]).sum()
         if window == 1:
             return loss
-        if num_items is None or whole.labels is None or trainer.loss_is_scaled_for_ga is False:
+        # transformers before 5.19 does not know the attribute.
+        is_mean_of_batch = getattr(trainer, "loss_is_scaled_for_ga", None) is False
+        if num_items is None or whole.labels is None or is_mean_of_batch:
             return loss / window
         return loss * (whole.labels / num_items) if whole.weight else loss
 

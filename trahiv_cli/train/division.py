@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 from transformers import TrainingArguments
 
-from trahiv_cli.assets.data import STREAM_BUFFER, is_divisible, shards_of
+from trahiv_cli.assets.data import is_divisible, shards_of, shuffled_stream
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import SHARD
 from trahiv_cli.optim.optimizer import SwarmOptimizer
@@ -93,7 +93,7 @@ class DividedStream(Divided, IterableDataset[Any]):
             shard = self._stream.shard(self.number, self.index(number), contiguous=False)
             if self._seed is not None:
                 seed = (self._seed + number) % 2**63
-                shard = shard.shuffle(seed=seed, buffer_size=STREAM_BUFFER, max_buffer_input_shards=1)
+                shard = shuffled_stream(shard, seed)
             for position, sample in self.leases.read(start, shard):
                 self._asked.append(position)
                 yield sample

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 
 LOOK = "`trahiv preview RECIPE` shows samples"
 
+CHECKPOINTING = "activation_checkpointing"
+"""What `TrainingArguments` calls it."""
+if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:  # before transformers 5.23
+    CHECKPOINTING = "gradient_checkpointing"
+
 MISTAKES = TypeError, LookupError, AttributeError
 """What code raises that has a mistake: ours, or a chat template that does not suit a conversation."""
 
@@ -77,6 +82,7 @@ def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> Training
         "dataloader_pin_memory": has_gpu,
         "disable_tqdm": True,
     }
+    common[CHECKPOINTING] = common.pop("activation_checkpointing")
     section = recipe.sft or recipe.dpo
     if section is None:
         return TrainingArguments(**common, remove_unused_columns=False)

@@ -13,6 +13,7 @@ from trahiv_cli.assets.memory import (
     OFFLOADED_OPTIMIZERS,
     Count,
     activation_bytes,
+    checkpoint_activations,
     state_bytes,
     translated_out_of_memory,
 )
@@ -155,7 +156,7 @@ def test_the_rehearsal_counts_what_the_real_pass_holds(peft, has_checkpoints, dt
     training = {"activation_checkpointing": has_checkpoints}
     model = built(recipe(model=deep, peft=peft, training=training))
     if has_checkpoints:
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     for weight in model.parameters():
         if weight.requires_grad:
             weight.grad = torch.zeros_like(weight)

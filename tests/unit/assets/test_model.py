@@ -11,6 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.assets.conftest import INT8, LABELS, LORA, NF4, TINY_LLAMA, are_equal, built, recipe
+from trahiv_cli.assets.memory import checkpoint_activations
 from trahiv_cli.assets.model import (
     END,
     NUM_TOKENS,
@@ -129,7 +130,7 @@ def test_adapters_learn_through_a_base_that_stays_frozen_or_quantized(llama_fold
     assert dtypes(model, trained=False, among="_proj") == {dtype}
     assert dtypes(model, trained=False, among="norm") == {torch.float32}
     assert dtypes(model, trained=False, among="lm_head") == {torch.float32}
-    model.activation_checkpointing_enable()  # as the Trainer does
+    checkpoint_activations(model)  # as the Trainer does
     tokens = torch.arange(16).reshape(2, 8)
     model(input_ids=tokens, labels=tokens).loss.backward()
     last = [weight for name, weight in model.named_parameters() if "lora_B" in name]

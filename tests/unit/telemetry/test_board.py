@@ -2,6 +2,7 @@
 
 import io
 import os
+from importlib import metadata
 from pathlib import Path
 from typing import get_args
 
@@ -143,6 +144,7 @@ def drawn(it, width=100, height=60):
     return screen.getvalue()
 
 
+@pytest.mark.skipif(metadata.version("rich") < "14.3", reason="an older rich pads the first column otherwise")
 def test_the_board_looks_as_it_did():
     """To take a new picture: TRAHIV_REWRITE=1 pytest tests/unit/telemetry/test_board.py, then look at it."""
     picture = drawn(told(*LOG))

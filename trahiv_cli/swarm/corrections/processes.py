@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -23,12 +24,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.swarm.snapshot import shared_bytes
 
+LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 START_S = 60.0  # what does not say within this time that it has started is given up; p2pd has 15 s
 LOOK_EVERY_S = 0.5
@@ -40,9 +43,11 @@ PREFIX = "trahiv-"
 def die_with_parent() -> None:
     """Have the kernel kill this process as soon as the thread that forked it ends.
 
-    `daemon=True` does not help when the parent is killed: a ghost peer holds its port and id.
+    `daemon=True` does not help when the parent is killed: a ghost peer holds its port and id. Only Linux
+    can do this; elsewhere, end what a killed peer left behind by hand.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_child(parent_pid: int) -> None:
@@ -77,7 +82,8 @@ def return_freed_memory() -> None:
     glibc raises what is large, up to 32 MiB, with each such piece that is freed (mallopt(3)), and keeps
     smaller ones: of 1.4 GiB that a process held after two rounds of 82M weights, 1.0 GiB were free.
     """
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+    if LINUX:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
@@ -170,7 +176,7 @@ def private_folder(pid: int) -> Path:
     """
     for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
         other = stale.name.removeprefix(PREFIX).partition("-")[0]
-        if other.isdigit() and not Path(f"/proc/{other}").exists():
+        if other.isdigit() and not psutil.pid_exists(int(other)):
             _sweep(stale, int(other))
     for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
         with socket.socket(socket.AF_UNIX) as one, contextlib.suppress(OSError):
