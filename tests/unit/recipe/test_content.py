@@ -116,10 +116,9 @@ def test_a_wheel_has_the_recipes_and_the_text_of_the_checkout_documentation_firs
     assert names[0].startswith("docs/") and names[-1].startswith("trahiv_cli/")
     assert names == sorted(names, key=lambda name: Path(name).parts), "as everywhere"
     wheel = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    for package in wheel["packages"]:
-        shutil.copytree(root / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for source, place in wheel["force-include"].items():
-        shutil.copytree(root / source, tmp_path / place)
+    for source in wheel["only-include"]:
+        place = tmp_path / wheel["sources"].get(source, source)
+        shutil.copytree(root / source, place, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(builtin, "_PACKAGE", tmp_path / "trahiv_cli")
     assert content_of(DatasetSection(path=TEXT)) == in_checkout
     assert sorted(builtin_recipes()) == recipes

@@ -1,0 +1,140 @@
+"""What people expect of a project besides its code is there, and says the same as the code does."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = [GITHUB / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "idea.yml")]
+
+FILES = (
+    *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md"),
+    *(".github/PULL_REQUEST_TEMPLATE.md", ".github/dependabot.yml", "CITATION.cff"),
+)
+PINNED = re.compile(r"uses: (\./\S+.*|\S+@[0-9a-f]{40} # v[\d.]+)$")
+RELATIVE_LINK = re.compile(r"\]\((?!https?:|#)[^)\s]+\)")
+
+CHECK = ("check-jsonschema", "--builtin-schema")
+LINTERS: dict[str, tuple[str | Path, ...]] = {
+    "workflows": (*CHECK, "vendor.github-workflows", *WORKFLOWS),
+    "forms": (*CHECK, "vendor.github-issue-forms", *FORMS),
+    "links of the forms": (*CHECK, "vendor.github-issue-config", GITHUB / "ISSUE_TEMPLATE/config.yml"),
+    "updates": (*CHECK, "vendor.dependabot", GITHUB / "dependabot.yml"),
+    "citation": (*CHECK, "vendor.citation-file-format", ROOT / "CITATION.cff"),
+    "what workflows do": ("actionlint", *WORKFLOWS),
+    "what workflows may do": ("zizmor", "--offline", "--quiet", GITHUB),
+}
+
+
+def text(file: str | Path) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def loaded(file: str | Path) -> Any:
+    return yaml.safe_load(text(file))
+
+
+PROJECT = tomllib.loads(text("pyproject.toml"))
+METADATA = PROJECT["project"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_file_is_there(name: str):
+    assert text(name).strip()
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (ROOT / "trahiv_cli/py.typed").is_file()
+
+
+def test_version_license_and_repository_are_the_same_everywhere():
+    citation = loaded("CITATION.cff")
+    cited = (citation["version"], citation["license"], citation["repository-code"])
+    assert cited == (METADATA["version"], METADATA["license"], METADATA["urls"]["Repository"])
+    assert f"{citation['repository-code']}/security/advisories/new" in text("SECURITY.md")
+
+
+def test_security_says_how_to_report_what_counts_and_when_to_expect_an_answer():
+    for what in ("Report a vulnerability", "docs/security.md", "Supported versions", "days"):
+        assert what in text("SECURITY.md")
+
+
+def test_the_changelog_has_a_section_of_this_version():
+    titles = re.findall(r"^## \[?([^\]\s]+)", text("CHANGELOG.md"), re.MULTILINE)
+    assert METADATA["version"] in titles
+
+
+def test_a_bug_comes_with_what_is_needed_to_find_it():
+    required = [
+        field["attributes"]["label"]
+        for field in loaded(GITHUB / "ISSUE_TEMPLATE/bug.yml")["body"]
+        if field.get("validations", {}).get("required")
+    ]
+    for what in ("What happened", "What you expected", "trahiv report", "trahiv doctor"):
+        assert any(what in label for label in required), what
+
+
+def test_the_list_of_forms_leads_to_the_private_report():
+    links = loaded(GITHUB / "ISSUE_TEMPLATE/config.yml")["contact_links"]
+    assert any(link["url"].endswith("/SECURITY.md") for link in links)
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_a_workflow_may_little_ends_and_runs_what_was_chosen(file: Path):
+    workflow = loaded(file)
+    assert workflow["permissions"] == {}
+    # A workflow that is called would end its caller if both were of one group.
+    assert workflow["concurrency"]["group"].startswith(f"{file.stem}-")
+    for name, job in workflow["jobs"].items():
+        assert "permissions" in job, name
+        assert "uses" in job or job["timeout-minutes"] <= 120, name
+    lines = text(file).splitlines()
+    assert [line for line in lines if "uses: " in line and not PINNED.search(line)] == []
+    checkouts = [line for line in lines if "actions/checkout@" in line]
+    assert len(checkouts) == sum("persist-credentials: false" in line for line in lines)
+
+
+def test_tests_run_with_each_python_that_pyproject_names():
+    matrix = loaded(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]
+    named = [entry.rpartition(" ")[2] for entry in METADATA["classifiers"] if re.search(r":: 3\.\d+$", entry)]
+    assert matrix["python"] == named
+    assert METADATA["requires-python"].startswith(f">={named[0]},")
+    assert all((ROOT / "scripts" / script).is_file() for script in matrix["script"])
+
+
+def test_pyproject_says_who_what_for_and_where():
+    assert METADATA["authors"] == [{"name": "trahiv contributors"}]
+    assert METADATA["keywords"]
+    assert "Typing :: Typed" in METADATA["classifiers"]
+    assert {"Homepage", "Documentation", "Repository", "Changelog", "Issues"} <= set(METADATA["urls"])
+
+
+def test_each_link_of_the_readme_leads_somewhere_on_pypi_too():
+    readme = text("README.md")
+    for each in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        readme = re.sub(each["pattern"], each["replacement"], readme)
+    assert RELATIVE_LINK.findall(readme) == []
+    assert f"]({METADATA['urls']['Repository']}/blob/v$HFPR_VERSION/docs/security.md)" in readme
+
+
+@pytest.mark.parametrize("what", LINTERS)
+def test_a_linter_finds_nothing(what: str):
+    name, *arguments = LINTERS[what]
+    linter = shutil.which(name, path=Path(sys.executable).parent)
+    if not linter:
+        pytest.skip(f"{name} is not installed in this environment; pip installs it")
+    found = subprocess.run(
+        [linter, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
