@@ -31,6 +31,7 @@ MAY_PRINT = "trahiv_cli/cli/output.py"
 OPTIONS_OF_OTHERS = {
     *("--query-gpu", "--query-compute-apps", "--value"),  # nvidia-smi, loginctl
     *("--machine", "--no-block", "--now", "--user"),  # systemctl
+    *("--torch-backend", "--install"),  # uv, wsl
     *("--links", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
 }
 

@@ -25,7 +25,6 @@ from trahiv_cli.errors import TrahivError
 app = typer.Typer(
     name="trahiv",
     help="Fine-tune one Transformers model together over the internet.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # `run` says what went wrong
     context_settings={"help_option_names": ["--help", "-h"]},

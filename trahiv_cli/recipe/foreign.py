@@ -6,38 +6,97 @@ LLaMA-Factory 0.9, torchtune 0.6, litgpt 0.5, unsloth 2026.10, TRL 1.16, transfo
 
 from __future__ import annotations
 
-_CALLED_ELSEWHERE: dict[str, str] = {
-    "`task`, and `pt` is `clm`": "stage",
-    "`model.model_name_or_path`": "base_model",
-    "`model.dtype`": "torch_dtype",
-    "`training.bf16` or `training.fp16`": "precision",
-    "`model.attn_implementation`": "flash_attention flash_attn",
-    "`seq_cls.labels`, the names of the classes in the order of their numbers": "num_labels id2label",
-    "`quantization.load_in_4bit` or `quantization.load_in_8bit`": "quantization_bit quantization_config",
-    "the section `peft`; without it every weight is trained": "adapter finetuning_type use_peft",
-    "`peft.r`": "lora_r lora_rank",
-    "`peft.target_modules`": "lora_target_modules lora_target",
-    "`peft.target_modules: all-linear`": "lora_target_linear",
-    "`data.datasets`, a list whose entries have a `path`": "dataset dataset_name datasets",
-    "`data.eval.test_split_size`, a share of the data": "eval_dataset val_set_size val_size",
-    "`dataset_text_field` in the task's section": "text_column",
-    "`clm.packing` or `sft.packing`": "sample_packing",
-    "`max_length` in the task's section": "sequence_len cutoff_len max_seq_length",
-    "`data.chat_template`, a `.jinja` file; without it the tokenizer's own": "template",
-    "`sft.completion_only_loss`, the other way round": "train_on_inputs",
-    "`training.per_device_train_batch_size`": "micro_batch_size batch_size",
-    "`hivemind_config.opt.target_batch_size`": "global_batch_size",
-    "`training.learning_rate`": "lr",
-    "`training.warmup_steps`, where a value below 1 is a share": "warmup_ratio",
-    "`training.max_steps`: a swarm's length is counted in its steps": "num_epochs num_train_epochs epochs",
-    "`training.activation_checkpointing`": "gradient_checkpointing",
-    "`training.report_to: [wandb]`": "wandb_project",
-    "nothing: trahiv never runs code that a model or dataset brings": "trust_remote_code",
-    "the option `--output-dir` of `init` and `join`": "output_dir",
-    "nothing: the same command goes on where the run stopped": "resume_from_checkpoint",
-}
+TOOLS = (AXOLOTL, LLAMA_FACTORY, TRL, OTHERS) = ("axolotl", "LLaMA-Factory", "TRL", "others")
 
-FOREIGN: dict[str, str] = {name: here for here, names in _CALLED_ELSEWHERE.items() for name in names.split()}
+CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
+    "`task`, and `pt` is `clm`": {LLAMA_FACTORY: "stage"},
+    "`model.model_name_or_path`": {AXOLOTL: "base_model"},
+    "`model.dtype`": {OTHERS: "torch_dtype"},
+    "`training.bf16` or `training.fp16`": {OTHERS: "precision"},
+    "`model.attn_implementation`": {AXOLOTL: "flash_attention", LLAMA_FACTORY: "flash_attn"},
+    "`seq_cls.labels`, the names of the classes in the order of their numbers": {
+        AXOLOTL: "num_labels",
+        OTHERS: "num_labels id2label",
+    },
+    "`quantization.load_in_4bit` or `quantization.load_in_8bit`": {
+        LLAMA_FACTORY: "quantization_bit",
+        OTHERS: "quantization_config",
+    },
+    "the section `peft`; without it every weight is trained": {
+        AXOLOTL: "adapter",
+        LLAMA_FACTORY: "finetuning_type",
+        TRL: "use_peft",
+    },
+    "`peft.r`": {AXOLOTL: "lora_r", LLAMA_FACTORY: "lora_rank", TRL: "lora_r"},
+    "`peft.target_modules`": {
+        AXOLOTL: "lora_target_modules",
+        LLAMA_FACTORY: "lora_target",
+        TRL: "lora_target_modules",
+    },
+    "`peft.target_modules: all-linear`": {AXOLOTL: "lora_target_linear"},
+    "`data.datasets`, a list whose entries have a `path`": {
+        AXOLOTL: "datasets",
+        LLAMA_FACTORY: "dataset",
+        TRL: "dataset_name datasets",
+    },
+    "`data.eval.test_split_size`, a share of the data": {
+        AXOLOTL: "val_set_size",
+        LLAMA_FACTORY: "val_size eval_dataset",
+    },
+    "`dataset_text_field` in the task's section": {AXOLOTL: "text_column"},
+    "`clm.packing` or `sft.packing`": {AXOLOTL: "sample_packing"},
+    "`max_length` in the task's section": {
+        AXOLOTL: "sequence_len",
+        LLAMA_FACTORY: "cutoff_len",
+        OTHERS: "max_seq_length",
+    },
+    "`data.chat_template`, a `.jinja` file; without it the tokenizer's own": {LLAMA_FACTORY: "template"},
+    "`sft.completion_only_loss`, the other way round": {AXOLOTL: "train_on_inputs"},
+    "`training.per_device_train_batch_size`": {AXOLOTL: "micro_batch_size", OTHERS: "batch_size"},
+    "`hivemind_config.opt.target_batch_size`": {OTHERS: "global_batch_size"},
+    "`training.learning_rate`": {OTHERS: "lr"},
+    "`training.lr_scheduler_type`": {AXOLOTL: "lr_scheduler"},
+    "`training.optim`": {AXOLOTL: "optimizer"},
+    "`training.warmup_steps`, where a value below 1 is a share": {
+        AXOLOTL: "warmup_ratio",
+        LLAMA_FACTORY: "warmup_ratio",
+    },
+    "`training.max_steps`: a swarm's length is counted in its steps": {
+        AXOLOTL: "num_epochs",
+        LLAMA_FACTORY: "num_train_epochs",
+        TRL: "num_train_epochs",
+        OTHERS: "epochs",
+    },
+    "`training.activation_checkpointing`": {
+        AXOLOTL: "gradient_checkpointing",
+        LLAMA_FACTORY: "gradient_checkpointing",
+        TRL: "gradient_checkpointing",
+    },
+    "`training.report_to: [wandb]`": {AXOLOTL: "wandb_project"},
+    "nothing: trahiv never runs code that a model or dataset brings": {
+        AXOLOTL: "trust_remote_code",
+        LLAMA_FACTORY: "trust_remote_code",
+        TRL: "trust_remote_code",
+    },
+    "the option `--output-dir` of `init` and `join`": {
+        AXOLOTL: "output_dir",
+        LLAMA_FACTORY: "output_dir",
+        TRL: "output_dir",
+    },
+    "nothing: the same command goes on where the run stopped": {
+        AXOLOTL: "resume_from_checkpoint",
+        LLAMA_FACTORY: "resume_from_checkpoint",
+        TRL: "resume_from_checkpoint",
+    },
+}
+"""What it is here -> by tool, the names that the tool has for it, with spaces between them."""
+
+FOREIGN: dict[str, str] = {
+    name: here
+    for here, tools in CALLED_ELSEWHERE.items()
+    for names in tools.values()
+    for name in names.split()
+}
 """Foreign name -> what it is here."""
 
 FOREIGN_CHOICES = {

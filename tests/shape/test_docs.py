@@ -1,0 +1,78 @@
+"""What the pages say that can be looked up: that commands are executed, codes, names, versions, figures."""
+
+import re
+import tomllib
+
+import pytest
+
+import trahiv_cli
+from tests.kit.documented import LIST, NOT_RUN, ROOT, listed, pages, shown_in
+from trahiv_cli import errors
+from trahiv_cli.swarm.status import PROTOCOL
+
+DOCS = ROOT / "docs"
+FIGURE = re.compile(r"(?<![\w.-])[+-]?\d(?:[\d.,]*\d)?(?:\s(?:%|s|min|Mbit/s|ms|GB|MB))?(?![\w-])")
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_every_command_line_that_is_shown_is_executed_or_says_why_not():
+    shown = {one.line: one.page for page in pages() for one in shown_in(page)}
+    by_scenario = listed()
+    reasons = dict(entry.split(" | ") for entry in by_scenario.pop(NOT_RUN))
+    known = {*reasons, *(line for lines in by_scenario.values() for line in lines)}
+    missing = {line: page for line, page in shown.items() if line not in known}
+    assert not missing, f"nothing executes these; write in {LIST.name} what does"
+    assert not known - set(shown), f"no page shows these: remove them from {LIST.name}"
+    assert all(reasons.values())
+
+
+def test_targets_and_scripts_that_are_shown_exist():
+    shown = {one.line for page in pages() for one in shown_in(page)}
+    targets = set(re.findall(r"^(\w+):.*## ", text_of("Makefile"), re.MULTILINE))
+    assert {line.removeprefix("make ") for line in shown if line.startswith("make ")} <= targets
+    assert all((ROOT / line.split()[0]).exists() for line in shown if line.startswith("scripts/"))
+
+
+def test_each_scenario_of_the_list_is_one_that_a_test_executes():
+    tests = text_of("tests/swarm/test_docs_commands.py") + text_of("tests/unit/cli/test_documented.py")
+    assert set(re.findall(r'Script\("([a-z ]+)"\)', tests)) == set(listed()) - {NOT_RUN}
+
+
+def test_the_page_on_exit_codes_has_each_of_them():
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    codes = {one.exit_code for one in kinds if issubclass(one, errors.TrahivError)} | {0, 130, 143}
+    to_restart = text_of("docs/running.md").partition("## When to restart")[2]
+    for text in (text_of("docs/exit-codes.md"), to_restart):
+        cells = re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE)
+        assert {int(code) for cell in cells for code in cell.split(",")} == codes
+
+
+def test_the_page_on_what_is_stable_names_the_protocol_and_what_python_offers():
+    page = text_of("docs/stable.md")
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    assert f"version {version} speaks protocol {PROTOCOL}" in page
+    names = page.partition("## Python names")[2].partition(" Their upstream")[0]
+    assert set(re.findall(r"`(\w+)`", names)) == set(trahiv_cli.__all__)
+
+
+def test_the_changelog_begins_with_this_version_and_its_protocol():
+    changes = text_of("CHANGELOG.md")
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    newest = changes.split("\n## ")[1]
+    assert newest.startswith(version)
+    assert re.findall(r"protocol (\d+)", changes)[0] == str(PROTOCOL)
+
+
+ROWS = re.findall(r"^\|.*\.md.*\|$", text_of("docs/cost.md"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_figure_of_the_page_on_costs_is_in_the_page_that_its_row_names(row):
+    *cells, source = row.split(" | ")
+    [name] = re.findall(r"\((\w+\.md)", source)
+    text = " ".join(text_of(f"docs/{name}").split())
+    for figure in FIGURE.findall(" | ".join(cells)):
+        assert re.search(rf"(?<![\d.]){re.escape(figure)}(?!\d)", text), f"{figure} is not in {name}"

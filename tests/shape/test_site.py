@@ -1,0 +1,117 @@
+"""The site builds without a warning, its links lead somewhere, its reference has all that the code has."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from scripts.reference import PAGES_OF_THE_ROOT, manual_page
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.recipe.document import dotted
+from trahiv_cli.recipe.foreign import FOREIGN
+from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.schema import section_in, sections_of_a_recipe
+
+ROOT = Path(__file__).parents[2]
+MANUAL = ROOT / "docs/man/trahiv.1"
+REWRITE = "TRAHIV_REWRITE_CLI_SURFACE"
+"""Set to 1 to write the manual page anew, when a command or an option was meant to change."""
+
+PAGES = [*map(ROOT.joinpath, PAGES_OF_THE_ROOT), *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FROM_ELSEWHERE = re.compile(r"""<(?:script|link|img)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//[^>]*""")
+EXTERNAL = re.compile(r"https?://[a-z0-9.-]+\.[a-z]{2,}(/[^\s<>]*)?")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's word on the next mkdocs
+    done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+def text_of(path: Path) -> str:
+    """A page without its code, in which `#` begins a comment and a bracket is no link."""
+    return re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def anchors(path: Path) -> set[str]:
+    """What links to a page may name, as the repository's own view of it has them."""
+    headings = re.findall(r"^#+ (.*)", text_of(path), re.MULTILINE)
+    return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_a_page_loads_nothing_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        assert not FROM_ELSEWHERE.search(page.read_text(encoding="utf-8")), page
+    drawn = [
+        page.name for page in PAGES if page.exists() and "```mermaid" in page.read_text(encoding="utf-8")
+    ]
+    assert not drawn, "the theme would load mermaid from elsewhere: commit the picture, as docs/rounds.svg is"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_each_link_of_the_repositorys_pages_leads_somewhere(page):
+    for link in LINK.findall(text_of(page)):
+        path, _, anchor = link.partition("#")
+        if ":" in link:
+            assert EXTERNAL.fullmatch(link), link
+        else:
+            target = page.parent / path if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_the_reference_has_each_field_and_each_option(site):
+    recipe = (site / "recipe.html").read_text(encoding="utf-8")
+    sections = sections_of_a_recipe()
+    for home, fields in sections.items():
+        assert not home or f'id="{dotted(home)}"' in recipe
+        named = [name for name, field in fields.items() if not section_in(field.annotation)]
+        for path in (dotted((*home, name)) for name in named):
+            assert f'id="{path}"' in recipe, path
+    commands = (site / "commands.html").read_text(encoding="utf-8")
+    for line in (ROOT / "tests/shape/cli_surface.txt").read_text(encoding="utf-8").splitlines():
+        *command, last = line.split()
+        assert (
+            last.isupper() or (last if last.startswith("-") else f'id="{"-".join(line.split())}"') in commands
+        )
+
+
+def test_the_manual_page_is_that_of_the_commands():
+    if os.environ.get(REWRITE) == "1":
+        MANUAL.write_text(manual_page(), encoding="utf-8")
+    assert manual_page() == MANUAL.read_text(encoding="utf-8"), f"meant to change? {REWRITE}=1 writes it anew"
+    if groff := shutil.which("groff"):
+        command = [groff, "-man", "-ww", "-z", "-Kutf8", str(MANUAL)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_names_of_other_tools_are_in_a_table_and_the_example_is_a_recipe(site, tmp_path, monkeypatch):
+    shown = (site / "from-others.html").read_text(encoding="utf-8")
+    assert all(f"<code>{name}</code>" in shown for name in FOREIGN)
+    page = (ROOT / "docs/from-others.md").read_text(encoding="utf-8")
+    theirs, ours = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n' * 200)
+    Path("ours.yaml").write_text(ours)
+    command = [sys.executable, "-m", "trahiv_cli", "check", "ours.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("ours.yaml: ok\n") and not done.stderr, done.stderr
+    Path("theirs.yaml").write_text(theirs)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("theirs.yaml")
+    unknown = {each.path: each.hint for each in caught.value.findings if each.message == "unknown key"}
+    assert unknown.keys() == yaml.safe_load(theirs).keys()
+    assert all("here it is" in hint or "belongs under" in hint for hint in unknown.values()), unknown

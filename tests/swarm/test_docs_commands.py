@@ -1,0 +1,199 @@
+"""The commands of the README and the pages, by real processes, as `documented_commands.txt` lists them.
+
+What needs no process of its own is in `tests/unit/cli/test_documented.py`.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.kit.commands import LOOPBACK, Peer, Workplace, wait_until
+from tests.kit.documented import ROOT, Script, blocks, looks_like, shown_in
+from tests.kit.recipes import HUGE, write_tiny
+from tests.kit.stand_ins import CHATML_MARKED, write_llama
+
+pytestmark = pytest.mark.timeout(400)
+
+CODES = ROOT / "docs" / "exit-codes.md"
+FIRST = ROOT / "docs" / "first-recipe.md"
+AS_A_PERSON = ("--format", "human")
+NARROW = {"COLUMNS": "40"}  # too narrow for the live view: what a person reads comes as lines
+PACE_S = 0.15  # as a larger model would take for a batch, so that there is time to look at the run
+LEISURELY_S = 0.5  # for those that only have to be there
+LEARNS_FASTER = ("learning_rate: 2e-4", "learning_rate: 1e-2")
+
+
+LOCAL = "{host_maddrs: [/ip4/127.0.0.1/tcp/0], nat_port_map: false, auto_nat: false}"
+
+
+@pytest.fixture
+def cached(workplace):
+    """A small model in the cache of the hub, under the name of the one that the page has trained."""
+    home = Path(workplace.environment()["HOME"])
+    model = home / ".cache" / "huggingface" / "hub" / "models--Qwen--Qwen3-0.6B-Base"
+    write_llama(model / "snapshots" / "1", chat_template=CHATML_MARKED)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("1")
+    yield
+    shutil.rmtree(model)
+
+
+@pytest.fixture
+def homes(tmp_path):
+    """Alice's and Bob's folders with what the page on the first recipe has them save."""
+    alice, bob = tmp_path / "alice", tmp_path / "bob"
+    [chats], [recipe], [talk] = (blocks(FIRST, language) for language in ("json", "yaml", "python"))
+    for home in (alice, bob):
+        home.mkdir()
+        (home / "chats.jsonl").write_text(chats)
+    assert LEARNS_FASTER[0] in recipe
+    recipe = recipe.replace(*LEARNS_FASTER)
+    section = "hivemind_config:\n"
+    (alice / "parrot.yaml").write_text(recipe.replace(section, f"{section}  dht: {LOCAL}\n"))
+    (alice / "talk.py").write_text(talk)
+    return alice, bob
+
+
+@pytest.mark.usefixtures("cached")
+def test_the_first_recipe_is_trained_by_two_and_talks(workplace, homes):
+    alice, bob = homes
+    shown = {one.line: one.output for one in shown_in(FIRST)}
+    script = Script("first recipe")
+
+    def finished(line):
+        peer = workplace.start(*script.words(line), *AS_A_PERSON, cwd=alice)
+        assert peer.exit_code(60) == 0, peer.err
+        assert looks_like(peer.out, shown[line]), peer.out
+
+    finished("trahiv check parrot.yaml")
+    finished("trahiv preview parrot.yaml -n 1")
+    init, join = "trahiv init parrot.yaml", "trahiv join --peer trahiv1:... --files ."
+    first = workplace.start(*script.words(init), *AS_A_PERSON, cwd=alice, env=NARROW, pace_s=PACE_S)
+    wait_until(lambda: "To join, type on another machine:" in first.out, 60)
+    invitation = first.out.partition("trahiv join --peer ")[2].split()[0]
+    words = script.words(join, **{"trahiv1:...": invitation})
+    second = workplace.start(*words, *LOOPBACK, "--format", "plain", cwd=bob, pace_s=PACE_S)
+    wait_until(lambda: "round of 2" in first.out, 90)
+    finished("trahiv status")
+    page = workplace.start(*script.words("trahiv watch"), "--no-browser", *AS_A_PERSON, cwd=alice)
+    wait_until(lambda: "http://127.0.0.1:" in page.out, 30)
+    page.press_ctrl_c()
+    assert page.exit_code(10) == 0
+    assert (first.exit_code(120), second.exit_code(30)) == (0, 0), first.err + second.err
+    assert looks_like(first.out, shown[init])
+    assert looks_like(second.err + second.out, shown[join])
+    one, two = (next(home.glob("runs/*/final/adapter_model.safetensors")) for home in homes)
+    assert one.read_bytes() == two.read_bytes()
+
+    def answered(line):
+        script.words(line)
+        how = {"shell": True, "capture_output": True, "text": True, "check": True}
+        return subprocess.run(line, cwd=alice, env=workplace.environment(), **how)
+
+    for line in ("ls runs/*/final", "python talk.py"):
+        assert looks_like(answered(line).stdout, shown[line])
+    assert not script.left
+
+
+class Swarm:
+    """Alice, who owns a swarm that trains the quickstart, and the lines of the pages that are typed there."""
+
+    def __init__(self, workplace: Workplace) -> None:
+        self.place, self.here = workplace, workplace.folder
+        self.script = Script("swarm")
+        self.shown = {one.line: one.output for one in shown_in(CODES)}
+        words = self.script.words("trahiv init quickstart")
+        self.alice = workplace.start(*words, "--set", f"hivemind_config.dht={LOCAL}", pace_s=LEISURELY_S)
+        ready = self.alice.wait_for("ready", 90)
+        self.run_id, self.own = ready["run_id"], Path("runs", ready["run_id"])
+        self.invitation = (self.here / ready["invitation"]).read_text().strip()
+        self.homes = {name: self.here / name for name in ("bob", "carol", "dave")}
+        for home in (self.here, *self.homes.values()):
+            home.mkdir(exist_ok=True)
+            (home / "friends-invitation").write_text(self.invitation)
+            (home / "friends-invitation").chmod(0o600)
+
+    def words(self, line: str, **replaced: str) -> list[str]:
+        """Take a line, with the swarm's invitation."""
+        given = dict.fromkeys(("LINE", "trahiv1:..."), self.invitation)
+        return self.script.words(line, **given, **replaced)
+
+    def run(self, line: str, *more: str, code: int = 0, shows: bool = False, **replaced: str) -> str:
+        """Run a line of the pages to its end, with that exit code and, if it `shows`, the page's output."""
+        return self.require(self.place.run(*self.words(line, **replaced), *more), code, line if shows else "")
+
+    def require(self, peer: Peer, code: int, line: str = "") -> str:
+        """Require an exit code of a peer, and the output that a page shows below a line."""
+        ended = peer.exit_code(60)
+        said = peer.out + peer.err  # an error comes last
+        assert ended == code and "Traceback" not in said, said
+        assert not line or looks_like(said, self.shown[line]), said
+        return said
+
+    def join(self, line: str, who: str, *more: str) -> Peer:
+        """Start a peer in its own folder by a line of the pages."""
+        words = *self.words(line), *LOOPBACK, *more, "--format", "plain"
+        return self.place.start(*words, cwd=self.homes[who], pace_s=LEISURELY_S)
+
+    def look(self, line: str, **replaced: str) -> None:
+        """Open a page until it has told its address."""
+        page = self.place.start(*self.words(line, **replaced), "--no-browser")
+        page.wait_for("watching", 30)
+        page.press_ctrl_c()
+        assert page.exit_code(10) == 0
+
+
+@pytest.fixture
+def swarm(workplace):
+    """The swarm in which commands of the pages are typed."""
+    return Swarm(workplace)
+
+
+def test_the_commands_of_the_pages_do_what_the_pages_say(swarm):
+    write_tiny(swarm.here, "recipe.yaml")
+    write_tiny(swarm.here, "huge.yaml", model__config=HUGE)
+    by_line, as_guest = "trahiv join --peer trahiv1:...", "trahiv join --peer @friends-invitation"
+    bob = swarm.join(by_line, "bob", "--yes")
+    dave = swarm.join('trahiv join LINE --only-when idle --only-when "not dota2"', "dave")
+    swarm.run("trahiv init huge.yaml", code=6, shows=True)
+    wait_until(lambda: "round of" in bob.out, 120)
+    wait_until(lambda: re.search("joined at|paused at", dave.out) is not None, 120)
+    dave.press_ctrl_c()
+    swarm.require(dave, 130)
+    carol = swarm.join(f"{as_guest} --yes", "carol")
+
+    run_dir = {"runs/tiny": str(swarm.own), "runs/quickstart-4f0c1d2e": str(swarm.own)}
+    swarm.run("trahiv doctor", *LOOPBACK)
+    swarm.run("trahiv doctor --peer LINE", *LOOPBACK)
+    swarm.run("trahiv doctor recipe.yaml --peer LINE", *LOOPBACK)
+    swarm.look("trahiv watch runs/tiny", **run_dir)
+    swarm.look("trahiv watch --peer LINE")
+    words = swarm.words("TRAHIV_PEER=trahiv1:... trahiv join")
+    guest = swarm.place.start(*words, "--dry-run", "--format", "plain", env={"TRAHIV_PEER": swarm.invitation})
+    assert swarm.run_id in swarm.require(guest, 0)
+    taken = "trahiv init quickstart --output-dir runs/quickstart-4f0c1d2e"
+    swarm.run(taken, code=3, shows=True, **run_dir)
+    other = "trahiv join quickstart --set training.learning_rate=0.5 --peer @friends-invitation"
+    swarm.run(other, code=5, shows=True)
+    wait_until(lambda: "joined at" in carol.out, 120)
+    assert swarm.run("trahiv members").count("  there") >= 3
+    for line in ("trahiv invite", "trahiv invite --expires 2d", "trahiv invite --watch"):
+        assert "trahiv join --peer" in swarm.run(line)
+    [made] = re.findall(r"invitations/(\w+)", swarm.run("trahiv invite --once"))
+    swarm.run("trahiv invite --close ID", ID=made)
+    swarm.run("trahiv invite --close all")
+    [carol_id] = re.findall(r", peer (Qm\w+)", carol.out)
+    assert carol_id in swarm.run("trahiv kick PEER", PEER=carol_id[-6:])
+    swarm.require(carol, 5, f"{as_guest} --yes")
+    for name, said in (("pause", "paused at step"), ("resume", "goes on"), ("finish", "done at step")):
+        assert said in swarm.run(f"trahiv {name}", shows=name == "finish")
+    swarm.require(swarm.alice, 0)
+    bob.press_ctrl_c()
+    swarm.require(bob, 130, by_line)
+    swarm.look("trahiv replay runs/a runs/b", **{"runs/a": str(swarm.own), "runs/b": f"bob/{swarm.own}"})
+    swarm.run("trahiv report")
+    swarm.run(as_guest, code=4, shows=True)
+    assert not swarm.script.left
