@@ -1,0 +1,248 @@
+"""The notebooks as their readers run them: in real kernels, interrupted, and run again."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+from tests.kit.commands import LOOPBACK, ROOT, VANISH_S, Workplace
+from tests.kit.warm import MARK
+
+pytestmark = pytest.mark.timeout(300)
+
+NOTEBOOKS = ROOT / "notebooks"
+CELL_S = 120
+"""After this a cell, or what a test waits for in one, has failed."""
+
+STOP_S = 30.0
+KEEPER = {"torch_shm_manager"}
+"""Torch's own keeper of shared memory, which a process has until it ends."""
+
+ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # IPython paints tracebacks
+INVITATION = re.compile(r"initial_peers = \['(trahiv1:[^']+)'\]")
+RHYME = """Row, row, row your boat
+Gently down the stream,
+Merrily, merrily, merrily, merrily,
+Life is but a dream.
+
+"""
+LEARNT = 0.1
+"""The loss at which a model knows it by heart."""
+
+LOGGED = re.compile(r"'loss': '([^']+)'.*'swarm/step': (\d+), 'swarm/peers': (\d+)")
+
+
+class Session:
+    """A notebook in a kernel of its own. Use as a context manager: what it started ends with it."""
+
+    def __init__(self, name: str, workplace: Workplace, **settings: Any) -> None:
+        book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+        self._cells = {cell.id: cell for cell in book.cells}
+        [self._settings] = (cell for cell in book.cells if "parameters" in cell.metadata.get("tags", ()))
+        self.set(**settings)
+        self._indexes = {cell.id: index for index, cell in enumerate(book.cells)}
+        self._client = NotebookClient(book, timeout=CELL_S, skip_cells_with_tag="install")
+        self._environment, self._folder = workplace.environment(), workplace.folder
+
+    async def __aenter__(self) -> Self:
+        self._kernel = self._client.async_setup_kernel(env=self._environment, cwd=str(self._folder))
+        await self._kernel.__aenter__()
+        self._pid = self._client.km.provisioner.pid
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await self._kernel.__aexit__(None, None, None)
+        finally:
+            for process in self.processes():
+                process.kill()
+
+    def set(self, **settings: Any) -> None:
+        """Type other values into the cell of settings, which is not run."""
+        self._settings.source = with_settings(self._settings.source, settings)
+
+    async def run(self, *cells: str) -> None:
+        """Run cells to their ends; CellExecutionError for an exception in one."""
+        for cell in cells:
+            await self._client.async_execute_cell(self._cells[cell], self._indexes[cell])
+
+    def begin(self, cell: str) -> None:
+        """Run a cell in the background."""
+        self._cells[cell].outputs, self._begun = [], cell
+        self._task = asyncio.create_task(self.run(cell))
+
+    async def until(self, condition: Callable[[], Any]) -> Any:
+        """Return what a condition says once that is true, while the cell that was begun runs."""
+        deadline = time.monotonic() + CELL_S
+        while not (found := condition()):
+            is_late, shown = time.monotonic() >= deadline, self.shown(self._begun)
+            assert not is_late and not self._task.done(), f"the cell showed: {shown}"
+            await asyncio.sleep(0.05)
+        return found
+
+    def shown(self, cell: str) -> str:
+        """What a reader sees under a cell."""
+        outputs = self._cells[cell].outputs
+        texts = [output.get("text") or "\n".join(output.get("traceback", ())) for output in outputs]
+        return ESCAPE.sub("", "".join(texts))
+
+    async def interrupt(self) -> None:
+        """Press the button that stops a cell, and wait for the end of the one that was begun."""
+        await self._client.km.interrupt_kernel()
+        await asyncio.wait_for(self._task, STOP_S)
+
+    async def kill(self) -> None:
+        """End the kernel at once, as a restart of the session does while a cell runs."""
+        await self._client.km.shutdown_kernel(now=True)
+        with pytest.raises(DeadKernelError):
+            await self._task
+
+    async def left(self, seconds: float = VANISH_S) -> set[str]:
+        """The names of processes that the kernel has started and that do not end within some seconds."""
+        deadline = time.monotonic() + seconds
+        while (processes := self.processes()) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return {process.name() for process in processes}
+
+    def processes(self) -> list[psutil.Process]:
+        """What the kernel has started, and what that has; without the kernel itself."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                is_own = process.environ().get(MARK) == self._environment[MARK]
+                is_alive = process.status() != psutil.STATUS_ZOMBIE
+                if is_own and is_alive and process.pid != self._pid:
+                    found.append(process)
+        return found
+
+
+def with_settings(source: str, settings: dict[str, Any]) -> str:
+    """Give the assignments at the top of a cell other values, as papermill does by a cell below it."""
+    lines, left = source.splitlines(), dict(settings)
+    for node in reversed(ast.parse(source).body):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            if name in left:
+                lines[node.lineno - 1 : node.end_lineno] = [f"{name} = {left.pop(name)!r}"]
+    assert not left, f"no settings of the notebook: {left}"
+    return "\n".join(lines)
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    file = run / "events.jsonl"
+    whole, _, _ = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def newest_checkpoint(run: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
+
+
+def steps_together(run: Path) -> int:
+    """How many steps of a run's events were taken in a group of two."""
+    steps = (event for event in events_of(run) if event["event"] == "step")
+    return sum(bool(step["round"]) and len(step["round"]["group"]) == 2 for step in steps)
+
+
+def trained_by_two(session: Session) -> list[tuple[float, int]]:
+    """Losses and steps that the Trainer has logged, of those that two peers took."""
+    logged = LOGGED.findall(session.shown("train"))
+    return [(float(loss), int(step)) for loss, step, peers in logged if peers == "2"]
+
+
+@pytest.mark.parametrize("name", ["join", "drop_in"])
+def test_a_notebook_is_kept_without_outputs_and_installs_in_one_line(name):
+    book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    nbformat.validate(book)
+    assert set(book.metadata) == {"kernelspec"} and book.metadata.kernelspec.name == "python3"
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    [install] = (cell.source for cell in code if "install" in cell.metadata.get("tags", ()))
+    assert install == "%pip install -q trahiv"
+
+
+def test_the_cell_that_joins_is_interrupted_and_run_again(start_paced, endless, workplace):
+    first = start_paced("init", endless(), "--output-dir", "first", *LOOPBACK)
+    invitation = Path(first.address.removeprefix("@")).read_text()
+    folder = workplace.folder / "notebook"
+    settings = {
+        "invitation": f"trahiv join --peer {invitation}",
+        "folder": str(folder),
+        "options": list(LOOPBACK),
+    }
+
+    async def story() -> None:
+        async with Session("join", workplace, **settings) as session:
+            await session.run("install", "settings")
+            session.begin("join")
+            await session.until(lambda: steps_together(folder) >= 2)
+            await session.interrupt()
+            stopped = newest_checkpoint(folder)
+            assert await session.left() == set()
+            assert f"done at step {stopped} (signal)" in session.shown("join")
+
+            before = steps_together(folder)
+            session.begin("join")
+            await session.until(lambda: steps_together(folder) >= before + 2)
+            await session.until(lambda: "round of 2" in session.shown("join"))
+            shown = session.shown("join")
+            assert len(shown.splitlines()) <= 35 and "trahiv1:" not in shown
+            _, again = (event for event in events_of(folder) if event["event"] == "joined")
+            assert again["step"] >= stopped
+
+            assert session.processes()
+            await session.kill()
+            assert await session.left(STOP_S) == set()
+
+    asyncio.run(story())
+    assert first.is_running
+
+
+def test_the_trainer_is_interrupted_in_one_of_two_notebooks_and_run_again(workplace):
+    async def story() -> None:
+        endless = {"max_steps": 100_000}
+        first = Session("drop_in", workplace, output_dir="first", **endless)
+        second = Session("drop_in", workplace, output_dir="second", **endless)
+        async with first, second:
+            cells = "install", "settings", "model"
+            await asyncio.gather(first.run(*cells), second.run(*cells))
+            first.begin("train")
+            invited = await first.until(lambda: INVITATION.search(first.shown("train")))
+            second.set(initial_peers=[invited[1]])
+            await second.run("settings")
+            second.begin("train")
+            for session in (first, second):
+                await session.until(partial(trained_by_two, session))
+
+            with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
+                await first.interrupt()
+            stopped = newest_checkpoint(workplace.folder / "first")
+            assert f"Stopped at step {stopped}." in first.shown("train")
+            assert await first.left() <= KEEPER
+
+            first.begin("train")
+            again = await first.until(lambda: trained_by_two(first))
+            assert again[0][1] > stopped
+            await first.until(lambda: trained_by_two(first)[-1][0] < LEARNT)
+            for session in (first, second):
+                with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
+                    await session.interrupt()
+                await session.run("use")
+                assert session.shown("use") == RHYME
+                assert await session.left() <= KEEPER
+
+    asyncio.run(story())

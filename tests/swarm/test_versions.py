@@ -1,0 +1,81 @@
+"""Two versions of trahiv in one swarm: they train together, or the newcomer is refused with a sentence.
+
+The other version's source is taken out of the history, and runs with this installation's libraries.
+"""
+
+import io
+import re
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.kit import recipes
+from tests.kit.commands import LOOPBACK, ROOT
+
+LAST_RELEASE = "eb331fc"
+"""The newest release's tag, once there is one; until then, the commit with which peers last became able to
+train together."""
+
+OTHER_PROTOCOL = "f9f6904"
+"""The last commit that spoke protocol 1."""
+
+
+def source_of(commit: str, folder: Path) -> dict[str, str]:
+    """Take out a version, and return the variables with which a command runs it."""
+    command = ["git", "archive", commit, "trahiv_cli", "tests/kit", "configs", "docs", "pyproject.toml"]
+    archive = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
+    if archive.returncode:
+        pytest.skip(f"there is no {commit} in this checkout's history: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(folder, filter="data")
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_this_version_and_the_last_train_together(start, tmp_path):
+    last = source_of(LAST_RELEASE, tmp_path / "last")
+    recipe = recipes.write_tiny(tmp_path, training__max_steps=100_000)
+    old = start("init", recipe, "--output-dir", "old", *LOOPBACK, env=last, pace_s=0.1)
+    files = "--files", tmp_path
+    new = start("join", "--peer", old.address, "--output-dir", "new", *files, "--yes", *LOOPBACK, pace_s=0.1)
+    third = start(
+        "join",
+        "--peer",
+        new.address,
+        "--output-dir",
+        "third",
+        *files,
+        "--yes",
+        *LOOPBACK,
+        env=last,
+        pace_s=0.1,
+    )
+    for peer in (old, new, third):
+        peer.wait_for_group(3)
+    assert not [event for peer in (old, new, third) for event in peer.events if event["event"] == "error"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "code", "said"),
+    [
+        (
+            OTHER_PROTOCOL,
+            None,
+            5,
+            r"speaks protocol 1; this is trahiv .*, with protocol 2\. Nothing was changed",
+        ),
+        # What that version says cannot be changed any more; it finds no run that it can read.
+        (None, OTHER_PROTOCOL, 4, "nobody publishes a recipe there"),
+    ],
+)
+def test_a_newcomer_of_another_protocol_is_refused(start, tmp_path, theirs, mine, code, said):
+    there, new = [source_of(one, tmp_path / "source") if one else {} for one in (theirs, mine)]
+    recipe = recipes.write_tiny(tmp_path, training__max_steps=100_000)
+    first = start("init", recipe, "--output-dir", "there", *LOOPBACK, env=there, pace_s=0.1)
+    first.wait_for("step", 60)
+    newcomer = start("join", "--peer", first.address, "--output-dir", "new", "--yes", *LOOPBACK, env=new)
+    assert newcomer.exit_code(timeout=60) == code
+    error = newcomer.wait_for("error", 1)
+    assert re.search(said, error["message"]) and error["hint"]
+    assert not (tmp_path / "new" / "checkpoints").exists()
