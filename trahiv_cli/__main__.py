@@ -5,9 +5,12 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line."""
-    from trahiv_cli.cli.app import run
+    try:
+        from trahiv_cli.cli.app import run
 
-    run()
+        run()
+    except KeyboardInterrupt:  # before a command could do something about it
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""What starts a peer and watches over it says the same as the errors do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trahiv_cli import errors
+
+ROOT = Path(__file__).parents[2]
+UNIT = ROOT / "packaging/trahiv.service"
+MAY_BE_OTHERWISE_NEXT_TIME = {errors.TrahivError.exit_code, errors.Unreachable.exit_code}
+"""Exit codes after which a peer is started again: it failed while running, or nobody answered."""
+
+
+def exit_codes(error: type[errors.TrahivError] = errors.TrahivError) -> Iterator[int]:
+    yield error.exit_code
+    for narrower in error.__subclasses__():
+        yield from exit_codes(narrower)
+
+
+def settings(key: str) -> list[str]:
+    lines = UNIT.read_text(encoding="utf-8").splitlines()
+    return [line.partition("=")[2] for line in lines if line.startswith(f"{key}=")]
+
+
+def test_systemd_restarts_a_peer_only_if_it_may_go_better_next_time():
+    (codes,) = settings("RestartPreventExitStatus")
+    assert {int(code) for code in codes.split()} == set(exit_codes()) - MAY_BE_OTHERWISE_NEXT_TIME
+
+
+def test_systemd_reads_the_unit_without_a_complaint(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed; it comes with Debian's package systemd")
+    (command,) = settings("ExecStart")
+    program = Path(command.split()[0].replace("%h", str(tmp_path)))
+    program.parent.mkdir(parents=True)
+    program.touch(mode=0o700)
+    verified = subprocess.run(
+        ["systemd-analyze", "--user", "verify", UNIT],
+        env=os.environ | {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
+
+
+def test_compose_starts_peers_that_the_second_can_join():
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    first, second = (service["command"] for service in services.values())
+    assert f"@{first[first.index('--output-dir') + 1]}/invitation" in second
