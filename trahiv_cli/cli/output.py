@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -222,5 +223,7 @@ def quiet_libraries() -> None:
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
     # On some CPUs it asks for the package `kernels`, which only generating text with 4-bit weights would use.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # torch 2.15 says this of a function of hivemind's.
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
     # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
