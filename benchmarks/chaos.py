@@ -13,16 +13,14 @@ that has ended. The seed draws which fault strikes which peer when:
 - `restart-first`: the peer that began the run, whose address is the join line, leaves and comes back.
 
 A peer is not killed while its disk is full, nor is the disk filled of one that has taken no step since its
-last start: it could not begin then, and would say so with exit code 3, after which no supervisor starts it
-again.
+last start: it would end with exit code 3, after which no supervisor starts it again.
 
-Printed: the faults, each with what it struck and how long its peer took until it stepped together with
-another one; then the verdict: what was not as promised, which alone makes the exit code 1. Promised is that
-the swarm's step never falls, so nobody takes a step that it had taken before; that peers who evaluate after
-the same step find the same, never more than 5 % above the one before; that all peers come back by
-themselves, and leave at SIGTERM; that each pass over the data was complete and no sample was trained twice
-in one, but for as many as leases were lost; and that nothing is left behind: no process, port, socket,
-temporary file or shared memory. Needs root, 4 GiB, and nothing else running.
+Printed: the faults, each with what it struck and how long its peer took until it stepped with another one;
+then the verdict: what was not as promised, which alone makes the exit code 1. Promised is that the swarm's
+step never falls; that peers who evaluate after the same step find the same, never more than 5 % above the
+one before; that all peers come back by themselves, and leave at SIGTERM; that each pass over the data was
+complete and no sample was trained twice in one, but for as many as leases were lost; and that no process,
+port, socket, temporary file or shared memory is left. Needs root, 4 GiB, and nothing else running.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ import contextlib
 import json
 import math
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -270,6 +269,8 @@ def run(folder: Path, seed: int, num_faults: int, seconds: float) -> Report:
         for fault in report.faults:
             fault.back_s = back_after(events[fault.peer], fault.t)
         _fill(report, keeper, events)
+        for number, peer in enumerate(keeper.peers):  # their disks go with the keeper
+            shutil.copytree(peer.run, folder / f"peer-{number}")
     return report
 
 
@@ -330,7 +331,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--faults", type=int, default=66)
     parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--keep", type=Path, help="an empty folder for what the peers write; else it goes")
+    parser.add_argument("--keep", type=Path, help="an empty folder for the runs' folders; else they go")
     options = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
