@@ -24,7 +24,8 @@ ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch==2.13.0
 WORKDIR /src
 COPY pyproject.toml .
-RUN python -c 'import tomllib; print(*tomllib.load(open(0, "rb"))["project"]["dependencies"], sep="\n")' \
+RUN python -c 'import tomllib; p = tomllib.load(open(0, "rb"))["project"]; \
+        print(*p["dependencies"], *p["optional-dependencies"]["web"], sep="\n")' \
         < pyproject.toml > requirements.txt \
     && pip install --no-cache-dir -r requirements.txt
 COPY README.md LICENSE ./

@@ -28,5 +28,5 @@ format:   install ## rewrite the code in our style
 bench:    install ## every benchmark, one after the other (benchmarks/README.md says what they measure)
 	@set -e; for script in benchmarks/*.py; do echo "== $$script"; .venv/bin/python "$$script"; done
 clean:    ## caches and build results; .venv and runs/ stay
-	@rm -rf build dist site .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf --one-file-system build dist site .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

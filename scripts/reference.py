@@ -21,6 +21,7 @@ from mkdocs.structure.pages import Page
 from typer.main import get_command
 
 from trahiv_cli.cli.app import app
+from trahiv_cli.recipe.document import dotted
 from trahiv_cli.recipe.foreign import CALLED_ELSEWHERE, FOREIGN_CHOICES, REFUSED_CHOICES, TOOLS
 from trahiv_cli.recipe.schema import OWN, SUGGESTED, marks_of, recipe_schema
 
@@ -100,20 +101,16 @@ def _section(
             inner.append(((*place, 0) if is_list else place, field, known[found[1]]))
             continue
         is_required = name in section.get("required", ())
-        yield f"### `{_path(place)}` {{ #{_path(place)} }}"
+        yield f"### `{dotted(place)}` {{ #{dotted(place)} }}"
         said = [_kind(field), "required" if is_required else _default(field), _sharing(place)]
         yield " · ".join(filter(None, said))
         yield _text(field)
     for place, field, definition in inner:
-        yield f"## `{_path(place)}` {{ #{_path(place)} }}"
+        yield f"## `{dotted(place)}` {{ #{dotted(place)} }}"
         yield _text(definition)
         if field.get("description") != definition["description"]:
             yield _text(field)
         yield from _section(place, definition, known)
-
-
-def _path(location: tuple[str | int, ...]) -> str:
-    return ".".join("0" if part == 0 else str(part) for part in location)
 
 
 def _text(described: dict[str, Any]) -> str:

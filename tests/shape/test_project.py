@@ -70,11 +70,6 @@ def test_security_says_how_to_report_what_counts_and_when_to_expect_an_answer():
         assert what in text("SECURITY.md")
 
 
-def test_the_changelog_has_a_section_of_this_version():
-    titles = re.findall(r"^## \[?([^\]\s]+)", text("CHANGELOG.md"), re.MULTILINE)
-    assert METADATA["version"] in titles
-
-
 def test_a_bug_comes_with_what_is_needed_to_find_it():
     required = [
         field["attributes"]["label"]

@@ -6,6 +6,7 @@ What needs no process of its own is in `tests/unit/cli/test_documented.py`.
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,11 @@ def test_the_first_recipe_is_trained_by_two_and_talks(workplace, homes):
 
     def answered(line):
         script.words(line)
+        line = line.replace('"$(uv tool dir)/trahiv/bin/python"', sys.executable)
         how = {"shell": True, "capture_output": True, "text": True, "check": True}
         return subprocess.run(line, cwd=alice, env=workplace.environment(), **how)
 
-    for line in ("ls runs/*/final", "python talk.py"):
+    for line in ("ls runs/*/final", '"$(uv tool dir)/trahiv/bin/python" talk.py'):
         assert looks_like(answered(line).stdout, shown[line])
     assert not script.left
 
@@ -179,7 +181,7 @@ def test_the_commands_of_the_pages_do_what_the_pages_say(swarm):
     other = "trahiv join quickstart --set training.learning_rate=0.5 --peer @friends-invitation"
     swarm.run(other, code=5, shows=True)
     wait_until(lambda: "joined at" in carol.out, 120)
-    assert swarm.run("trahiv members").count("  there") >= 3
+    wait_until(lambda: swarm.run("trahiv members").count("  there") >= 3, 60)
     for line in ("trahiv invite", "trahiv invite --expires 2d", "trahiv invite --watch"):
         assert "trahiv join --peer" in swarm.run(line)
     [made] = re.findall(r"invitations/(\w+)", swarm.run("trahiv invite --once"))

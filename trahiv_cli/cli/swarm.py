@@ -31,6 +31,7 @@ from trahiv_cli.cli.options import (
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
 from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
+from trahiv_cli.recipe.builtin import how_to_install
 from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
@@ -357,7 +358,7 @@ def serve_metrics(port: int, events: Events) -> None:
     except ModuleNotFoundError as error:
         raise SetupError(
             f"Metrics need the package {error.name}, which is not installed.",
-            hint="pip install 'trahiv[web]'",
+            hint=how_to_install("trahiv[web]"),
         ) from None
     kept = Metrics()
     kept.serve(port)

@@ -14,6 +14,7 @@ from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
 from trahiv_cli.cli.output import FormatOption, line_in, out, quiet_libraries
 from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
+from trahiv_cli.recipe.builtin import how_to_install
 
 if TYPE_CHECKING:
     from trahiv_cli.train.wishes import Wish
@@ -109,7 +110,7 @@ def require_web() -> None:
     except ModuleNotFoundError as error:
         raise SetupError(
             f"The page needs the package {error.name}, which is not installed.",
-            hint="pip install 'trahiv[web]'",
+            hint=how_to_install("trahiv[web]"),
         ) from None
 
 

@@ -6,6 +6,8 @@ that can join has it, and a Python or a distribution has no part in it.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 TEXT = "builtin/trahiv"
@@ -33,6 +35,13 @@ def text_files() -> list[Path]:
 def read_text() -> list[str]:
     """Read the text, a document for each of its files."""
     return [file.read_text(encoding="utf-8") for file in text_files()]
+
+
+def how_to_install(requirement: str) -> str:
+    """Return what to type so that this installation of trahiv has a requirement: an extra, or a version."""
+    if (Path(sys.prefix) / "uv-receipt.toml").exists():  # an environment of `uv tool`, which pip is not for
+        return f"uv tool install {shlex.quote(requirement)}"
+    return f"pip install {shlex.quote(requirement)}"
 
 
 def version() -> str:

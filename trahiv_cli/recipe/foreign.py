@@ -16,7 +16,7 @@ CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
     "`model.attn_implementation`": {AXOLOTL: "flash_attention", LLAMA_FACTORY: "flash_attn"},
     "`seq_cls.labels`, the names of the classes in the order of their numbers": {
         AXOLOTL: "num_labels",
-        OTHERS: "num_labels id2label",
+        OTHERS: "id2label",
     },
     "`quantization.load_in_4bit` or `quantization.load_in_8bit`": {
         LLAMA_FACTORY: "quantization_bit",
@@ -83,7 +83,7 @@ CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
         LLAMA_FACTORY: "output_dir",
         TRL: "output_dir",
     },
-    "nothing: the same command goes on where the run stopped": {
+    "nothing: the same command resumes the run": {
         AXOLOTL: "resume_from_checkpoint",
         LLAMA_FACTORY: "resume_from_checkpoint",
         TRL: "resume_from_checkpoint",

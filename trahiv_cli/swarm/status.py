@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trahiv_cli.errors import RecipeMismatch
-from trahiv_cli.recipe.builtin import version
+from trahiv_cli.recipe.builtin import how_to_install, version
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.node import RUNS_KEY, Node
 from trahiv_cli.swarm.reach import Kind
@@ -121,7 +121,7 @@ def require_protocol(statuses: Statuses, named_peers: Collection[str]) -> None:
     raise RecipeMismatch(
         f"This swarm runs {whose}, which speaks protocol {theirs.protocol}; "
         f"this is trahiv {version()}, with protocol {PROTOCOL}. Nothing was changed.",
-        hint=f"pip install trahiv=={theirs.version}"
+        hint=how_to_install(f"trahiv=={theirs.version}")
         if theirs.version
         else f"ask its peers to install trahiv {version()}, as all peers of a run need the same",
     )

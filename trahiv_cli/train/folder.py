@@ -56,7 +56,7 @@ RESOLVED, LOCK_FILE = "recipe.json", "lock"
 MAX_FOLDERS_OF_A_RUN = 100
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
-_FLOCK = "hhqqi0q"  # the kernel's `struct flock`: type, whence, start, length, pid
+_FLOCK = "hhqqi0q"  # Linux's `struct flock`: type, whence, start, length, pid
 _held: set[Path] = set()  # folders that this process owns; the kernel's locks are between processes only
 
 

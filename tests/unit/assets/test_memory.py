@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 from bitsandbytes.optim import GlobalOptimManager
+from packaging.version import Version
 from transformers import Trainer, TrainingArguments
 
 from tests.unit.assets.conftest import INT8, LORA, NF4, TINY_LLAMA, built, recipe
@@ -187,8 +188,10 @@ def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unk
     one, both = (rehearsed(task, llama_folder, length=64, peft=LORA) for task in ("sft", "dpo"))
     assert both == pytest.approx(2 * one, rel=0.2)
     needed = estimate(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}), length=16)
-    assert needed.activation_bytes is None
-    assert needed.device_bytes == needed.held_on_device + needed.moment_bytes
+    has_fake = Version(torch.__version__).release >= (2, 14)  # newer ones have some of experts as well
+    assert needed.activation_bytes is None or has_fake
+    known = needed.held_on_device + needed.moment_bytes + (needed.activation_bytes or 0)
+    assert needed.device_bytes == known
 
 
 @pytest.mark.parametrize(

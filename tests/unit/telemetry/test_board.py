@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from packaging.version import Version
 from rich.console import Console
 
 from trahiv_cli.swarm.addresses import Reach
@@ -144,7 +145,10 @@ def drawn(it, width=100, height=60):
     return screen.getvalue()
 
 
-@pytest.mark.skipif(metadata.version("rich") < "14.3", reason="an older rich pads the first column otherwise")
+@pytest.mark.skipif(
+    Version(metadata.version("rich")) < Version("14.3"),
+    reason="an older rich pads the first column otherwise",
+)
 def test_the_board_looks_as_it_did():
     """To take a new picture: TRAHIV_REWRITE=1 pytest tests/unit/telemetry/test_board.py, then look at it."""
     picture = drawn(told(*LOG))
