@@ -144,6 +144,7 @@ export function showWriting(state) {
 
 export function showNotices(state, now) {
   $("no-notices").hidden = state.notices.length > 0;
+  $("notices-shown").hidden = !state.notices.length;
   const make = (one) => el("li", one.kind, el("span", "when"), el("bdi", "message"), el("bdi", "hint"));
   const sorted = state.notices.toReversed().sort((a, b) => b.t - a.t);
   keep($("notices"), sorted, make, (node, one) => {
