@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+with_todays_typer = pytest.mark.skipif(
+    Version(metadata.version("typer")) < Version("0.26"), reason="an older typer tells less of arguments"
+)
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "shape" / "documented_commands.txt"

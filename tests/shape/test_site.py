@@ -13,11 +13,14 @@ import pytest
 import yaml
 
 from scripts.reference import PAGES_OF_THE_ROOT, manual_page
+from tests.kit.documented import with_todays_typer
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.document import dotted
 from trahiv_cli.recipe.foreign import FOREIGN
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import section_in, sections_of_a_recipe
+
+pytestmark = with_todays_typer
 
 ROOT = Path(__file__).parents[2]
 MANUAL = ROOT / "docs/man/trahiv.1"

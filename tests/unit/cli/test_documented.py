@@ -4,13 +4,14 @@ import re
 
 import pytest
 
-from tests.kit.documented import ROOT, Script, blocks, looks_like, shown_in
+from tests.kit.documented import ROOT, Script, blocks, looks_like, shown_in, with_todays_typer
 from tests.kit.stand_ins import CHATML_MARKED, write_llama
 
 FIRST, CODES = (ROOT / "docs" / page for page in ("first-recipe.md", "exit-codes.md"))
 HUB = {"Qwen/Qwen3-0.6B-Base": "./model", "trl-lib/Capybara": "./chats.jsonl"}
 
 
+@with_todays_typer
 @pytest.mark.usefixtures("nothing_starts")
 def test_commands_about_recipes_and_their_errors_are_as_shown(trahiv, here):
     script, shown = Script("one process"), {one.line: one.output for one in shown_in(CODES)}
