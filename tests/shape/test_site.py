@@ -86,9 +86,9 @@ def test_the_reference_has_each_field_and_each_option(site):
     commands = (site / "commands.html").read_text(encoding="utf-8")
     written = dict(part.split('"', 1) for part in commands.split('<h2 id="')[1:])  # of each command
     for line in (ROOT / "tests/shape/cli_surface.txt").read_text(encoding="utf-8").splitlines():
-        command, _, option = line.partition(" --")
+        command, _, option = line.partition(" -")
         words = [word for word in command.split() if not word.isupper()]
-        assert f"--{option}" in written["-".join(words)] if option else "-".join(words) in written, line
+        assert f"-{option}" in written["-".join(words)] if option else "-".join(words) in written, line
 
 
 def test_the_manual_page_is_that_of_the_commands():
