@@ -237,7 +237,8 @@ def test_the_trainer_is_interrupted_in_one_of_two_notebooks_and_run_again(workpl
             first.begin("train")
             again = await first.until(lambda: trained_by_two(first))
             assert again[0][1] > stopped
-            await first.until(lambda: trained_by_two(first)[-1][0] < LEARNT)
+            for session in (first, second):
+                await session.until(lambda one=session: trained_by_two(one)[-1][0] < LEARNT)
             for session in (first, second):
                 with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
                     await session.interrupt()
