@@ -36,21 +36,14 @@ def source_of(commit: str, folder: Path) -> dict[str, str]:
 def test_this_version_and_the_last_train_together(start, tmp_path):
     last = source_of(LAST_RELEASE, tmp_path / "last")
     recipe = recipes.write_tiny(tmp_path, training__max_steps=100_000)
+
+    def join(name, peer, **more):
+        words = "join", "--peer", peer.address, "--output-dir", name, "--files", tmp_path, "--yes"
+        return start(*words, *LOOPBACK, pace_s=0.1, **more)
+
     old = start("init", recipe, "--output-dir", "old", *LOOPBACK, env=last, pace_s=0.1)
-    files = "--files", tmp_path
-    new = start("join", "--peer", old.address, "--output-dir", "new", *files, "--yes", *LOOPBACK, pace_s=0.1)
-    third = start(
-        "join",
-        "--peer",
-        new.address,
-        "--output-dir",
-        "third",
-        *files,
-        "--yes",
-        *LOOPBACK,
-        env=last,
-        pace_s=0.1,
-    )
+    new = join("new", old)
+    third = join("third", new, env=last)
     for peer in (old, new, third):
         peer.wait_for_group(3)
     assert not [event for peer in (old, new, third) for event in peer.events if event["event"] == "error"]

@@ -7,6 +7,7 @@ LLaMA-Factory 0.9, torchtune 0.6, litgpt 0.5, unsloth 2026.10, TRL 1.16, transfo
 from __future__ import annotations
 
 TOOLS = (AXOLOTL, LLAMA_FACTORY, TRL, OTHERS) = ("axolotl", "LLaMA-Factory", "TRL", "others")
+_EACH = (AXOLOTL, LLAMA_FACTORY, TRL)
 
 CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
     "`task`, and `pt` is `clm`": {LLAMA_FACTORY: "stage"},
@@ -67,27 +68,13 @@ CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
         TRL: "num_train_epochs",
         OTHERS: "epochs",
     },
-    "`training.activation_checkpointing`": {
-        AXOLOTL: "gradient_checkpointing",
-        LLAMA_FACTORY: "gradient_checkpointing",
-        TRL: "gradient_checkpointing",
-    },
+    "`training.activation_checkpointing`": dict.fromkeys(_EACH, "gradient_checkpointing"),
     "`training.report_to: [wandb]`": {AXOLOTL: "wandb_project"},
-    "nothing: trahiv never runs code that a model or dataset brings": {
-        AXOLOTL: "trust_remote_code",
-        LLAMA_FACTORY: "trust_remote_code",
-        TRL: "trust_remote_code",
-    },
-    "the option `--output-dir` of `init` and `join`": {
-        AXOLOTL: "output_dir",
-        LLAMA_FACTORY: "output_dir",
-        TRL: "output_dir",
-    },
-    "nothing: the same command resumes the run": {
-        AXOLOTL: "resume_from_checkpoint",
-        LLAMA_FACTORY: "resume_from_checkpoint",
-        TRL: "resume_from_checkpoint",
-    },
+    "nothing: trahiv never runs code that a model or dataset brings": dict.fromkeys(
+        _EACH, "trust_remote_code"
+    ),
+    "the option `--output-dir` of `init` and `join`": dict.fromkeys(_EACH, "output_dir"),
+    "nothing: the same command resumes the run": dict.fromkeys(_EACH, "resume_from_checkpoint"),
 }
 """What it is here -> by tool, the names that the tool has for it, with spaces between them."""
 
