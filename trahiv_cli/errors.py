@@ -33,10 +33,17 @@ class TrahivError(Exception):
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "failed"
+    table: tuple[str, ...] = ()
+    """Lines for a person, to be shown between the message and the hint."""
 
     def __init__(self, message: str, hint: str = "", findings: tuple[Finding, ...] = ()) -> None:
         super().__init__(message)
         self.message, self.hint, self.findings = message, hint, findings
+
+    def __str__(self) -> str:
+        """Return all that a person needs: Python's traceback, and a notebook's, show nothing else."""
+        hints = [f"hint: {self.hint}"] if self.hint else []
+        return "\n".join([self.message, *self.table, *hints])
 
 
 @dataclass(frozen=True)
@@ -121,7 +128,7 @@ class NothingPublished(Unreachable):
 
 
 class RecipeMismatch(SwarmError):
-    """This peer's agreement differs from the swarm's; `differences` lists (field, ours, theirs)."""
+    """This peer and the swarm do not train the same; `differences` lists (field, ours, theirs)."""
 
     exit_code = 5
     code = "mismatch"
@@ -131,6 +138,8 @@ class RecipeMismatch(SwarmError):
     ) -> None:
         super().__init__(message, hint)
         self.differences = differences
+        rows = (("field", "here", "in the swarm"), *differences) if differences else ()
+        self.table = tuple(f"  {field:<40}  {ours!s:<16}  {theirs}" for field, ours, theirs in rows)
 
 
 class NotAdmitted(SwarmError):

@@ -10,11 +10,12 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.kit.identities import id_of, key_of
+from trahiv_cli.optim.buffers import Buffers
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.local_steps import OuterState
-from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm.snapshot import JoinerActivity, views_of
 
@@ -41,12 +42,21 @@ def gradient_averager(
 
 
 def state_averager(
-    inner: torch.optim.Optimizer, weights: Sequence[torch.Tensor], *, peer: Any = "A", **keywords: Any
+    inner: torch.optim.Optimizer,
+    weights: Sequence[torch.Tensor],
+    *,
+    peer: Any = "A",
+    model: torch.nn.Module | None = None,
+    **keywords: Any,
 ) -> Any:
-    """Make one that holds an inner optimizer, at the beginning of a run; `keywords` are its constructor's."""
+    """Make one that holds an inner optimizer, at the beginning of a run; `keywords` are its constructor's.
+
+    The buffers are those of a `model`.
+    """
     dht = SimpleNamespace(peer_id=peer, client_mode=True)
     own = {"prefix": "run", "start": False, "interest": JoinerActivity(), "initialize_optimizer": False}
-    return ExactStateAverager(optimizer=inner, params=weights, dht=dht, **own, **keywords)
+    buffers = Buffers(model)
+    return ExactStateAverager(optimizer=inner, params=weights, dht=dht, buffers=buffers, **own, **keywords)
 
 
 def giving_averager(
@@ -61,7 +71,7 @@ def giving_averager(
 ) -> Any:
     """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
 
-    Its inner optimizer has taken a step; its one weight and the tensor beside it are full of a value.
+    Its inner optimizer has taken a step; its one weight and its one buffer are full of a value.
     """
     weight = torch.nn.Parameter(torch.full((width,), fill))
     stepped = torch.nn.Parameter(weight.detach().clone()) if offload else weight
@@ -69,12 +79,15 @@ def giving_averager(
     inner.step()
     stepped.data.fill_(fill)
     more = {"scheduler": LambdaLR(inner, lambda step: 1 / (1 + step)), "parameter_names": ("weight",)}
-    averager = state_averager(inner, (weight,), peer=peer, extra_tensors=(torch.full((4,), fill),), **more)
+    model = torch.nn.Module()
+    model.register_buffer("statistic", torch.full((4,), fill))
+    averager = state_averager(inner, (weight,), peer=peer, model=model, **more)
     averager.offload_optimizer = offload
     averager.history, averager.local_epoch = history, history.step
     averager.ledger = Ledger(Spans.of([(0, history.samples)]))
     averager.move_schedule(history.step)
     if has_local_steps:
+        averager.pace = Pace("diloco", local_steps=4)
         averager.outer = OuterState([weight], learning_rate=0.7, momentum=0.9)
         averager.agreed = averager.outer.anchor
     return averager

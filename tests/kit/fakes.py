@@ -37,6 +37,9 @@ class FakeNode:
     def only_dials(self) -> bool:
         return False
 
+    def notes(self) -> list[str]:
+        return []
+
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         self.records.setdefault(key, {})[self.peer_id] = value, self._now() + ttl_s
         return True

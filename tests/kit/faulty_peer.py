@@ -71,6 +71,9 @@ class Settings:
     seconds_per_batch: float = 0.1
     """So long that peers mostly sleep: the machine carries several."""
 
+    smallest_batch: int = BATCH
+    """Samples that a peer which is too slow trains at a time, if need be."""
+
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
     learning_rate: float = 3e-3
     codec: str | None = None
@@ -79,6 +82,9 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     metadata_expiration: float = METADATA_EXPIRATION_S
     """Seconds that a peer which died without a goodbye is waited for. It reports twice as often."""
+
+    has_buffers: bool = False
+    """Whether the model has buffers that training moves: BatchNorm's."""
 
     num_samples: int = 0
     """In a pass over the data, which peers divide by leases; 0: nothing is divided."""
@@ -127,7 +133,8 @@ class Peer:
         self._leases: Leases | None = None
         torch.manual_seed(0)
         layers = torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
-        self._model = torch.nn.Sequential(*layers)
+        norms = [torch.nn.BatchNorm1d(WIDTH)] if settings.has_buffers else []
+        self._model = torch.nn.Sequential(*layers, *norms)
         self._held_out = draw(2**31, HELD_OUT)
         self._has_stepped = False
         self._parent = History()
@@ -152,6 +159,7 @@ class Peer:
             settings.options(),
             dht=node.dht,
             params=[{"params": list(self._model.parameters())}],
+            model=self._model,
             optimizer=functools.partial(settings.optimizer, lr=settings.learning_rate),
             scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
             samples_per_step=BATCH,
@@ -164,6 +172,7 @@ class Peer:
         if settings.num_samples:
             self._leases = optimizer.divide_data(settings.num_samples)
         self._enter(optimizer)
+        self._count_anew(optimizer)  # a checkpoint may have own steps
         self.say("ready", peer=node.peer_id, maddrs=[address], **self._where(optimizer))
         self._train(optimizer)
 
@@ -177,7 +186,7 @@ class Peer:
 
     def _listen(self, optimizer: SwarmOptimizer) -> None:
         position, seeker = optimizer.position, optimizer.seeker
-        try_once, commit = seeker.try_once, position.commit
+        try_once, commit, come = seeker.try_once, position.commit, optimizer.catch_up.come
 
         def noted(history: History, *outcome: Any) -> None:
             # One call may take several steps, and go through rounds of others before.
@@ -195,7 +204,13 @@ class Peer:
                 self.say("failed", step=optimizer.local_epoch, reason=error.message)
                 raise
 
+        def came() -> bool:
+            if is_dropped := come():
+                self._count_anew(optimizer)
+            return is_dropped
+
         seeker.try_once, position.commit = told, noted  # type: ignore[method-assign]
+        optimizer.catch_up.come = came  # type: ignore[method-assign]
 
     def _count_anew(self, optimizer: SwarmOptimizer) -> None:
         # What training did during the round is for the next one.
@@ -203,19 +218,20 @@ class Peer:
         self._began = time.monotonic()
 
     def _train(self, optimizer: SwarmOptimizer) -> None:
-        index = 0
+        settings, index = self._settings, 0
         while True:
-            inputs, targets = draw(1_000_003 * (self._number + 1) + index, BATCH)
+            size = int(max(settings.smallest_batch, min(BATCH, optimizer.samples_in_time)))
+            inputs, targets = draw(1_000_003 * (self._number + 1) + index, size)
             index += 1
-            taken = [self._leases.take() for _ in range(BATCH)] if self._leases else []
+            taken = [self._leases.take() for _ in range(size)] if self._leases else []
             positions = [position for position in taken if position is not None]
             optimizer.parts.work.announce(positions)
-            optimizer.expect_batch(BATCH, BATCH, lend=True)
+            optimizer.expect_batch(size, size, lend=True)
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
-            self._compute()
+            self._compute(size)
             before, self._began, self._has_stepped = optimizer.history, time.monotonic(), False
-            self._held += BATCH
+            self._held += size
             with contextlib.suppress(RoundFailed):  # nobody gave it the newer state: it tries again
                 optimizer.step()
             self._blocked_s += time.monotonic() - self._began
@@ -225,8 +241,8 @@ class Peer:
                 self.say("loaded", blocked=self._blocked_s, **self._where(optimizer))
                 self._count_anew(optimizer)
 
-    def _compute(self) -> None:
-        time.sleep(self._settings.seconds_per_batch)
+    def _compute(self, samples: int) -> None:
+        time.sleep(self._settings.seconds_per_batch * samples / BATCH)
 
     def _say_step(self, optimizer: SwarmOptimizer, held: int, blocked_s: float) -> None:
         last: Round | None = optimizer.last_round
@@ -250,14 +266,17 @@ class Peer:
     def _where(self, optimizer: SwarmOptimizer) -> Event:
         history = optimizer.history
         inputs, targets = self._held_out
+        self._model.eval()
         with optimizer.agreed_weights():
-            return {
+            told = {
                 "step": history.step,
                 "samples": history.samples,
                 "digest": history.digest.hex(),
-                "weights": digest_of(self._model.parameters()).hex()[:16],
+                "weights": digest_of([*self._model.parameters(), *self._model.buffers()]).hex()[:16],
                 "loss": float(torch.nn.functional.mse_loss(self._model(inputs), targets)),
             }
+        self._model.train()
+        return told
 
 
 def say_struck(fault: Any) -> None:

@@ -131,8 +131,8 @@ class Rounds(ExactGradientAverager):
 class Peer:
     """The parts of one peer's optimizer, around an inner one that is made of its weights, or of copies.
 
-    `end` ends a round: it is given the averager, writes the average, and returns the outcome. `settings`
-    are changes of `SETTINGS`.
+    `end` ends a round: it is given the averager, writes the average, and returns the outcome. The buffers are
+    those of a `model`. `settings` are changes of `SETTINGS`.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class Peer:
         pace: Pace = DEFAULT_PACE,
         *,
         offload: bool = False,
+        model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
         averages = [torch.zeros_like(weight) for weight in weights]
@@ -155,10 +156,11 @@ class Peer:
         self.told: list[Event] = []
         self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
         self.tracker, self.leaves = tracker or Tracker(), False
+        self.state: Any = state_averager(inner, weights, model=model)
+        tensors = {"_averaged_tensors": averages, "_buffers": self.state.buffers.exchanged}
         self.gradients: Any = gradient_averager(
-            weights, Rounds, _averaged_tensors=averages, claims=[], exchanges=[], asked=[], kept={}, end=end
+            weights, Rounds, claims=[], exchanges=[], asked=[], kept={}, end=end, **tensors
         )
-        self.state: Any = state_averager(inner, weights)
         self.state.offload_optimizer, self.state.pace = offload, pace
         events = Events(self.told.append)
         alive, both = Alive(None, events, lambda: self.leaves), (self.gradients, self.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -107,7 +108,8 @@ def test_names_of_other_tools_are_in_a_table_and_the_example_is_a_recipe(site, t
     page = (ROOT / "docs/from-others.md").read_text(encoding="utf-8")
     theirs, ours = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
-    Path("chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}\n' * 200)
+    talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes?"}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 200)
     Path("ours.yaml").write_text(ours)
     command = [sys.executable, "-m", "trahiv_cli", "check", "ours.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -25,6 +25,7 @@ MAY_CATCH_EVERYTHING = (
     "trahiv_cli/optim/averager.py",  # whatever ended an exchange, the group is told in the vote
     "trahiv_cli/swarm/corrections/dht.py",  # as hivemind's thread that gives states: to whoever asked
     "trahiv_cli/swarm/router.py",  # miniupnpc raises nothing narrower
+    "trahiv_cli/train/rehearsal.py",  # whatever a library raises there is about the user's model or data
     "trahiv_cli/optim/background.py",  # hands what went wrong in its thread to the one that waits for it
 )
 MAY_PRINT = "trahiv_cli/cli/output.py"

@@ -146,7 +146,7 @@ def claim(said: Mapping[str, Any], rounds: float = math.inf) -> Lie:
             left -= 1
             if left >= 0:
                 own = MSGPackSerializer.loads(step.data_for_gather)
-                claimed = dict(zip(CLAIMED, own, strict=True)) | said
+                claimed = dict(zip(CLAIMED, own, strict=False)) | said  # the last field may be left out
                 step._data_for_gather = MSGPackSerializer.dumps(list(claimed.values()))
             return await look_for_group(step)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import selectors
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
@@ -24,6 +25,13 @@ LOOK_S = 0.25  # how often what was held up looks whether it can go on
 TURN_S = 1e-9
 """What each turn of the loop takes: in no time at all, who waits for a moment that is as good as over would
 look for ever whether it is."""
+
+
+def with_the_swarm_s_time() -> list[ModuleType]:
+    """List the modules of hivemind that have `get_dht_time`, which each of them imports by name."""
+    modules = list(sys.modules.items())
+    ours = [module for name, module in modules if name.partition(".")[0] == "hivemind"]
+    return [module for module in ours if hasattr(module, "get_dht_time")]
 
 
 class _Jump(selectors.SelectSelector):
@@ -98,6 +106,8 @@ class Network:
         self.delay_s: Callable[[PeerID, PeerID], float] = lambda sender, receiver: 0.0
         self.is_cut: Callable[[PeerID, PeerID], bool] = lambda one, other: False
         """Whether nothing gets through between two peers now; what is on its way arrives afterwards."""
+        self.are_connected: Callable[[PeerID, PeerID], bool] = lambda one, other: True
+        """Whether two peers have a connection, or can dial each other."""
 
     def p2p_of(self, peer: PeerID, door: Door | None = None) -> P2P:
         """Make what a process of a peer speaks with the others by; by default in an open swarm."""
@@ -122,7 +132,7 @@ class Network:
         await asyncio.sleep(self.delay_s(caller, peer))
         if self.is_cut(caller, peer):
             await asyncio.sleep(DIAL_S)
-        for daemon in self.daemons.get(peer, ()):
+        for daemon in self.daemons.get(peer, ()) if self.are_connected(caller, peer) else ():
             if name in daemon.handlers and not self.is_cut(caller, peer):
                 return daemon
         raise P2PDaemonError("no route")
@@ -187,6 +197,13 @@ class Daemon:
         answering = Writer(network, answered, ours, ends)
         there._begin(there.handlers[name](SimpleNamespace(peer_id=self._peer), theirs, answering))
         return SimpleNamespace(peer_id=peer), ours, asking
+
+    async def list_peers(self) -> list[Any]:
+        """List the peers that this one is connected with."""
+        network = self._network
+        there = [peer for peer in network.daemons if peer != self._peer]
+        known = [peer for peer in there if network.are_connected(self._peer, peer)]
+        return [SimpleNamespace(peer_id=peer, addrs=[]) for peer in known]
 
     def close(self) -> None:
         """Close nothing: there is no socket."""

@@ -24,7 +24,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
 from tests.kit import faulty_peer
-from tests.kit.faulty_peer import Event, Settings
+from tests.kit.faulty_peer import BATCH, Event, Settings
 from tests.kit.verdicts import Promises, find_lost_steps
 from tests.simulation.faults import Fault, Lie, claim, vote_twice
 from tests.simulation.network import Message, Tamper, VirtualLoop
@@ -70,6 +70,7 @@ class Peer(faulty_peer.Peer):
         self.spoils: float | None = None  # what the next batch's gradients are multiplied by
         self.tamper: Tamper | None = None
         """What a liar makes of the messages that it sends."""
+        self.batches_left = math.inf  # until it saves a checkpoint and ends
         self.optimizer: SwarmOptimizer | None = None
         self._checkpoints = Checkpoints(world.folder / name, keep=1)
 
@@ -112,8 +113,12 @@ class Peer(faulty_peer.Peer):
             lie(self)
         super()._enter(optimizer)
 
-    def _compute(self) -> None:
-        time.sleep(self.slowness * self._settings.seconds_per_batch)
+    def _compute(self, samples: int) -> None:
+        time.sleep(self.slowness * self._settings.seconds_per_batch * samples / BATCH)
+        self.batches_left -= 1
+        if self.batches_left == 0:
+            self.save()
+            time.sleep(math.inf)  # the run sees that and ends it
         if self.spoils is not None:
             for param in self._model.parameters():
                 param.grad.mul_(self.spoils)
@@ -132,6 +137,9 @@ class Plan:
 
     slowness: Mapping[int, float] = field(default_factory=dict)
     """How many times longer a batch takes, by a peer's number."""
+
+    stops: Mapping[int, int] = field(default_factory=dict)
+    """After how many batches of each of its lives a peer ends with a checkpoint, by a peer's number."""
 
     lies: Mapping[int, Sequence[Lie]] = field(default_factory=dict)
     """Of peers that lie all along, by number. To them nobody promises anything."""
@@ -270,6 +278,8 @@ class Run:
 
     def _look(self) -> None:
         """Strike what is due."""
+        for peer in [one for one in self.world.peers.values() if one.is_running and not one.batches_left]:
+            self._strike(Fault("kill", 0, peer.number, seconds=3.0, homecoming="from-checkpoint"), peer)
         while self._due and self._due[0].at_step <= self.world.furthest:
             fault = self._due.pop(0)
             peer = self.world.peers[self._names[fault.peer]]
@@ -333,6 +343,7 @@ class Run:
         batch_s = self.settings.seconds_per_batch * self.plan.slowness.get(number, 1.0)
         settings = replace(self.settings, seconds_per_batch=batch_s)
         peer = Peer(self.world, name, number, settings, can_be_called, self.plan.lies.get(number, ()))
+        peer.batches_left = self.plan.stops.get(number, math.inf)
         self.world.peers[name] = peer
         peer.start()
         return peer
@@ -370,7 +381,7 @@ class Run:
             for name, said in self._of_honest().items()
             if self.world.peers[name].is_running
         ]
-        return bool(set.intersection(*held))
+        return bool(held and set.intersection(*held))
 
     async def _until(self, is_so: Callable[[], bool], what: str) -> None:
         self._moved_at = began = self.world.loop.now

@@ -23,7 +23,7 @@ from tests.simulation.faults import Fault, Lie, claim, fall_silent, poison
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
-from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.optim.pace import Pace, RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -178,7 +178,7 @@ def test_nobody_can_be_reached_though_others_are_alive(solo_after_s):
 
 def test_it_falls_behind_where_many_rounds_fit_between_two_fetches_of_the_reports(monkeypatch):
     num_peers, fetch_every_s = 6, 15.0
-    monkeypatch.setattr(progress, "FETCH_EVERY_S_A_PEER", fetch_every_s / num_peers)
+    monkeypatch.setattr(progress, "REPORT_EVERY_S_A_PEER", fetch_every_s / num_peers)
     stall = Fault("stall", AT_STEP, 1, seconds=12.0)
     run = play(stall, num_peers=num_peers, rounds=25, settings=Settings(seconds_per_batch=1.0))
     loaded = [said["step"] for said in run.said("loaded", "1")]
@@ -228,6 +228,17 @@ def test_killed_and_back_where_training_goes_on_during_a_round(mode):
     _, back = run.said("ready", "1")
     assert back["step"] >= 16 and run.steps("1")[-1]["step"] >= 48
     assert run.steps("0")[-1]["loss"] < run.said("ready", "0")[0]["loss"]
+
+
+@pytest.mark.parametrize("pace", [Pace("diloco", local_steps=8), MODES_BESIDE_TRAINING["streaming"].pace])
+def test_a_peer_that_stops_before_each_round_counts(pace):
+    batches = 2 * pace.steps_per_round
+    plan = Plan(1, 24, stops={0: 2 * batches // 3 + 1}, settings=Settings(pace=pace), patience_s=60.0)
+    run = simulate(plan, seed=0)
+    lives, steps = run.said("ready", "0"), run.steps("0")
+    assert len(lives) > len(steps) >= 24 // pace.steps_per_round
+    assert steps[-1]["samples"] == sum(one["my_samples"] for one in steps)
+    assert steps[-1]["duplicates"] == 0
 
 
 @pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
@@ -284,6 +295,11 @@ def test_poison_moves_nobody_and_would_without_the_rules():
         assert all(naming(poisoned, 4)) or not is_told, name
     unruled = trained(RoundRules(norm_limit=0.0), poison(-10.0))
     assert loss(unruled) > (1 + BAND) * honest
+
+
+def test_a_false_claim_of_buffers_harms_no_peer():
+    run = play(num_peers=3, rounds=10, lies=[claim({"moves_buffers": True})])
+    assert run.world.furthest >= 10 and not run.failed
 
 
 SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})

@@ -331,6 +331,8 @@ class DhtNode:
             return await self.protocol.call_ping(other.id)
         if what == "find":
             return await self.protocol.call_find(other.id, [DHT_KEY])
+        if what == "compare":
+            return await self.protocol.call_compare(other.id, [bytes(8)])
         return await self.protocol.call_store(other.id, [DHT_KEY], [self.record], [self.until], [self.place])
 
 
@@ -352,11 +354,14 @@ def ask_over(caller: DhtNode, other: DhtNode, what: str, tamper: Tamper) -> Any:
 
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
-@pytest.mark.parametrize("what", ["ping", "find", "store"])
+@pytest.mark.parametrize("what", ["ping", "find", "store", "compare"])
 def test_messages_of_nodes(what, is_answer):
     board = Board()
     honest, liar = DhtNode(board, "A"), DhtNode(board, "D")
-    kind = getattr(dht_pb2, f"{what.title()}{'Response' if is_answer else 'Request'}")
+    if what == "compare":
+        kind: Any = dht_pb2.StoreRequest if is_answer else dht_pb2.FindRequest
+    else:
+        kind = getattr(dht_pb2, f"{what.title()}{'Response' if is_answer else 'Request'}")
     roles = (honest, liar) if is_answer else (liar, honest)
     said: dict[PeerID, Any] = {}
 

@@ -5,7 +5,7 @@ What is promised is in `swarm.Run`; `python -m tests.simulation` plays more of t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,6 +13,7 @@ from tests.kit.faulty_peer import Settings
 from tests.simulation.__main__ import explain
 from tests.simulation.faults import Fault, draw, shortest
 from tests.simulation.swarm import Plan, Run, Wrong, simulate
+from trahiv_cli.optim.pace import Mode, Pace
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -33,6 +34,16 @@ def play(num_peers: int, rounds: int, seed: int, every: int = 8, **more: Any) ->
 def test_rounds_with_faults(num_peers, rounds, seed):
     run = play(num_peers, rounds, seed)
     assert run.world.furthest >= rounds and run.struck
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_members_hold_equal_buffers_after_each_round(mode):
+    damage = Fault("corrupt", 3, 1, "rpc_aggregate_part")
+    death = Fault("kill", 6, 2, seconds=1.0, homecoming="from-checkpoint")
+    pace = Pace(mode, local_steps=2, fragments=2)
+    settings = Settings(has_buffers=True, pace=pace, codec="blockwise4")
+    run = simulate(Plan(3, 10, [damage, death], settings=settings), 0)
+    assert run.world.furthest >= 10 and run.failed and run.struck == {"corrupt": 1, "kill": 1}
 
 
 @pytest.mark.proof

@@ -15,7 +15,6 @@ import itertools
 import os
 import random
 import secrets
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,7 +41,7 @@ from hivemind.utils.crypto import RSAPublicKey
 from tests.kit import faulty_peer
 from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
-from tests.simulation.network import Network, VirtualLoop
+from tests.simulation.network import Network, VirtualLoop, with_the_swarm_s_time
 from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
 from trahiv_cli.assets import export
 from trahiv_cli.optim import leases
@@ -221,11 +220,7 @@ class World:
             (faulty_peer, "HIDDEN", HIDDEN),
             (faulty_peer, "HELD_OUT", 1),
         ]
-        patches += [
-            (module, "get_dht_time", clock.swarm_time)
-            for name, module in list(sys.modules.items())
-            if name.partition(".")[0] == "hivemind" and hasattr(module, "get_dht_time")
-        ]
+        patches += [(module, "get_dht_time", clock.swarm_time) for module in with_the_swarm_s_time()]
         random.seed(self.seed)  # by which hivemind names groups
         with strands.in_place_of_threads(), ExitStack() as stack:
             for owner, name, stands_in in patches:

@@ -23,7 +23,7 @@ FIRST = ROOT / "docs" / "first-recipe.md"
 AS_A_PERSON = ("--format", "human")
 NARROW = {"COLUMNS": "40"}  # too narrow for the live view: what a person reads comes as lines
 PACE_S = 0.15  # as a larger model would take for a batch, so that there is time to look at the run
-LEISURELY_S = 0.5  # for those that only have to be there
+LEISURELY_S = 2.0  # for those that only have to be there: they leave the cores to the commands
 LEARNS_FASTER = ("learning_rate: 2e-4", "learning_rate: 1e-2")
 
 

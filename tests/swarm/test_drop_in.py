@@ -1,7 +1,10 @@
 """The drop-in as its users write it, in a script and in a notebook: only `hivemind_config`."""
 
+import json
 import logging
+import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -9,6 +12,7 @@ import pytest
 import torch
 from datasets import load_dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
@@ -22,10 +26,15 @@ from transformers import (
 from tests.kit.commands import left_by, wait_until
 from tests.kit.stand_ins import Blocks, model_of_blocks, write_llama
 from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
+from trahiv_cli.doctor.report import write_report
 
 
 class OwnTrainer(SwarmTrainerMixin, Trainer):
-    """What a user makes of any other trainer."""
+    """What a user makes of any other trainer, with a loss as transformers documents it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
 def test_hivemind_config_is_all_it_takes(tmp_path, caplog):
@@ -44,6 +53,7 @@ def test_hivemind_config_is_all_it_takes(tmp_path, caplog):
     assert f"To join the training, use initial_peers = ['@{tmp_path}" in caplog.text
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in logged] == [1, 2, 3], "the x axis is the swarm's step"
+    assert min(entry["loss"] for entry in logged) > 1
     assert [entry["learning_rate"] for entry in logged] == pytest.approx([0.0, 0.005, 0.01])
     assert (result.global_step, trainer.state.global_step, trainer.state.max_steps) == (3, 3, 3)
     assert trainer.state.num_train_epochs == 1, "12 batches of 4 are less than one pass over 64 samples"
@@ -102,6 +112,84 @@ def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace):
         assert left_by(peer.pid) == []
 
 
+NORMALIZED = """
+import sys, time, torch
+from torch import nn
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
+
+name, *initial_peers = sys.argv[1:]
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, index):
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index)) * 3 + 5
+        return {"x": x, "labels": (x.sum() > 40).long()}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.cross_entropy(self.layers(x), labels)}
+
+
+class Waiting(SwarmTrainer):
+    first = None
+
+    def training_step(self, model, *args, **kwargs):
+        swarm = self.swarm_optimizer
+        if self.first is None:
+            self.first = swarm.local_epoch, {key: one.clone() for key, one in model.named_buffers()}
+        if name == "first":  # until there is one that comes late
+            deadline = time.monotonic() + 60
+            while swarm.local_epoch == 3 and not swarm.tracker.others and time.monotonic() < deadline:
+                swarm.tracker.refresh()
+                time.sleep(0.1)
+        return super().training_step(model, *args, **kwargs)
+
+
+config = {"dht": {"initial_peers": initial_peers}, "opt": {"run_id": "norm", "target_batch_size": 16}}
+args = SwarmTrainingArguments(
+    output_dir=name, max_steps=10, per_device_train_batch_size=4, learning_rate=1e-2,
+    dataloader_pin_memory=False, hivemind_config=config, report_to=[],
+)
+net = Net()
+trainer = Waiting(model=net, args=args, train_dataset=Numbers())
+trainer.train()
+torch.save({"first": trainer.first, "end": net.state_dict()}, f"{name}.pt")
+"""
+
+
+def test_running_statistics_are_shared_and_survive_a_resume(workplace):
+    def results(name):
+        return torch.load(workplace.folder / f"{name}.pt")
+
+    def kept(name):
+        return load_file(workplace.folder / name / "checkpoints" / "step-10" / "weights.safetensors")
+
+    invitation = workplace.folder / "first" / "invitation"
+    first = workplace.start_script(NORMALIZED, "first")
+    wait_until(invitation.exists, seconds=60)
+    late = workplace.start_script(NORMALIZED, "late", f"@{invitation}")
+    assert [peer.exit_code(timeout=90) for peer in (first, late)] == [0, 0]
+    one, other = results("first"), results("late")
+    assert all(torch.equal(value, other["end"][name]) for name, value in one["end"].items())
+    assert other["first"][0] >= 3 and other["first"][1]["layers.1.running_mean"].abs().min() > 0
+    assert all(torch.equal(value, kept("late")[name]) for name, value in kept("first").items())
+
+    again = workplace.start_script(NORMALIZED, "first")
+    assert again.exit_code(timeout=60) == 0
+    step, buffers = results("first")["first"]
+    assert step == 10 and len(buffers) == 3
+    assert all(torch.equal(value.float(), kept("first")[name]) for name, value in buffers.items())
+
+
 def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path):
     torch.set_num_threads(1)
     model_id = str(write_llama(tmp_path / "model"))
@@ -153,6 +241,51 @@ def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path):
     after = dict(model.named_parameters())
     assert all(weight.dtype == torch.float32 for name, weight in after.items() if name in before)
     assert all(not torch.equal(before[name], after[name]) for name in before), "every adapter has moved"
+
+
+UNLIKE = """
+import signal, sys
+from tests.kit.stand_ins import Blocks, model_of_blocks
+from trahiv_cli import SwarmTrainer, SwarmTrainingArguments
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+output_dir, rate, seed, *initial_peers = sys.argv[1:]
+config = {"dht": {"initial_peers": initial_peers}, "opt": {"run_id": "unlike", "target_batch_size": 16}}
+args = SwarmTrainingArguments(
+    output_dir=output_dir, max_steps=100_000, per_device_train_batch_size=4, learning_rate=float(rate),
+    seed=int(seed), dataloader_pin_memory=False, hivemind_config=config, report_to=[], disable_tqdm=True,
+)
+swarm = {"min_peers": 2}
+SwarmTrainer(model=model_of_blocks(), args=args, train_dataset=Blocks(), swarm=swarm, wait_s=1).train()
+"""
+
+
+def test_an_unlike_drop_in_is_refused_with_a_table(workplace):
+    """The other one trains on, and `status` and `report` read its folder as a command's."""
+    folder = workplace.folder / "first"
+    first = workplace.start_script(UNLIKE, "first", 1e-2, 42, is_cold=True)
+    wait_until(lambda: "step" in events_in(folder), seconds=90)
+    second = workplace.start_script(UNLIKE, "second", 1e-4, 43, f"@{folder / 'invitation'}", is_cold=True)
+    assert second.exit_code(timeout=90) == 1
+    rows = [line.split() for line in second.err.splitlines() if line.startswith("  learning_rate")]
+    assert rows == [["learning_rate", "0.0001", "0.01"]]
+    assert re.search(r"seed of the data's order +43 +42", second.err)
+    assert "RecipeMismatch: This peer and the swarm do not train the same" in second.err
+    assert events_in(workplace.folder / "second")[-1] == "error"
+    assert "warning [min-peers]: 1 of 2 peers came in 1 s; training begins." in first.err
+    status = workplace.run("status", "--output-dir", "first")
+    assert status.exit_code(timeout=1) == 0 and status.out.startswith("unlike: step ")
+    first.press_ctrl_c()
+    assert first.exit_code(timeout=60) == -signal.SIGINT
+    told = events_in(folder)
+    assert told[-1] == "done" and {"ready", "joined", "step", "warning", "checkpoint"} <= set(told)
+    assert set(write_report(folder, workplace.folder / "report.tar.gz")) == {"events.jsonl", "machine.json"}
+
+
+def events_in(folder: Path) -> list[str]:
+    """The names of the events in a run's folder."""
+    file = folder / "events.jsonl"
+    return [json.loads(line)["event"] for line in file.read_text().splitlines()] if file.exists() else []
 
 
 NOTEBOOK = """

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.trainer_callback import PrinterCallback
 
 from trahiv_cli.recipe.schema import DhtSection
@@ -165,6 +172,16 @@ def texts_of(number: int) -> Texts:
     return Texts((SHORT, LONG)[number], range(PEER * number, PEER * number + 4000))
 
 
+class WaitingForBoth(TrainerCallback):
+    """Begins to train once both peers are in the swarm."""
+
+    def __init__(self, both_in: mp.Barrier) -> None:
+        self._both_in = both_in
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._both_in.wait(timeout=120)
+
+
 def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> None:
     """Train with the other peer, and write which texts went into which step."""
     torch.set_num_threads(1)
@@ -194,17 +211,10 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
             node=node,
             events=Events(hear),
             hivemind_config={"opt": opt},
-            swarm={"mode": "sync"},
+            swarm={"mode": "sync", "divide_data": False},  # each has texts of its own
         )
         trainer.remove_callback(PrinterCallback)
-        create = trainer.create_optimizer
-
-        def create_and_wait(*args: Any) -> Any:
-            optimizer = create(*args)
-            both_in.wait(timeout=120)
-            return optimizer
-
-        trainer.create_optimizer = create_and_wait
+        trainer.add_callback(WaitingForBoth(both_in))
         trainer.train()
         torch.save(weights(trainer.model), folder / f"{number}.pt")
     (folder / f"{number}.json").write_text(json.dumps(steps))

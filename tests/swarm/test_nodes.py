@@ -5,6 +5,7 @@ import ctypes
 import json
 import multiprocessing as mp
 import os
+import re
 import signal
 import socket
 import threading
@@ -47,6 +48,30 @@ def test_a_node_reads_what_the_other_published(tmp_path, listen):
         with Node(settings, tmp_path / "second.key", tuple(first.own_addresses())) as second:
             assert second.fetch("key") == {first.peer_id: b"value"}
             assert second.fetch("another") == {}
+
+
+def test_a_node_listens_on_all_that_its_user_names(tmp_path):
+    named = ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic", "/ip4/127.0.0.1/tcp/0/ws"]
+    with Node(DhtSection(host_maddrs=named), tmp_path / "first.key") as first:
+        shapes = {
+            re.sub("/(tcp|udp)/[0-9]+", r"/\1/0", maddr.partition("/p2p/")[0])
+            for maddr in first.own_addresses()
+        }
+        assert shapes == {named[0], named[1] + "-v1", named[2]}
+        assert [note.split()[0] for note in first.notes()] == [named[1]]
+
+
+def test_an_address_of_the_router_is_announced(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outside = f"/ip4/203.0.113.7/tcp/{port}"
+    with Node(DhtSection(host_maddrs=[outside]), tmp_path / "first.key") as first:
+        assert first.publish("key", b"value", ttl_s=60) and len(first.notes()) == 1
+        assert first.own_addresses() == [f"{outside}/p2p/{first.peer_id}"]
+        inside = f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer_id}"
+        with Node(LOCAL, tmp_path / "second.key", (inside,)) as second:
+            assert second.fetch("key") == {first.peer_id: b"value"}
 
 
 async def drop_all(_, node):

@@ -80,7 +80,7 @@ def test_another_copy_is_refused(trahiv, start, tmp_path):
     assert "Traceback" not in result.out + result.err
     (error,) = result.errors
     assert error == result.events[-1] and error["code"] == "mismatch"
-    assert "its frozen weights and tokenizer differ" in error["message"]
+    assert "they differ in: frozen weights, tokenizer" in error["message"]
     assert "same `model.revision`" in error["hint"]
     assert [part for part, _, _ in error["differences"]] == ["frozen weights", "tokenizer"]
     assert all(ours != theirs for _, ours, theirs in error["differences"])

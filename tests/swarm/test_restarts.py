@@ -166,6 +166,22 @@ def test_a_peer_whose_process_fails_starts_again_and_trains_along(pair, broken, 
         assert left_by(peer.pid) == []
 
 
+def test_a_peer_starts_again_without_a_killed_worker(start_paced, endless):
+    recipe = endless(training__dataloader_num_workers=2)
+    peer = start_paced("init", recipe, "--output-dir", "run", "--budget", "10000 steps", *LOOPBACK)
+    peer.wait_for("step", 60)
+    children = psutil.Process(peer.pid).children(recursive=True)
+    workers = [child for child in children if child.name() == "pt_data_worker"]
+    workers[0].kill()
+    lost = peer.wait_for("warning", 30, code="worker")
+    assert "A worker process of the data loader was killed" in lost["message"]
+    saved = peer.wait_for("checkpoint", RESTARTED_WITHIN_S)
+    entered = peer.wait_for("joined", RESTARTED_WITHIN_S, t=lambda t: t > lost["t"])
+    assert entered["source"] == "checkpoint" and entered["step"] == saved["step"]
+    peer.wait_for("step", 60, step=saved["step"] + 1)
+    wait_until(lambda: not any(map(lives, children)), FOUND_WITHIN_S)
+
+
 def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair):
     first, second, *_ = pair
     sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
@@ -203,12 +219,13 @@ def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start,
     assert refused.code == 3 and "All checkpoints in run are damaged" in refused.err
 
 
-def test_a_run_that_was_interrupted_equals_one_that_was_not(trahiv, tmp_path):
-    """What each mode keeps in a checkpoint is in `tests/unit/train/test_checkpoint.py`."""
-    steps = 12
+def test_a_run_that_was_interrupted_equals_one_that_was_not(start, trahiv, tmp_path):
+    """It stops between two rounds; what a checkpoint keeps is in `tests/unit/train/test_own_steps.py`."""
+    steps = 20
     recipe = write_tiny(
         tmp_path,
-        swarm={"mode": "streaming", "local_steps": 4, "fragments": 2},
+        hivemind_config__opt__target_batch_size=2,  # one batch: no part of a local step is lost
+        swarm={"mode": "streaming", "local_steps": 20, "fragments": 2},
         model__config__attention_dropout=0.2,
         training__max_steps=steps,
         training__lr_scheduler_type="cosine",
@@ -216,8 +233,15 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(trahiv, tmp_path):
     )
     identity = ("--identity", tmp_path / "key", *LOOPBACK)  # of which the peer's own randomness is drawn
     assert trahiv("init", recipe, "--output-dir", "straight", *identity).code == 0
-    half = trahiv("init", recipe, "--output-dir", "halves", "--budget", f"{steps // 2} steps", *identity)
-    assert half.code == 0 and f"done at step {steps // 2} (budget)" in half.out
+    half = start("init", recipe, "--output-dir", "halves", *identity, pace_s=0.3)
+    stepped = half.wait_for("step", 60)
+    wait_until(lambda: time.time() > stepped["t"] + 0.15, 1)  # in the midst of the next batch, of 0.3 s
+    half.send_signal(signal.SIGTERM)
+    assert half.exit_code(30) == 143
+    [written] = (tmp_path / "halves" / "checkpoints").glob("step-*/state.json")
+    state = json.loads(written.read_text())
+    _, samples, positions = state["own"]
+    assert samples and positions == [state["samples"], state["samples"] + samples]
     assert trahiv("init", recipe, "--output-dir", "halves", *identity).code == 0
     straight, halves = (
         load_file(tmp_path / run / "final" / "model.safetensors") for run in ("straight", "halves")

@@ -14,12 +14,12 @@ import pytest
 from tests.kit import recipes
 from tests.kit.commands import LOOPBACK, ROOT
 
-LAST_RELEASE = "eb331fc"
+LAST_RELEASE = "9c457df"
 """The newest release's tag, once there is one; until then, the commit with which peers last became able to
 train together."""
 
-OTHER_PROTOCOL = "f9f6904"
-"""The last commit that spoke protocol 1."""
+OTHER_PROTOCOL = "54ff365"
+"""The last commit that spoke protocol 2."""
 
 
 def source_of(commit: str, folder: Path) -> dict[str, str]:
@@ -56,10 +56,14 @@ def test_this_version_and_the_last_train_together(start, tmp_path):
             OTHER_PROTOCOL,
             None,
             5,
-            r"speaks protocol 1; this is trahiv .*, with protocol 2\. Nothing was changed",
+            r"speaks protocol 2; this is trahiv .*, with protocol 3\. Nothing was changed",
         ),
-        # What that version says cannot be changed any more; it finds no run that it can read.
-        (None, OTHER_PROTOCOL, 4, "nobody publishes a recipe there"),
+        (
+            None,
+            OTHER_PROTOCOL,
+            5,
+            r"speaks protocol 3; this is trahiv .*, with protocol 2\. Nothing was changed",
+        ),
     ],
 )
 def test_a_newcomer_of_another_protocol_is_refused(start, tmp_path, theirs, mine, code, said):

@@ -24,9 +24,9 @@ def download(monkeypatch):
     # Only tests that adopt something load it.
     from trahiv_cli.optim.state import ExactStateAverager
 
-    def adopt(averager, given):
+    def adopt(averager, given, **more):
         monkeypatch.setattr(ExactStateAverager, "fetch_state", lambda self, wish, report: given)
         own = averager.history.rank
-        return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0)
+        return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0, **more)
 
     return adopt

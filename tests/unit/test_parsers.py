@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from pydantic.v1 import BaseModel
 
 from tests.kit.lies import lies
-from trahiv_cli.errors import NotAdmitted, RecipeError, SetupError, Unreachable
+from trahiv_cli.errors import AssetError, NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
@@ -35,7 +35,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.rounds import Claim, Header, decoded
 from trahiv_cli.recipe.agreement import resolve
-from trahiv_cli.recipe.examine import look_at
+from trahiv_cli.recipe.files import read_rows
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
@@ -176,7 +176,9 @@ PARSERS: dict[str, Parser] = {
         (SetupError,),
     ),
     "the first rows of data": Parser(
-        _in_file(look_at, "rows.jsonl"), (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'), ()
+        _in_file(read_rows, "rows.jsonl"),
+        (b'{"text": "a"}\n{"text": "b"}\n', b'[{"text": "a"}, "b"]'),
+        (AssetError,),
     ),
     "a chat template": Parser(
         lambda content: mistake_in(content.decode("latin-1")),

@@ -42,6 +42,8 @@ def test_an_owner_removes(owned):
 
 
 def test_others_pause_their_own_peer_alone_and_only_while_it_trains(tmp_path):
+    assert deeds_of(tmp_path) == {}, "the peer of a program hears no wishes"
+    (tmp_path / "recipe.json").touch()
     deeds = deeds_of(tmp_path)
     assert sorted(deeds) == ["finish", "pause", "resume"]
     for deed in deeds.values():

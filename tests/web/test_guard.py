@@ -34,7 +34,9 @@ def request(port: int, path: str, method: str = "GET", body: str | None = None, 
 @pytest.fixture
 def served(watch, tmp_path):
     """A page with the token's cookie, and its port."""
-    peer = watch(recorded.write(tmp_path / "run", recorded.run(3, ends_at=1000.0)))
+    folder = recorded.write(tmp_path / "run", recorded.run(3, ends_at=1000.0))
+    (folder / "recipe.json").write_text("{}")
+    peer = watch(folder)
     url = urlsplit(peer.wait_for("watching", timeout=1)["url"])
     assert url.hostname == "127.0.0.1"
     return url.port, url.query.removeprefix("token=")
@@ -72,6 +74,13 @@ def test_only_the_own_browser_reads_it(served, tmp_path):
         assert request(port, "/about", method, **cookie, **own)[0].status == 405
     assert (tmp_path / "run" / "watch.key").stat().st_mode & 0o777 == 0o600
     assert token not in repr(sorted(os.environ.items()))
+
+
+def test_a_programs_run_has_no_buttons(watch, tmp_path):
+    peer = watch(recorded.write(tmp_path / "run", recorded.run(3, ends_at=1000.0)))
+    url = urlsplit(peer.wait_for("watching", timeout=1)["url"])
+    cookie = {"cookie": f"trahiv-{url.port}={url.query.removeprefix('token=')}"}
+    assert json.loads(request(url.port, "/about", **cookie)[1])["deeds"] == []
 
 
 DEEDS = """

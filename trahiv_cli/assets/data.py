@@ -22,7 +22,7 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.samples import TOKENIZED, clm_samples, trl_rows
+from trahiv_cli.assets.samples import TOKENIZED, clm_samples, tell_left_out, trl_rows
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
@@ -127,6 +127,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
         section = getattr(recipe, section_of(recipe.task) or "")
         documents = tokenized(opened, section, tokenizer, num_proc=num_proc)
         if next(iter(documents), None) is not None:
+            tell_left_out(opened.rows, documents, f"rows of {opened.name} have nothing to learn from")
             return documents
     except UnicodeDecodeError as failure:  # the JSON reader of datasets 5.2 takes what is not UTF-8
         raise unreadable(opened.source, failure) from failure

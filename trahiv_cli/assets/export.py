@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
 
 from trahiv_cli.assets.hub import is_of_hub
+from trahiv_cli.assets.samples import TEMPLATE_FAILURES
 from trahiv_cli.errors import SetupError
 from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+from trahiv_cli.recipe.rows import texts_of
 from trahiv_cli.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -23,11 +26,15 @@ if TYPE_CHECKING:
 TEMPERATURE = 0.7
 """The temperature of a sample. It is below 1, because a model of few steps is easier to read then."""
 
+HOLDS_ANSWER = "(answer)"
+"""Stands where an answer goes, to find where a template writes it."""
+
 
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing what was there; it is whole or as it was.
 
-    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone.
+    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone, with the
+    generation config of its base.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is as it was.
@@ -39,6 +46,8 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     try:
         with replacing(folder) as new:
             model.save_pretrained(new, **options)
+            if model.can_generate():
+                model.generation_config.save_pretrained(new)
             tokenizer.save_pretrained(new)
             (new / "README.md").write_text(card, encoding="utf-8")
     except OSError as failure:
@@ -122,18 +131,46 @@ def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
 """
 
 
+class Prompt(NamedTuple):
+    """The tokens that a model goes on from."""
+
+    ids: list[int]
+    text: str  # for people; of a conversation its last message
+    is_reply: bool = False  # whether they end where the assistant's answer begins
+
+
+def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_tokens: int) -> Prompt | None:
+    """Write a row's conversation up to its last answer, which the model is to give.
+
+    Of a longer one, the last `max_tokens` tokens are taken. None: it has no conversation, nothing before the
+    answer, or only what the template refuses.
+    """
+    messages = row.get("messages") or row.get("prompt") or row.get("chosen")
+    if not isinstance(messages, list):
+        return None
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    write = partial(tokenizer.apply_chat_template, tokenize=False, **row.get("chat_template_kwargs") or {})
+    try:
+        opened = write(messages, add_generation_prompt=True)
+        if opened == write(messages):  # the template knows no such option
+            answered = [*messages, {"role": "assistant", "content": HOLDS_ANSWER}]
+            opened = write(answered).partition(HOLDS_ANSWER)[0]
+    except TEMPLATE_FAILURES:
+        return None
+    ids = tokenizer(opened, add_special_tokens=False)["input_ids"]
+    return Prompt(ids[-max_tokens:], "".join(texts_of(messages[-1])), is_reply=True)
+
+
 @torch.no_grad()
 def sample_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int, seed: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], max_new_tokens: int, seed: int
 ) -> str:
-    """Let the model continue `prompt`, and return the continuation alone.
+    """Let the model go on from the tokens `ids`, and return what it adds alone.
 
     The model's train or eval mode and torch's generators are left as they were. The same seed and weights
-    give the same text on one kind of processor. An empty prompt begins a new document.
+    give the same text on one kind of processor. Without `ids` it begins a new document.
     """
-    ids = tokenizer(prompt)["input_ids"]
-    if ids[-1:] == [tokenizer.eos_token_id]:  # T5's tokenizers end every text, this one is to go on
-        ids.pop()
     start = torch.tensor([ids or [tokenizer.eos_token_id]], device=model.device)
     was_training = model.training
     model.eval()
@@ -146,7 +183,6 @@ def sample_text(
                 do_sample=True,
                 temperature=TEMPERATURE,
                 max_new_tokens=max_new_tokens,
-                eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
             )
     finally:

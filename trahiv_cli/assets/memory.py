@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 import weakref
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
@@ -75,6 +76,9 @@ kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
 """Parts of the messages of those errors that torch raises as a plain `RuntimeError`."""
+
+MISFIT = "broadcast a dimension|must match the size|cannot be multiplied|is invalid for input of size"
+"""Words of torch for tensors whose shapes do not fit, whatever values they hold."""
 
 SAVINGS = (
     "Lower `training.per_device_train_batch_size` or `max_length`, set `training.activation_checkpointing: "
@@ -266,6 +270,7 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
 
     `outline` is the recipe's model on the meta device; `length` are the tokens of each sample, and autocast
     computes in `dtype` (float32: without it). None if shapes depend on values, as in mixtures of experts.
+    Raises what the model does, with these words of torch, if its layers do not fit each other.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):
@@ -285,7 +290,9 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
                 run(model, tokens, dtype, count, has_head=not has_tiled_head)
-    except RuntimeError:  # what fake tensors cannot tell is raised as one of its subclasses
+    except RuntimeError as failure:  # what fake tensors cannot tell is raised as one of its subclasses
+        if re.search(MISFIT, str(failure)):
+            raise
         return None
     finally:
         log.disabled = was_disabled

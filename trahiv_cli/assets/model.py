@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +22,10 @@ from tokenizers.decoders import ByteLevel as ByteDecoder
 from tokenizers.models import BPE as BpeModel
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -42,11 +47,13 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, activation_bytes, add_up
+from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, activation_bytes, add_up, is_out_of_memory
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
 from trahiv_cli.recipe.paths import is_local
-from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection
+from trahiv_cli.recipe.rows import listed
+from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection, repeated_too_often
+from trahiv_cli.recipe.upstream import mistakes_in_config
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -73,12 +80,23 @@ KINDS: dict[Task, Kind] = {
     "seq-cls": Kind(AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "SEQ_CLS"),
 }
 
+CONFIG_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+)
+"""Errors that transformers raises for a config with an unexpected value."""
+
 NEXT_STEPS: dict[type[Exception], str] = {
     StrictDataclassError: "Correct the field in `model.config`.",
     OSError: "Check the name and the connection; for a private or gated model run `hf auth login`.",
     ImportError: "Install the package it names.",
-    ValueError: "Check the `model` section.",
-    SafetensorError: "Check the `model` section.",
+    **dict.fromkeys(CONFIG_ERRORS, "Check the `model` section."),
 }
 """What transformers and the hub raise where a model or tokenizer can't be had -> what to do."""
 
@@ -161,24 +179,33 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
             if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
                 said = f"A {model_type} config has no field {name!r}."
                 raise AssetError(said, f"Did you mean {close[0]!r}?")
+        for name, mistake, hint in mistakes_in_config(fields):
+            raise AssetError(f"`model.config.{name}`: {mistake}.", hint)
         with translated("model config", f"a new {model_type}"):
             config = AutoConfig.for_model(**fields)
     else:
         name = expand_folder(model_name(model))
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             said = f"The folder {name!r} is not a model: it has no config.json."
-            raise AssetError(said, "Name the folder that `save_pretrained` wrote.")
+            raise AssetError(
+                said, "Name what `save_pretrained` wrote; merge adapters into their model first."
+            )
         with translated("model", name):
+            written, _ = PreTrainedConfig.get_config_dict(name, revision=model.revision)
+            for _, message in repeated_too_often(written):
+                raise AssetError(f"The config of the model {name!r} {message}.", NEXT_STEPS[ValueError])
             config = AutoConfig.from_pretrained(name, revision=model.revision, trust_remote_code=False)
+    # A hub's config may name code of another repository; only the recipe's choice counts.
+    config.update({"_attn_implementation": None, "_experts_implementation": None})
     if type(config) not in kind.configs:
         raise AssetError(
             f"{model_name(model)!r} is a {config.model_type}, which `task: {recipe.task}` can't train.",
             f"Choose a model that transformers' {kind.loader.__name__} can load, or another task.",
         )
     if recipe.seq_cls is not None:
-        config.id2label = dict(enumerate(recipe.seq_cls.labels))
-        config.label2id = {label: index for index, label in config.id2label.items()}
-        config.problem_type = "single_label_classification"
+        names = dict(enumerate(recipe.seq_cls.labels))
+        numbers = {label: index for index, label in names.items()}
+        config.update({"id2label": names, "label2id": numbers, "problem_type": "single_label_classification"})
     return config
 
 
@@ -196,8 +223,14 @@ def translated(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except tuple(NEXT_STEPS) as failure:
+        if is_out_of_memory(failure):
+            raise
         hint = next(hint for kind, hint in NEXT_STEPS.items() if isinstance(failure, kind))
-        said = " ".join(str(failure).split())[:300]
+        if isinstance(failure, OSError) and Path(name).is_dir():
+            hint = "Copy the whole folder again, or save the model there once more."
+        said = " ".join(str(failure).partition("\nException raised")[0].split())[:300]  # where in torch
+        if not isinstance(failure, OSError | ImportError | ValueError):  # the others seldom say what they are
+            said = f"{type(failure).__name__}: {said}"
         raise AssetError(f"The {what} {name!r} could not be loaded: {said}", hint) from failure
 
 
@@ -225,22 +258,69 @@ def build_model(
         `requires_grad` are float32; the others keep their dtype, or are quantized.
 
     Raises:
-        AssetError: it cannot be loaded, does not fit the task, or lacks layers that `peft` asks for.
+        AssetError: it cannot be loaded, lacks weights that it should hold, does not fit the task, or lacks
+            layers that `peft` asks for.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
     model, seed, config = recipe.model, recipe.training.seed, read_config(recipe)
     config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    options, loader = loading_options(recipe, config), KINDS[recipe.task].loader
+    for name in ("bos_token_id", "eos_token_id"):  # a type's defaults are of no use to another's tokenizer
+        if model.config is not None and name not in model.config:
+            setattr(config.get_text_config(), name, getattr(tokenizer, name))
+    options = loading_options(recipe, config)
+    loader = KINDS[recipe.task].loader
+    head: list[str] = []
     torch.manual_seed(seed)
-    with translated("model", model_name(model)):
-        if model.config is not None:
+    name = model_name(model)
+    if model.config is not None:
+        with translated("model", name):
             built = loader.from_config(config, **options)
-        else:
-            name, revision = expand_folder(model_name(model)), model.revision
-            quantization = {} if recipe.quantization is None else {"quantization_config": bits_of(recipe)}
-            built = loader.from_pretrained(name, config=config, revision=revision, **options, **quantization)
+    else:
+        name = expand_folder(name)
+        if recipe.quantization is not None:
+            options["quantization_config"] = bits_of(recipe)
+        options |= {"config": config, "revision": model.revision, "output_loading_info": True}
+        with translated("model", name):
+            built, info = loader.from_pretrained(name, ignore_mismatched_sizes=True, **options)
+        head = head_drawn(built, recipe, info)
     torch.manual_seed(seed)
-    return trainable(built, recipe, adapters=adapters)
+    return trainable(built, recipe, adapters=adapters, head=head)
+
+
+def head_drawn(model: PreTrainedModel, recipe: Recipe, info: Mapping[str, Any]) -> list[str]:
+    """Name the layers of a new head for the task, which transformers drew because the checkpoint lacks them.
+
+    `info` is what `from_pretrained` says of the load.
+
+    Raises:
+        AssetError: the checkpoint has a weight in another shape, or lacks one that is not of a new head.
+    """
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        said = f"The checkpoint's {name!r} has the shape {list(found)}, and the model's {list(wanted)}."
+        raise AssetError(
+            said, "Correct config.json; for `seq-cls`, use the same number of labels, or another model."
+        )
+    weights = [name for name, _ in model.named_parameters()]
+    drawn = [name for name in weights if name in info["missing_keys"]]
+    # Weights outside of the base model, and its pooler, belong to one task. A masked model's head shares
+    # weights with its embeddings, and can't be trained beside adapters.
+    has_head = recipe.task == "seq-cls" or (recipe.task == "mlm" and recipe.peft is None)
+    lost = [
+        name
+        for name in drawn
+        if not has_head or (name.startswith(f"{model.base_model_prefix}.") and ".pooler." not in name)
+    ]
+    if lost:
+        said = f"{len(lost)} of {len(weights)} weights are not in the checkpoint, such as {listed(lost[:3])}."
+        instead = [name for name in info["unexpected_keys"] if name.endswith(lost[0])]
+        hint = "Name a complete model of this kind."
+        if instead:
+            hint = (
+                f"It has {instead[0]!r} instead: save the model without its wrapper "
+                "(`_orig_mod.` is torch.compile's prefix, `module.` is DataParallel's)."
+            )
+        raise AssetError(f"{said} They would be random.", hint)
+    return list(dict.fromkeys("pooler" if ".pooler." in name else name.partition(".")[0] for name in drawn))
 
 
 def estimate(recipe: Recipe, *, length: int) -> Estimate:
@@ -253,7 +333,8 @@ def estimate(recipe: Recipe, *, length: int) -> Estimate:
     """
     dtype = compute_dtype(recipe.training)
     outline, quantized = build_outline(recipe)
-    held = activation_bytes(outline, recipe, length, dtype)
+    with translated("model", model_name(recipe.model)):
+        held = activation_bytes(outline, recipe, length, dtype)
     if held is not None:  # a quantized layer is decoded as a whole to compute with it
         held += dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
     return add_up(recipe, outline, quantized, held)
@@ -291,6 +372,31 @@ def free_bytes() -> dict[str, int]:
     return free | ({"GPU": torch.cuda.mem_get_info()[0]} if torch.cuda.is_available() else {})
 
 
+@contextmanager
+def bounded(most: int = 100_000) -> Iterator[None]:
+    """Stop, with an `AssetError`, the building of a model that has more than `most` layers and weights.
+
+    As many take some 10 s to build without memory; DeepSeek-V3 has 2,123.
+    """
+    parts = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(parts) > most:
+            said = f"The model has more than {most:,} layers and weights; it was not built."
+            raise AssetError(said, "Choose a model with fewer: none that can be trained has as many.")
+
+    hooks = (
+        register_module_module_registration_hook(count),
+        register_module_parameter_registration_hook(count),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@bounded()
 def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tensor]]:
     """Build the model as `build_model` does, but on the meta device; and name the weights to be quantized."""
     config = read_config(recipe)
@@ -350,9 +456,14 @@ def bits_of(recipe: Recipe) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(**wanted.model_dump() | {"bnb_4bit_compute_dtype": dtype})
 
 
-def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) -> PreTrainedModel:
-    """Put on the recipe's adapters, if it has any, and hold everything that is trained in float32."""
-    if adapters and (config := adapter_config(recipe, model)) is not None:
+def trainable(
+    model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True, head: Sequence[str] = ()
+) -> PreTrainedModel:
+    """Put on the recipe's adapters, if it has any, and hold everything that is trained in float32.
+
+    Beside adapters, the layers of a new `head` are trained and saved, too: no file holds them.
+    """
+    if adapters and (config := adapter_config(recipe, model, head)) is not None:
         from peft import get_peft_model
 
         try:
@@ -372,18 +483,23 @@ def trainable(model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True) 
     return model.train()
 
 
-def adapter_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
-    """Say to peft which adapters to put on `model`; `AssetError` if it lacks one of `modules_to_save`."""
+def adapter_config(recipe: Recipe, model: PreTrainedModel, head: Sequence[str] = ()) -> LoraConfig | None:
+    """Say to peft which adapters to put on `model`, and which layers to train in full, those of `head` too.
+
+    Raises `AssetError` if the model lacks one of these layers.
+    """
     if recipe.peft is None:
         return None
     from peft import LoraConfig
 
     layers = layers_of(model)
-    for name in recipe.peft.modules_to_save:  # peft itself passes over those that it does not find
+    options = recipe.peft.model_dump()
+    options["modules_to_save"] += head
+    for name in options["modules_to_save"]:  # peft itself passes over those that it does not find
         if name not in layers:
             said = f"The model has no layer {name!r} (`peft.modules_to_save`)."
             raise AssetError(said, f"It has {', '.join(layers)}.")
-    return LoraConfig(task_type=KINDS[recipe.task].peft_task, **recipe.peft.model_dump())
+    return LoraConfig(task_type=KINDS[recipe.task].peft_task, **options)
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:

@@ -7,28 +7,38 @@ first one only and then fails in the middle of the data, or trains on something 
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeAlias
 
-from datasets import ClassLabel, Features, LargeList, List, Value
+from datasets import ClassLabel, Dataset, Features, IterableDataset, LargeList, List, Value
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.assets.sources import Documents, Opened, parallel, require_text
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.forms import (
+from trahiv_cli.recipe.forms import dpo_form, require_column, sft_form
+from trahiv_cli.recipe.rows import (
     CHATML,
+    KEYS,
+    LABEL_HINT,
+    MEND_A_ROW,
     OPTIONAL,
-    SHAREGPT,
+    Form,
+    Tally,
     broken_row,
-    dpo_form,
+    chatml,
+    class_of,
+    label_error,
     listed,
-    numbers_of,
-    require_column,
-    sft_form,
-    unknown_label,
+    texts_of,
 )
 from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection, Task
+
+logger = logging.getLogger(__name__)
+"""Its warnings are passed on while data is prepared, see `train/tasks.py`."""
 
 Columns: TypeAlias = dict[str, list[list[int]]]
 
@@ -40,10 +50,18 @@ TOKENS = Features({"input_ids": IDS})
 DOCUMENTS_PER_BATCH = 100
 """Bounds the memory of tokenizing: documents may be whole files."""
 
-ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of the roles that chat templates know; others are the same."""
+TEMPLATE_FAILURES = (
+    TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""Errors of a chat template at a row: of its own words, or of Python's expressions."""
 
-KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
+JUDGED = Features({"error": Value("string"), "warning": Value("string")})
 
 
 # -- clm ------------------------------------------------------------------------------------------
@@ -94,6 +112,8 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
 
     make = pack if clm.packing else truncate
     samples = mapped(documents, make, ["input_ids"], TOKENS, with_indices=clm.packing)
+    if not clm.packing:
+        tell_left_out(documents, samples, f"documents of the {which}text have a single token")
     if next(iter(samples), None) is None:
         num_tokens = sum(len(document["input_ids"]) for document in documents)
         raise AssetError(
@@ -131,8 +151,8 @@ def classified(
 ) -> Documents:
     """Tokenize a dataset of texts and classes, one sample a row, cut to `max_length`.
 
-    A class is its number or its name in `seq_cls.labels`. If the dataset itself names its classes as
-    `seq_cls.labels` does, it is the names that count, whatever their order; otherwise the numbers.
+    A class is written as `class_of` reads it. If the dataset has a list of its classes, numbers are places in
+    it; where that list names classes as `seq_cls.labels` does, names count, whatever their order.
 
     Raises:
         AssetError: there is no such column, or a row's class is missing or none of the recipe's.
@@ -140,7 +160,8 @@ def classified(
     text, label, labels = seq_cls.dataset_text_field, seq_cls.dataset_label_field, seq_cls.labels
     require_text(opened, text, "seq_cls.dataset_text_field")
     require_column(opened, label, "seq_cls.dataset_label_field")
-    feature, numbers = opened.features.get(label), numbers_of(seq_cls)
+    feature = opened.features.get(label)
+    numbers = dict(enumerate(range(len(labels)))) if isinstance(feature, ClassLabel) else None
     if isinstance(feature, ClassLabel) and set(feature.names) & set(labels):
         if unknown := [name for name in feature.names if name not in labels]:
             raise AssetError(
@@ -148,17 +169,16 @@ def classified(
                 f"{listed(unknown)}.",
                 f"Its classes are {listed(feature.names)}.",
             )
-        numbers |= {number: labels.index(name) for number, name in enumerate(feature.names)}
+        numbers = {number: labels.index(name) for number, name in enumerate(feature.names)}
 
     name = opened.name  # `datasets` hashes and sends what the function refers to, which shall not be the rows
 
-    def classify(texts: list[str | None], labels: list[Any], indices: list[int]) -> dict[str, Any]:
-        rows = [row for row in zip(texts, labels, indices, strict=True) if row[0]]
-        # A column of whole numbers with a gap somewhere reads as floats, which are equal to them as keys.
-        found = [numbers.get(said) if isinstance(said, int | float | str) else None for _, said, _ in rows]
+    def classify(texts: list[str | None], said: list[Any], indices: list[int]) -> dict[str, Any]:
+        rows = [row for row in zip(texts, said, indices, strict=True) if row[0]]
+        found = [class_of(one, labels) if numbers is None else numbers.get(one) for _, one, _ in rows]
         if None in found:
-            _, said, index = rows[found.index(None)]
-            raise unknown_label(name, index, said, seq_cls.labels)
+            _, one, index = rows[found.index(None)]
+            raise broken_row(name, index + 1, label_error(one, labels), LABEL_HINT)
         ids = encoded(tokenizer, [str(text) for text, _, _ in rows], seq_cls.max_length)
         return {"input_ids": ids, "labels": found}
 
@@ -194,17 +214,8 @@ def trl_rows(
         hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
         raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
     optional = [column for column in OPTIONAL if column in opened.first]
-    needed = [*form.columns, *(column for column in optional if column == "chat_template_kwargs")]
-    rows, name = opened.rows.select_columns([*form.columns, *optional]), opened.name
-
-    def check(*values: Any) -> bool:
-        """Pass every row on, and stop at one that TRL could not read."""
-        for column, value in zip(needed, values[:-1], strict=True):
-            if problem := form.problem(column, value):
-                raise broken_row(name, values[-1], problem)
-        return True
-
-    rows = rows.filter(check, with_indices=True, input_columns=needed, **parallel(rows, num_proc))
+    rows = opened.rows.select_columns([*form.columns, *optional])
+    rows = judged(rows, form, tokenizer, opened.name, num_proc=num_proc)
     if form.columns != ("conversations",):
         return rows
     if form.keys == CHATML:
@@ -222,8 +233,90 @@ def trl_rows(
 
 def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Turn a conversation of ShareGPT into messages of roles and contents."""
-    messages = [{KEYS.get(key, key): value for key, value in message.items()} for message in conversation]
-    return {"messages": [{**one, "role": ROLES.get(one["role"], one["role"])} for one in messages]}
+    return {"messages": [chatml(message) for message in conversation]}
+
+
+def judged(
+    rows: Documents, form: Form, tokenizer: PreTrainedTokenizerBase, name: str, *, num_proc: int | None
+) -> Documents:
+    """Judge each row by its form and by the chat template, warn of doubtful ones, and return all.
+
+    The rows of a stream are judged as they come: it ends at the first one with an error.
+
+    Raises:
+        AssetError: rows have errors; the message has each kind, with its first rows.
+    """
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = "\n".join(template.values())
+
+    def judge(row: dict[str, Any]) -> dict[str, str]:
+        error, warning = form.error(row, template), ""
+        if not error:
+            warning = form.warning(row)
+            try:
+                for column, messages in form.conversations(row):
+                    for message in lost_by_template(tokenizer, messages, row):
+                        warning = (
+                            f"has a message of the {message['role']} in {column!r} that the template loses"
+                        )
+                        if isinstance(message["content"], list):
+                            error = form.doubt(row, template)
+            except TEMPLATE_FAILURES as failure:
+                reason = " ".join(str(failure).split()) or type(failure).__name__
+                error = (
+                    form.doubt(row, template)
+                    or f"can't be written by the chat template (`data.chat_template`): {reason}"
+                )
+        return {"error": error, "warning": warning}
+
+    told = {""}
+
+    def judge_stream(row: dict[str, Any], index: int) -> bool:
+        found = judge(row)
+        if found["error"]:
+            raise broken_row(name, index + 1, found["error"])
+        if found["warning"] not in told:
+            logger.warning("Row %s of %s %s.", f"{index + 1:,}", name, found["warning"])
+            told.add(found["warning"])
+        return True
+
+    if isinstance(rows, IterableDataset):
+        return rows.filter(judge_stream, with_indices=True)
+    tally = Tally(name)
+    options = {"features": JUDGED, "remove_columns": rows.column_names}
+    batches = rows.map(judge, **options, **parallel(rows, num_proc)).iter(batch_size=1000)
+    found = chain.from_iterable(zip(one["error"], one["warning"], strict=True) for one in batches)
+    for number, (error, warning) in enumerate(found, 1):
+        tally.add(number, error, warning)
+    if tally.errors:
+        raise AssetError("\n".join(tally.sentences(tally.errors)), MEND_A_ROW)
+    for sentence in tally.sentences(tally.warnings):
+        logger.warning(sentence)
+    return rows
+
+
+def lost_by_template(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Write a conversation by the chat template; return the messages whose texts are not in it.
+
+    So are messages in parts that it writes as Python or JSON does. Errors of the template are passed on.
+    """
+    tools = row.get("tools")
+    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, "tokenize": False}
+    options |= row.get("chat_template_kwargs") or {}
+    text = tokenizer.apply_chat_template(messages, **options)
+
+    def has(said: Any) -> bool:
+        return str(said) in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+
+    def is_lost(message: dict[str, Any]) -> bool:
+        content = message.get("content")
+        is_whole = all(has(said.strip()) for said in texts_of(message))
+        return not is_whole or (isinstance(content, list) and any(map(has, content)))
+
+    return [message for message in messages if is_lost(message)]
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
@@ -232,6 +325,12 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: in
         return []
     only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
     return list(tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"])
+
+
+def tell_left_out(before: Documents, after: Documents, what: str) -> None:
+    """Warn of rows that were left out, with their number; of a stream that number is unknown."""
+    if isinstance(after, Dataset) and (num_missing := len(before) - len(after)):
+        logger.warning("%d of %d %s, and are left out.", num_missing, len(before), what)
 
 
 def mapped(

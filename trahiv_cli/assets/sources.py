@@ -8,13 +8,28 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 import logging
+import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from datasets import ClassLabel, Dataset, IterableDataset, LargeList, List, Value, load_dataset
+from datasets import (
+    ClassLabel,
+    Dataset,
+    Features,
+    IterableDataset,
+    LargeList,
+    List,
+    Value,
+    load_dataset,
+    load_dataset_builder,
+)
+from datasets.config import DATASETDICT_INFOS_FILENAME, HF_DATASETS_CACHE, REPOYAML_FILENAME
 from datasets.exceptions import DatasetNotFoundError, DatasetsError
 from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
@@ -22,8 +37,12 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.builtin import TEXT, read_text
 from trahiv_cli.recipe.content import local_files
-from trahiv_cli.recipe.paths import BUILTIN, READERS, is_local
+from trahiv_cli.recipe.files import csv_columns, read_rows, require_readable
+from trahiv_cli.recipe.paths import BUILTIN, Reader, is_local, reader_of
+from trahiv_cli.recipe.rows import listed
 from trahiv_cli.recipe.schema import DatasetSection
+
+logger = logging.getLogger(__name__)
 
 logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they log, they raise, too
 
@@ -31,14 +50,6 @@ Documents: TypeAlias = Dataset | IterableDataset
 
 TEXT_SHARDS = 16
 """Shards of the built-in text as a stream."""
-
-READER_OPTIONS: dict[str, dict[str, Any]] = {
-    # A text file is one document. By default `datasets` makes every line one and drops the newlines, and the
-    # model would learn a language without them.
-    "text": {"sample_by": "document"},
-    # Only nothing is nothing. pandas takes NA, None, null and their like for it, which may be an answer.
-    "csv": {"keep_default_na": False, "na_values": [""]},
-}
 
 FAILURES = (DatasetsError, OSError, ValueError, TypeError, RuntimeError)
 """What `datasets` raises where files can't be read."""
@@ -72,25 +83,14 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     if files and not any(file.stat().st_size for file in files):
         raise forms.empty_dataset(source.path, source.split)
     with reading(source):
-        for file in files:  # pyarrow 26 crashes if the first row is `null`
-            with file.open("rb") as begun:
-                head = begun.read(100).lstrip(b"\xef\xbb\xbf[ \t\r\n")
-            if READERS[file.suffix] == "json" and head.startswith(b"null"):
-                raise forms.broken_row(repr(str(file)), 0, "is no JSON object: {...}")
         if source.path == TEXT:
             rows = Dataset.from_list([{"text": text} for text in read_text()])
             rows = rows.to_iterable_dataset(TEXT_SHARDS) if streaming else rows
         else:
-            rows = load_dataset(**arguments(source), split=source.split, streaming=streaming)
+            rows = load_dataset(**arguments(source, files), split=source.split, streaming=streaming)
         first = next(iter(rows), None)
     if first is None:
         raise forms.empty_dataset(source.path, source.split)
-    if "__index_level_0__" in first and files and files[0].suffix == ".csv":
-        # pandas takes the first field of every row for an index, and each column for the one before it.
-        raise AssetError(
-            f"The first row of {files[0]} has more fields than its header.",
-            'Put a field that holds commas in quotes ("...").',
-        )
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
@@ -120,28 +120,114 @@ def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
     return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
-def arguments(source: DatasetSection) -> dict[str, Any]:
-    """Say to `load_dataset` what `source` means; `AssetError` if it is not there or of several kinds."""
+def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
+    """Say to `load_dataset` what `source` means, which has these local `files`.
+
+    Raises:
+        AssetError: it is not there, or of several kinds.
+    """
     if source.path.startswith(BUILTIN):
         raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{TEXT}`.")
     own = {"name": source.name, "data_files": source.data_files}
     if not is_local(source.path):
         return {"path": source.path, "revision": source.revision, **own}
-    files, path = local_files(source), Path(source.path).expanduser()
-    reader, *more = {READERS[file.suffix] for file in files}
-    if more and (path / "README.md").is_file():  # it sorts files into configurations, one of which is read
-        return {"path": str(path), **own}
+    path, splits = Path(source.path).expanduser(), splits_of(source, files)
+    if passed_over := set(files).difference(*splits.values()):
+        told = "%d files of %r are not read, because other file names mark a split: %s"
+        names = listed(sorted(file.name for file in passed_over))
+        logger.warning(told, len(passed_over), source.path, names)
+    splits = read_splits(splits, source.split)
+    files = list(chain.from_iterable(splits.values()))
+    for file in files:
+        require_readable(file)
+    reader, *more = {reader_of(file) for file in files}
+    if describes_itself(path):
+        # It may sort files into configurations, one of which is read; these may have columns of their own.
+        return {"path": plain(path), **own, **({} if more else reader_options(reader, []))}
+    if source.name not in (None, "default"):
+        said = f"`name` chooses a configuration, and no README.md in {source.path!r} has any."
+        raise AssetError(said, f"Remove `name: {source.name}` from the entry in `data.datasets`.")
     if more:
         suffixes = ", ".join(sorted({file.suffix for file in files}))
         raise AssetError(
             f"{source.path!r} has files of several kinds ({suffixes}).",
             "Give each kind its own entry in `data.datasets`.",
         )
-    options = READER_OPTIONS.get(reader, {})
-    if not path.is_dir():
-        return {"path": reader, "data_files": [str(file) for file in files], **options}
-    where = {"path": reader, "data_dir": str(path)} if reader == "text" else {"path": str(path)}
-    return {**where, **own, **options}  # a folder may have files for several splits
+    return {
+        "path": reader,
+        "data_files": {split: [plain(file) for file in of_split] for split, of_split in splits.items()},
+        **reader_options(reader, files),
+    }
+
+
+def describes_itself(folder: Path) -> bool:
+    """Tell whether a folder says of its data what `datasets` reads: its configurations, or its columns."""
+    readme = folder / "README.md"
+    card = readme.read_text(errors="replace") if readme.is_file() else ""
+    others = (folder / name for name in (REPOYAML_FILENAME, DATASETDICT_INFOS_FILENAME))
+    return bool(re.search("^(configs|dataset_info):", card, re.MULTILINE)) or any(map(Path.is_file, others))
+
+
+def splits_of(source: DatasetSection, files: list[Path]) -> dict[str, list[Path]]:
+    """Sort the files of a local dataset into splits; of a folder, by their names as `datasets` does."""
+    folder = Path(source.path).expanduser()
+    if not folder.is_dir() or source.data_files is not None or describes_itself(folder):
+        return {"train": files}
+    with tempfile.TemporaryDirectory() as name:  # of empty files, whose names `datasets` understands
+        root, twins = Path(name).resolve(), {}
+        for file in files:
+            twin = root / str(file.relative_to(folder)).replace("::", "..")
+            twin.parent.mkdir(parents=True, exist_ok=True)
+            twin.touch()
+            twins[str(twin)] = file
+        found = load_dataset_builder("text", data_dir=str(root)).config.data_files
+    return {str(split): [twins[name] for name in names] for split, names in found.items()}
+
+
+def read_splits(splits: dict[str, list[Path]], said: str) -> dict[str, list[Path]]:
+    """Return the splits that an entry's `split` names, such as `train[:10%]+test`; all if one is missing."""
+    named = {part.partition("[")[0] for part in said.split("+")}
+    return {split: splits[split] for split in sorted(named)} if named <= splits.keys() else splits
+
+
+def plain(path: Path) -> str:
+    """Return a name of a file that no library takes for a pattern or a chain of file systems.
+
+    That is its own, or that of a link to it in the cache of `datasets`.
+    """
+    path = path.absolute()
+    if not re.search(r"[*?\[\]]|::", str(path)):
+        return str(path)
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+    link = Path(HF_DATASETS_CACHE) / "trahiv-links" / f"{digest}{path.suffix}"
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(path)
+    return str(link)
+
+
+def reader_options(reader: Reader, files: list[Path]) -> dict[str, Any]:
+    """Return the options of a reader of `datasets`, with the columns of CSV files as texts.
+
+    Raises:
+        AssetError: the columns of the files differ.
+    """
+    if reader == "text":
+        # A text file is one document. By default every line is one and newlines are dropped, and the model
+        # would learn a language without them.
+        return {"sample_by": "document"}
+    if reader != "csv":
+        return {}
+    # Only nothing is nothing: pandas takes NA, None, null and their like for it, which may be an answer.
+    options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+    if not files:
+        return options
+    columns = [name for name in csv_columns(files[0]) if name]
+    for file in files[1:]:
+        if {*csv_columns(file), ""} != {*columns, ""}:
+            raise AssetError(f"The columns of {files[0]} and {file} differ.", "Give each its own entry.")
+    # Texts, as they are written: types would be guessed.
+    return {**options, "features": Features(dict.fromkeys(columns, Value("string")))}
 
 
 def is_plain(feature: Any) -> bool:
@@ -192,18 +278,18 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     """Make the error of a dataset that can't be read; of local files, name the first that can't."""
     name, said = f"The dataset {source.path!r} (split {source.split!r})", failure
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
-    for file in local_files(source) if is_local(source.path) else []:
-        reader = READERS[file.suffix]
+    files = local_files(source) if is_local(source.path) else []
+    splits = read_splits(splits_of(source, files), source.split)
+    for file in chain.from_iterable(splits.values()):
+        reader = reader_of(file)
         try:
+            read_rows(file)  # says which row is broken, and why, in better words
             with contextlib.suppress(StopIteration):  # an empty file of JSON
-                rows = load_dataset(
-                    reader,
-                    data_files=str(file),
-                    split="train",
-                    streaming=True,
-                    **READER_OPTIONS.get(reader, {}),
-                )
+                options = reader_options(reader, [file])
+                rows = load_dataset(reader, data_files=plain(file), split="train", streaming=True, **options)
                 collections.deque(rows, maxlen=0)
+        except AssetError as error:
+            return error
         except FAILURES as broken:
             name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
             break
@@ -216,5 +302,6 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
 def reason_of(failure: BaseException) -> str:
     """Say what happened in one line; `datasets` hides the reason of a build failure in its cause."""
     root = failure.__cause__ or failure
-    reason = " ".join(str(root).split()) or type(root).__name__
+    # pyarrow counts rows from 0, and anew for each block of a file.
+    reason = re.sub(r" in row \d+", "", " ".join(str(root).split())) or type(root).__name__
     return reason if len(reason) <= 300 else f"{reason[:300]}..."

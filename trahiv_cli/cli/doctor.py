@@ -75,7 +75,7 @@ def network_of(section: DhtSection, invitation: Invitation, folder: Path | None)
     """Look at the network, up to what makes the rest of no use."""
     from trahiv_cli.doctor.network import examine_members, examine_ports, examine_reach
 
-    ports = examine_ports(section.host_maddrs)
+    ports = examine_ports(section)
     yield ports
     if invitation.addresses:
         members = examine_members(invitation)

@@ -6,12 +6,14 @@ and what peers tell each other besides are about one part in a thousand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 
 from trahiv_cli.assets.memory import Estimate
 from trahiv_cli.cli.output import Format, out
 from trahiv_cli.cli.preview import look
+from trahiv_cli.errors import Finding
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import EvalSection, Recipe
@@ -48,8 +50,10 @@ class Traffic:
         return {name: round(2 * size) for name, size in copies.items()} | {"state": self.state_bytes}
 
 
-def show_estimate(recipe: Recipe) -> None:
+def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     """Say what training costs this machine; no weight is loaded and no swarm is contacted.
+
+    Of its data, `doubts` have been said already.
 
     Raises:
         AssetError, SetupError: what training would stop at, as far as is looked here.
@@ -70,8 +74,10 @@ def show_estimate(recipe: Recipe) -> None:
     else:
         lines = *memory_table(recipe, needed, free, longest), "", *traffic_table(traffic)
         out.data("\n".join(lines))
+    said = "".join(doubt.message for doubt in doubts)
     for message, hint in told:
-        out.warning("data", message, hint)
+        if message.removesuffix(".") not in said:
+            out.warning("data", message, hint)
     require_room(needed, free)
 
 

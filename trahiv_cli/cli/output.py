@@ -71,9 +71,8 @@ class Output:
 
     def error(self, error: TrahivError) -> None:
         """Say what went wrong: an event for each finding on stdout, or words on stderr."""
-        differences = error.differences if isinstance(error, RecipeMismatch) else ()
         if self.format is Format.json:
-            more = {"differences": differences} if isinstance(error, RecipeMismatch) else {}
+            more = {"differences": error.differences} if isinstance(error, RecipeMismatch) else {}
             names = ("code", "message", "hint", "file", "line", "col", "path")
             for finding in error.findings:
                 self.event("error", **{name: getattr(finding, name) for name in names})
@@ -83,8 +82,8 @@ class Output:
         for finding in error.findings:
             self.say(self.rendered(finding))
         self.say(f"{self.paint('1;31', 'error:')} " + "\n".join(map(visible, error.message.split("\n"))))
-        for field, ours, theirs in (("field", "here", "in the swarm"), *differences) if differences else ():
-            self.say(visible(f"  {field:<40}  {ours!s:<16}  {theirs}"))
+        for row in error.table:
+            self.say(visible(row))
         if error.hint and error.hint not in [finding.hint for finding in error.findings]:
             self.hint(error.hint)
 
@@ -215,7 +214,11 @@ def write(stream: TextIO, text: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep libraries from talking over the command, and from reporting to anybody."""
+    """Keep libraries from talking over the command, from reporting to anybody, and from running a hub's code.
+
+    To them the package `kernels`, by which transformers and bitsandbytes fetch such code, is not installed.
+    """
+    sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -57,7 +57,7 @@ def invite(
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
     grant, path = swarm.invite(role, is_once=once, lasts_s=expires)
-    out.invitation(path, **fields_of(grant), join=join_by(path))
+    out.invitation(path, **fields_of(grant), join=join_by(f"@{path}"))
     out.say(f"It is {words_of(grant)}.")
 
 

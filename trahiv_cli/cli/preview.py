@@ -39,7 +39,10 @@ def preview(
 ) -> None:
     """Show samples as the model sees them, trained tokens marked."""
     out.use(format, sys.stdout)
+    from trahiv_cli.recipe.examine import require_sound
+
     loaded = read_recipe(recipe, overrides)
+    require_sound(loaded.recipe, loaded.document)
     quiet_libraries()
     shown, told = look(loaded.recipe, num_shown, "preparing the data ...")
     if out.format is Format.json:

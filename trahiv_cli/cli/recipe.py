@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,7 @@ def check(
     from trahiv_cli.recipe.record import pack
 
     loaded = read_recipe(recipe, overrides)
-    resolved = resolved_here(loaded.recipe, loaded.document)
+    resolved, doubts = resolved_here(loaded.recipe, loaded.document)
     pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
@@ -82,7 +83,7 @@ def check(
         quiet_libraries()
         from trahiv_cli.cli.estimate import show_estimate
 
-        show_estimate(loaded.recipe)
+        show_estimate(loaded.recipe, doubts)
 
 
 def show(
@@ -98,7 +99,7 @@ def show(
     loaded = read_recipe(str(of_run) if of_run.is_file() else recipe, overrides)
     # What a run's folder says of its data is shown whatever has become of the data.
     is_known = knows_contents(loaded.recipe)
-    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)
+    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)[0]
     complete = resolved or loaded.recipe
     lines = render(complete.to_data())
     width = min(max(len(line) for line, _ in lines), 60)
@@ -117,20 +118,26 @@ def schema() -> None:
     out.data(json.dumps(recipe_schema(), indent=2))
 
 
-def resolved_here(recipe: Recipe, document: Document | None = None) -> Recipe | None:
+def resolved_here(
+    recipe: Recipe, document: Document | None = None
+) -> tuple[Recipe | None, Sequence[Finding]]:
     """Fill in what follows from a recipe and its data; None, and a warning, where that is not to be had.
 
-    With its `document`, a recipe that is not sound is refused, and a warning says where a file is named.
+    With its `document`, a recipe that is not sound is refused, doubts about its data are warnings and
+    returned, and a warning says where a file is named.
     """
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents
     from trahiv_cli.recipe.examine import require_sound
 
+    doubts: list[Finding] = []
     try:
         if document is not None:
-            require_sound(recipe, document)
-        return resolve(recipe)
+            doubts = require_sound(recipe, document)
+        for doubt in doubts:
+            out.warning(doubt.code, str(doubt), doubt.hint)
+        return resolve(recipe), doubts
     except AssetError as error:
         for missing in error.findings or [Finding("", error.message, error.hint)]:
             out.warning(error.code, str(missing), missing.hint)
-        return with_run_id(recipe) if knows_contents(recipe) else None
+        return with_run_id(recipe) if knows_contents(recipe) else None, doubts

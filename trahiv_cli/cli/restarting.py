@@ -19,7 +19,7 @@ RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 """Environment variable with the times of this process's restarts after failures, in seconds since 1970."""
 
 SPENT_VARIABLE = "TRAHIV_SPENT"
-"""Environment variable with the samples and steps of a budget that were given before a pause."""
+"""Environment variable with the samples and steps of a budget that were given before it started again."""
 
 RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 """At most this many restarts within this time; then the failure ends the peer."""
@@ -64,7 +64,7 @@ def restarts() -> list[float]:
 
 
 def spent_before() -> tuple[int, int]:
-    """Return how many samples and steps of its budget this peer has spent before it paused."""
+    """Return how many samples and steps of its budget this peer has spent before it started again."""
     samples, steps = map(int, os.environ.get(SPENT_VARIABLE, "0 0").split())
     return samples, steps
 

@@ -49,7 +49,7 @@ LineArgument = Annotated[
 ]
 PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
 PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
-HOST_HELP = "Listen on M. Can be repeated. Default: a free TCP port."
+HOST_HELP = "Listen on M; if M is not this machine's, announce it. Can be repeated. Default: a free TCP port."
 HostOption = Annotated[list[str] | None, option("--host-maddr", "M", HOST_HELP, parser=parse_multiaddr)]
 REACH_HELP = "How others reach this peer. Default: auto, which finds out."
 ReachOption = Annotated[
@@ -343,9 +343,10 @@ def live(
                 else:
                     ended = run_peer(recipe, text, options, events, leaving)
     except PeerBroken as failure:
+        note_spent(leaving.spent)
         restart(leaving.resume, failure)
     if ended.reason == "pause" and leaving.signal is None:
-        note_spent(ended.spent)
+        note_spent(leaving.spent)
         start_again(leaving.resume)
     if ended.reason in ("signal", "pause"):  # one that came after the work was done changes nothing
         raise typer.Exit(leaving.exit_code)

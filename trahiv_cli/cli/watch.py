@@ -177,5 +177,7 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         return {"message": text}
 
     deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
+    if not (folder / "recipe.json").exists():  # its peer is a program's, which hears no wishes
+        deeds = {}
     is_owner = (folder / "owner.key").exists()  # `swarm.invitation.OWNER_FILE`
     return deeds | ({"invite": invite, "kick": kick} if is_owner else {})

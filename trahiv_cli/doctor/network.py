@@ -62,13 +62,14 @@ class Network(NamedTuple):
         return f"{how} Not connected in time: {missed}." if missed else how
 
 
-def examine_ports(host_maddrs: Sequence[str]) -> Check:
-    """Look whether this peer could listen where its user wants it to."""
+def examine_ports(section: DhtSection) -> Check:
+    """Look whether this peer could listen where its user wants it to, and announce what it is to."""
     try:
-        addresses.require_free_ports(host_maddrs)
+        hosts, _, notes = addresses.read_listening(section.host_maddrs, section.announce_maddrs)
+        addresses.require_free_ports(hosts)
     except SetupError as error:
         return Check("ports", "bad", error.message, "a port of its own", error.hint or "")
-    return Check("ports", "fine", f"{', '.join(host_maddrs)} can be listened on")
+    return Check("ports", "fine", " ".join([f"{', '.join(hosts)} can be listened on.", *notes]))
 
 
 def examine_members(invitation: Invitation) -> Check:

@@ -38,18 +38,34 @@ LEFT_OUT = "(left out)"
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
 LEAST_SECRET = 8  # characters of an environment variable that is taken for a secret
 
+COMMAND = re.compile(r"--on-event(?! \(left out\)).*?(?=\n(?:\{|\d{4}-)|\n?\Z)", re.DOTALL)
+"""The option `--on-event` and all up to the next event or entry of a log.
+
+Its command holds secrets, and may be quoted by a shell, by Python or by both."""
+
 SHAPES = (
     (re.compile(rf"({INVITATION_PREFIX}[\w-]+)(?:\s*\n[\s#>]*[\w-]{{16,}})+"), r"\1"),  # wrapped
-    (re.compile(r"(--on-event[ =]).*?(?= --|\"[,}\n])"), rf"\1{LEFT_OUT}"),  # a webhook's address is a secret
-    (re.compile(r"\bhf_[A-Za-z0-9]{10,}|(?<=Bearer )\S+"), LEFT_OUT),
-    (re.compile(r"(?<=://)[^\s/@\"']+@"), ""),
+    (re.compile(r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-)[\w-]{10,}"), LEFT_OUT),
+    (
+        re.compile(r"(?i)(\b(?:bearer|authorization[\\\"']*\s*[:=]\s*[\\\"']*\w+) +)[\w.~+/=-]{6,}"),
+        rf"\1{LEFT_OUT}",
+    ),
+    (re.compile(r"(?<=://)[^\s/?#\"']+@"), ""),
     (re.compile(r"(://[^\s\"'?]+\?)[^\s\"']+"), rf"\1{LEFT_OUT}"),
     (
-        re.compile(r"(?i)(\b(?:api[_-]?key|token|password|secret)[\\\"']*\s*[=:]\s*[\\\"']*)[^\s\"',}\\]+"),
+        re.compile(r"(://(?:hooks\.[\w.]+|[\w.]*discord\w*\.com/api|api\.telegram\.org)/)[^\s\"'\\]+"),
+        rf"\1{LEFT_OUT}",
+    ),
+    (
+        re.compile(
+            r"(\b(?:(?i:(?:(?:hf|hub|access|auth|api|refresh|client|wandb|x)[_-])*"
+            r"(?:api[_-]?key|token|passw(?:or)?d|secret(?:[_-]\w*key)?|access[_-]key))"
+            r"|[A-Z][A-Z0-9_]*_(?:TOKEN|KEY|SECRET|PASS\w*))[\\\"']*\s*[=:]\s*[\\\"']*)[^\s\"',}\\]+"
+        ),
         rf"\1{LEFT_OUT}",
     ),
 )
-"""What secrets look like, and what stands there instead."""
+"""Each form that a secret may have, and the text that stands there instead."""
 
 
 def write_report(folder: Path, archive: Path) -> list[str]:
@@ -108,7 +124,8 @@ def secrets_of(folder: Path) -> Iterator[str]:
 def cleaned(text: str, hidden: list[str]) -> str:
     """Take secrets, what looks like one, and the path of this user's home out of a text."""
     for secret in filter(None, hidden):
-        text = text.replace(secret, LEFT_OUT)
+        text = text.replace(secret, LEFT_OUT).replace(json.dumps(secret)[1:-1], LEFT_OUT)
+    text = without_commands(text)
     for shape, instead in SHAPES:
         text = shape.sub(instead, text)
     text = without_secrets(text)
@@ -116,3 +133,16 @@ def cleaned(text: str, hidden: list[str]) -> str:
     for home in homes | {json.dumps(home)[1:-1] for home in homes}:
         text = text.replace(home, "~")
     return text
+
+
+def without_commands(text: str) -> str:
+    """Take `--on-event` and what follows it out of a text."""
+    lines = map(without_commands_in_event, text.splitlines(keepends=True))
+    return COMMAND.sub(f"--on-event {LEFT_OUT}", "".join(lines))
+
+
+def without_commands_in_event(line: str) -> str:
+    """Take `--on-event` and what follows it out of each text in a line, if it is an event."""
+    if not line.startswith('{"') or not line.rstrip().endswith("}"):  # it may be one that was cut short
+        return line
+    return re.sub(r'--on-event(?:\\.|[^"\\])*', f"--on-event {LEFT_OUT}", line)

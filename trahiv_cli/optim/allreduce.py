@@ -14,19 +14,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
-from hivemind.compression import CompressionInfo
+from hivemind.compression import CompressionBase, CompressionInfo, PerTensorCompression
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
+from trahiv_cli.optim.buffers import are_usable
 from trahiv_cli.optim.rounds import Claim
-from trahiv_cli.swarm.codecs import Codec, read_tensor
+from trahiv_cli.swarm.codecs import Codec, Verbatim, read_tensor
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 
@@ -63,13 +65,28 @@ class BrokenOff(AllreduceException):
 class ExactAllReduce(AllReduceRunner):
     """Butterfly all-reduce that yields averages, the same bits for every peer of the group, or raises.
 
-    For what it adds to hivemind's options see `SoundReducer`.
+    For what it adds to hivemind's options see `SoundReducer`. Tensors from the index `first_buffer` on are of
+    buffers; they travel without a codec.
     """
 
     def __init__(
-        self, *, claims: Mapping[str, Claim], left_out: Mapping[str, str], robust: bool, **kwargs: Any
+        self,
+        *,
+        claims: Mapping[str, Claim],
+        left_out: Mapping[str, str],
+        robust: bool,
+        first_buffer: int,
+        compression: CompressionBase,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
+        codecs = defaultdict(Verbatim, dict.fromkeys(range(first_buffer), compression))
+        self._compression = PerTensorCompression(codecs)
+        super().__init__(compression=self._compression, **kwargs)
+        self._container: Any = self.tensor_part_container
+        self._own = self.ordered_peer_ids.index(self.peer_id)
+        shares = self._container._input_parts_by_peer
+        self._infos = [info for _, info in shares[self._own]]
+        self._num_gradients = [sum(info.key < first_buffer for _, info in share) for share in shares]
         self.tensor_part_reducer.finished.set()  # upstream's is not used, and would warn of that
         self.tensor_part_reducer: Any = SoundReducer(
             [part.shape for part in self.parts_for_local_averaging],
@@ -77,20 +94,17 @@ class ExactAllReduce(AllReduceRunner):
             claims,
             left_out,
             robust=robust,
+            num_gradients=self._num_gradients[self._own],
         )
         self.blamed, self.is_sure = "", False  # see `Vote`
         self.sent = self.received = 0  # bytes of encoded parts
-        self._own = self.ordered_peer_ids.index(self.peer_id)
-        self._container: Any = self.tensor_part_container
-        self._compression = self._container.compression
-        self._infos = [info for _, info in self._container._input_parts_by_peer[self._own]]
         self._encoded: dict[int, asyncio.Future[averaging_pb2.AveragingData]] = {}
         self._averages: list[list[runtime_pb2.Tensor]] = [[] for _ in self.ordered_peer_ids]
         used = {peer: claim for peer, claim in claims.items() if peer not in left_out}
         # What a lossy codec loses of this peer's contribution, and of the averages of its own share: the next
         # round may bring that along (error feedback, arXiv 1901.09847). None if nothing is lost.
         self.lost: list[torch.Tensor] | None = None
-        is_lossy = isinstance(self._compression, Codec) and self._compression.bits > 0
+        is_lossy = isinstance(compression, Codec) and compression.bits > 0
         if is_lossy and self.peer_id.to_base58() in used:
             self.lost = [torch.zeros_like(tensor) for tensor in self._container.local_tensors]
             cut = self.peer_fractions, self._compression, self._container.part_size_bytes
@@ -188,12 +202,16 @@ class ExactAllReduce(AllReduceRunner):
             return average, message.tensor_part, float(torch.linalg.vector_norm(average)) ** 2
 
         shapes = [part.shape for part, _ in self._container._input_parts_by_peer[index]]
+        num_buffers = len(shapes) - self._num_gradients[index]  # the last parts of a share
         squares, answers = 0.0, aiter_with_timeout(stream, self.reducer_timeout)
         decoding = amap_in_executor(decode, answers, max_prefetch=self._container.prefetch)
         async for average, encoded, square in decoding:
             if not shapes or shapes.pop(0) != average.shape:
                 raise BrokenPart(f"peer {peer_id} returned an average of another shape, or one too many")
-            squares += square
+            if len(shapes) >= num_buffers:
+                squares += square
+            elif not are_usable(average):
+                raise BrokenPart(f"peer {peer_id} returned buffers that are too large")
             if squares > self._most_norm * self._most_norm + torch.finfo(torch.float32).tiny:
                 raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
             yield average, encoded
@@ -206,7 +224,7 @@ class ExactAllReduce(AllReduceRunner):
             encoded = self._compression.compress(part, info)
             if self.lost is not None:
                 lost = self._lost_parts[peer_index][part_index]
-                torch.sub(part, self._compression.extract(encoded), out=lost)
+                torch.sub(part, read_tensor(encoded), out=lost)
             return message_of(
                 averaging_pb2.PART_FOR_AVERAGING, encoded, group_id=self.group_id, weight=self.weight
             )
@@ -269,7 +287,9 @@ class SoundReducer:
 
     Stands in for hivemind's `TensorPartReducer`, which takes a weight from each part, and averages on without
     a sender that fails half-way: parts then differ in whose they are. Here a failed sender fails the round.
-    Parts of `left_out` are not used. `robust`: average by centered clipping, not by the weighted mean.
+    Parts of `left_out` are not used. `robust`: average by centered clipping, not by the weighted mean. The
+    parts behind `num_gradients` are of buffers: they count in no norm, and the robust mean of them is the
+    median of each value.
     """
 
     def __init__(
@@ -280,11 +300,16 @@ class SoundReducer:
         left_out: Mapping[str, str],
         *,
         robust: bool,
+        num_gradients: int,
     ) -> None:
-        self.num_parts = len(part_shapes)
+        self.num_parts, self._num_gradients = len(part_shapes), num_gradients
         self.notes: dict[str, str] = {}  # senders that broke their word, and how; not used from then on
         self._shapes, self._senders, self._claims = part_shapes, senders, claims
         self._left_out, self._robust = left_out, robust
+        counted = [claims[name] for name in senders if name not in left_out]
+        self._is_empty = any(claim.samples for claim in counted) and not any(
+            claim.weight for claim in counted
+        )
         self._squares = [0.0] * len(senders)
         self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
         self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
@@ -293,7 +318,7 @@ class SoundReducer:
         """Take one part of a sender, wait for the others', return their average, in float32.
 
         If `part` is not floating-point, or of another shape, or None as it can't be read, it is not used, nor
-        is what its sender sends after it.
+        is what its sender sends after it. Where no sender's samples had a trained token, the average is 0.
 
         Raises:
             AllreduceException: a sender failed, or nobody's part can be used.
@@ -304,7 +329,10 @@ class SoundReducer:
         if part is None or part.shape != self._shapes[index] or not part.is_floating_point():
             self.notes.setdefault(name, "its parts are no tensors of the right shape")
             part = torch.empty(0)
-        self._squares[sender] += float(torch.linalg.vector_norm(part)) ** 2
+        if index < self._num_gradients:
+            self._squares[sender] += float(torch.linalg.vector_norm(part)) ** 2
+        elif not are_usable(part):
+            self._squares[sender] = math.nan
         sent, claimed = math.sqrt(self._squares[sender]), self._claims[name].norm
         if not math.isfinite(sent):
             self.notes.setdefault(name, "its parts are not finite")
@@ -314,7 +342,8 @@ class SoundReducer:
         arrived[sender] = part
         if len(arrived) == len(self._senders) and not average.done():
             try:
-                average.set_result(self._combine(arrived))
+                is_gradient = index < self._num_gradients
+                average.set_result(self._combine(arrived, self._shapes[index], is_gradient=is_gradient))
             except (AllreduceException, RuntimeError) as error:  # the latter is torch's
                 average.set_exception(error)
             arrived.clear()
@@ -335,7 +364,11 @@ class SoundReducer:
                 average.set_exception(AllreduceException(why))
                 average.exception()  # somebody may be waiting, or nobody; asyncio complains of the latter
 
-    def _combine(self, arrived: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _combine(
+        self, arrived: Mapping[int, torch.Tensor], shape: torch.Size, *, is_gradient: bool
+    ) -> torch.Tensor:
+        if self._is_empty:
+            return torch.zeros(shape)
         used = [
             (arrived[index], self._claims[sender].weight)
             for index, sender in enumerate(self._senders)
@@ -343,9 +376,15 @@ class SoundReducer:
         ]
         if not used:
             raise AllreduceException("nobody's contribution can be used")
-        if self._robust and len(used) > 2:
-            return centered_clipping([part for part, _ in used])
-        return weighted_mean(used)
+        is_robust = self._robust and len(used) > 2
+        if is_gradient:
+            return centered_clipping([part for part, _ in used]) if is_robust else weighted_mean(used)
+        values = torch.stack([part for part, _ in used])
+        if is_robust:
+            return values.median(dim=0).values
+        # Above the lowest value: equal ones keep their bits, and a variance never becomes negative.
+        lowest = values.amin(dim=0)
+        return weighted_mean([(part - lowest, weight) for part, weight in used]).add_(lowest)
 
 
 def weighted_mean(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:

@@ -36,8 +36,8 @@ UPSTREAM: dict[type, str] = {
 
 REFUSED = frozenset(
     "auxiliary average_opt_statistics batch_size_per_step delay_grad_averaging delay_optimizer_step "
-    "delta_rule_averaging dht grad_averager_factory optimizer params reuse_grad_buffers scheduler "
-    "use_local_updates".split()
+    "delta_rule_averaging dht extra_tensors grad_averager_factory optimizer params reuse_grad_buffers "
+    "scheduler use_local_updates".split()
 )
 """Keywords of `hivemind.Optimizer` that the Trainer or `swarm.mode` decides; most would do harm."""
 
@@ -80,7 +80,7 @@ def build_optimizer(
 
     Raises:
         RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
-            optimizer can't be made, or not be used in a swarm.
+            optimizer can't be used in a swarm.
     """
     names = [field.name for field in fields(RunSettings) if field.name in keywords]
     run = RunSettings(**{name: keywords.pop(name) for name in names})
@@ -88,15 +88,15 @@ def build_optimizer(
     if run.auto_share is not None:
         run = replace(run, pace=_start_of_auto(run.pace, options.get("grad_compression")))
     options.setdefault("grad_compression", CODECS["none"]())
-    inner = _make(optimizer, [{"params": [torch.nn.Parameter(torch.zeros(1))]}])
+    inner = optimizer(params)
     is_on_gpu = any(param.is_cuda for param in _params(params))
     options["offload_optimizer"] = _offloads(options["offload_optimizer"], run, inner, is_on_gpu)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
-        inner = _make(optimizer, groups)
+        inner = optimizer(groups)
         _carry_overrides(inner, _params(params))
         initialize_state(inner)
-        _require_usable(inner)
+        require_usable(inner)
         return inner
 
     return SwarmOptimizer(
@@ -187,17 +187,7 @@ def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pac
     return replace(pace, mode="overlap", codec=name, keeps_codec=codec is not None)
 
 
-def _make(optimizer: OptimizerFactory, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    try:
-        return optimizer(groups)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise RecipeError(
-            f"The optimizer can't be made with these settings: {error}.",
-            hint="look at training.optim_args and the numbers beside it",
-        ) from error
-
-
-def _require_usable(optimizer: torch.optim.Optimizer) -> None:
+def require_usable(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose first step is a special one, or whose state can't be given to others.
 
     That must be plain tensors and values; grokadamw, for one, puts dicts of parameters into its groups.

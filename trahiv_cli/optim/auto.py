@@ -50,6 +50,10 @@ SENT_ALIKE = 1.5
 """An exchange was one of a codec if no more was sent than so many times what that codec makes of the values.
 Shares of peers differ by less, and of two codecs the lossier one sends half as much."""
 
+SLOW_COUNT_FROM, SLOW_ROOM = 3, 2
+"""Where a third of a group or more can't keep up with common steps, it goes over to local ones, in rounds
+that last twice as long as a sample takes those: they then miss one round at most, which is kept for them."""
+
 KNOWN_AT_LEAST = 3  # members whose figures are asked for, if there are as many: of two, one may be a lie
 SAMPLE_VALUES = 2**20  # values that codecs are compared by
 BATCHES_MEASURED = 20  # batches whose median is this peer's pace: an evaluation between two does not count
@@ -126,20 +130,33 @@ class Adaptation:
         self._num_disturbed = 0
         self._has_told_pace = False
 
-    def end_batch(self, num_samples: int) -> None:
-        """A batch has been trained since `begin_batch`."""
-        if self._left_step_at is not None:
-            self._seconds_per_sample.append((time.monotonic() - self._left_step_at) / num_samples)
+    def end_batch(self, num_samples: int) -> float:
+        """Take note of a batch, and return the seconds since `begin_batch`; 0 if it was the first."""
+        if self._left_step_at is None:
+            return 0.0
+        seconds = time.monotonic() - self._left_step_at
+        self._seconds_per_sample.append(seconds / num_samples)
+        return seconds
 
     def begin_batch(self) -> None:
         """The next batch begins."""
         self._left_step_at = time.monotonic()
 
-    def measure(self, outcome: Outcome) -> None:
-        """Note how fast this peer trains, and what a round took."""
-        per_sample = statistics.median(self._seconds_per_sample or [0.0])
+    @property
+    def seconds_per_sample(self) -> float:
+        """The median of the last batches, waits left out; 0 before the first."""
+        return statistics.median(self._seconds_per_sample or [0.0])
+
+    def measure_speed(self) -> None:
+        """Note how fast this peer trains."""
+        per_sample = self.seconds_per_sample
         speed = 1 / per_sample if per_sample else 0.0
         self.measured = replace(self.measured, samples_per_second=speed)
+
+    def measure(self, outcome: Outcome) -> None:
+        """Note how fast this peer trains, and what a round took."""
+        self.measure_speed()
+        speed = self.measured.samples_per_second
         if len(outcome.group) < 2:
             return
         # Beside a joiner's download an exchange takes longer than it will take again, unless it never ends.
@@ -159,13 +176,18 @@ class Adaptation:
         """
         said, samples = outcome.measured, outcome.samples
         known = {peer: one for peer, one in said.items() if one.is_known and samples.get(peer)}
-        is_founded = len(known) >= max(2, min(KNOWN_AT_LEAST, len(said))) and 2 * len(known) > len(said)
+        idle = set() if present.has_local_steps else idle_members(outcome)
+        num_training = len(said) - len(idle)
+        is_founded = len(known) >= max(2, min(KNOWN_AT_LEAST, num_training)) and 2 * len(known) > num_training
         if self._share is None or not is_founded:
             return present, ""
         trained_s = statistics.median(samples[peer] / one.samples_per_second for peer, one in known.items())
         due = present.steps_per_round * self._target
         step_s = trained_s * self._target / min(max(sum(samples.values()), due), OVERSHOOT * due)
         waits_s = self._share * step_s
+        slow_s = 0.0  # that a sample takes those who can't keep up, if they are enough
+        if idle and SLOW_COUNT_FROM * len(idle) >= len(said):
+            slow_s = statistics.median_low(1 / said[peer].samples_per_second for peer in idle)
         rate = usual_rate(known.values())
         lowest = min(rate, statistics.median_low(one.lowest_rate for one in known.values()))
         round_trips_s = statistics.median(one.round_trips_s for one in known.values())
@@ -179,10 +201,13 @@ class Adaptation:
 
         def fits(pace: Pace, rate: float = rate, share: float = FITS) -> bool:
             room_s = waits_s if pace.mode == "sync" else pace.steps_per_round * step_s
+            if pace.steps_per_round * step_s < SLOW_ROOM * slow_s:
+                return False
             return rate > 0 and round_trips_s + size(pace) / rate <= share * room_s
 
         sent = statistics.median(one.bytes_each_way for one in known.values())
-        candidates = _candidates(present, is_measured=sent <= SENT_ALIKE * size(present))
+        is_measured = sent <= SENT_ALIKE * size(present)
+        candidates = _candidates(present, is_measured=is_measured, has_slow=slow_s > 0)
         if fits(present):
             # A heavier one not for a figure that will be another next time.
             heavier = candidates[: candidates.index(present)] if present in candidates else candidates
@@ -206,10 +231,21 @@ def usual_rate(measured: Iterable[Measured]) -> float:
     return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
 
 
-def _candidates(present: Pace, *, is_measured: bool) -> list[Pace]:
+def idle_members(outcome: Outcome) -> set[str]:
+    """Ids of those that took part without samples, to say how slow they are (`Stepper`).
+
+    One that is not far slower than most has only downloaded the state.
+    """
+    rates = {peer: one.samples_per_second for peer, one in outcome.measured.items() if one.samples_per_second}
+    slow = statistics.median(rates.values() or [0.0]) / 2
+    return {peer for peer, rate in rates.items() if rate <= slow and outcome.samples.get(peer) == 0}
+
+
+def _candidates(present: Pace, *, is_measured: bool, has_slow: bool) -> list[Pace]:
     """All that may come next, from what changes training least to what sends least.
 
-    `is_measured` says whether the members' figures are of the present codec, rather than of the one before.
+    `is_measured` says whether the members' figures are of the present codec, rather than of the one before;
+    `has_slow`, whether local steps are needed whatever codec is used.
     """
     codecs = (present.codec,) if present.keeps_codec else CODECS_BY_LOSS
     streaming = [
@@ -221,4 +257,4 @@ def _candidates(present: Pace, *, is_measured: bool) -> list[Pace]:
         return streaming
     overlap = [replace(present, mode="overlap", codec=codec) for codec in codecs]
     common = [replace(present, mode="sync", codec=codecs[0]), *overlap]
-    return [*common, *streaming] if present == common[-1] and is_measured else common
+    return [*common, *streaming] if has_slow or (present == common[-1] and is_measured) else common

@@ -72,10 +72,25 @@ def _is_not_about_a_round(record: logging.LogRecord) -> bool:
 class ExactAverager(CorrectedAverager):
     """Averages with `ExactAllReduce` and applies only what its group has voted for."""
 
-    SERVED: ClassVar[tuple[str, ...]] = ("_rules", "_interest", "_ballots", "_residual", "_is_of_steps")
+    SERVED: ClassVar[tuple[str, ...]] = (
+        "_rules",
+        "_interest",
+        "_buffers",
+        "_ballots",
+        "_residual",
+        "_is_of_steps",
+    )
 
-    def __init__(self, *args: Any, rules: RoundRules, interest: JoinerActivity, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        rules: RoundRules,
+        interest: JoinerActivity,
+        buffers: Sequence[torch.Tensor] = (),
+        **kwargs: Any,
+    ) -> None:
         self._rules, self._interest, self._ballots = rules, interest, Ballots()
+        self._buffers = buffers  # see `Buffers.exchanged`
         self._residual: dict[int, torch.Tensor] = {}  # what codecs lost, by place, and whether of local steps
         self._is_of_steps = False
         super().__init__(*args, **kwargs)
@@ -167,7 +182,7 @@ class ExactAverager(CorrectedAverager):
         self._ballots.open(group_info, self.allreduce_kwargs["sender_timeout"], clients)
         started = loop.time()
         async with enter_asynchronously(self.get_tensors()) as all_tensors:
-            tensors = all_tensors[exchange.places.start : exchange.places.stop]
+            tensors = self._exchanged(all_tensors, exchange, outcome)
             runner: ExactAllReduce | None = None
             try:
                 runner = await self._make_runner(group_info, tensors, claims, outcome.left_out, **options)
@@ -208,6 +223,13 @@ class ExactAverager(CorrectedAverager):
             parts_received=runner.received,
         )
 
+    def _exchanged(
+        self, all_tensors: Sequence[torch.Tensor], exchange: Exchange, outcome: Outcome
+    ) -> list[torch.Tensor]:
+        """Return the tensors that a round of such members averages, the one of buffers last."""
+        buffers = self._buffers if outcome.moves_buffers else ()
+        return [*all_tensors[exchange.places.start : exchange.places.stop], *buffers]
+
     async def _make_runner(
         self,
         group_info: GroupInfo,
@@ -234,6 +256,7 @@ class ExactAverager(CorrectedAverager):
             claims=claims,
             left_out=left_out,
             robust=self._rules.robust_mean,
+            first_buffer=len(EXCHANGE.get().places),
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
@@ -245,6 +268,20 @@ class ExactAverager(CorrectedAverager):
         )
         self._running_groups[group_info.group_id].set_result(runner)
         return runner
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Reduce a member's parts. One that hangs up before its first part ends the call without a traceback.
+
+        Upstream (averaging/averager.py:585) has that raise `StopAsyncIteration` in a generator.
+        """
+        try:
+            async for message in super().rpc_aggregate_part(stream, context):
+                yield message
+        except RuntimeError as error:
+            if not isinstance(error.__cause__, StopAsyncIteration):
+                raise
 
     # -- the vote ------------------------------------------------------------------------------------
 
@@ -311,11 +348,14 @@ class ExactAverager(CorrectedAverager):
         stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
         async with asyncio.timeout(silence_s):
             stream = await stub.rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
-        tensors = self._averaged_tensors[exchange.places.start : exchange.places.stop]
         async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
             if not (first := await anext(messages)).metadata:
                 return None
             header = Header.from_wire(first.metadata)
+            peers = [peer_from(member) for member in header.members]
+            said = map(self._matchmaking.claim_of, peers, header.gathered)
+            _, outcome = judge(peers, said, exchange.most_samples, self._rules.norm_limit)
+            tensors = self._exchanged(self._averaged_tensors, exchange, outcome)
             limit = FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors)
             if header.num_bytes > limit or header.num_parts > header.num_bytes + len(tensors):
                 raise ValueError("an average of larger tensors")
@@ -327,9 +367,6 @@ class ExactAverager(CorrectedAverager):
             if missing:
                 raise ValueError("parts of another size than was said")
         loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
-        peers = [peer_from(member) for member in header.members]
-        said = map(self._matchmaking.claim_of, peers, header.gathered)
-        _, outcome = judge(peers, said, exchange.most_samples, self._rules.norm_limit)
         average = decoded(parts, tensors)
         if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")

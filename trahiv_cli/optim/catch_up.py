@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
@@ -59,11 +60,17 @@ class CatchUp:
         what, tracker = "peers that were there before", self._tracker
         self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
 
-    def wait_for_stragglers(self, limit_s: float) -> None:
-        """Stay for peers that are behind, so that they can download the last state."""
-        own = self._tracker.history.rank
+    def wait_for_stragglers(self, limit_s: float, fetching_s: float) -> None:
+        """Stay `limit_s` for peers that are behind; up to `fetching_s` while one downloads the state."""
+        own, deadline = self._tracker.history.rank, time.monotonic() + fetching_s
         what = "peers that are behind to fetch the last state"
-        self._wait(what, lambda: all(peer.history.rank >= own for peer in self._tracker.others), limit_s)
+
+        def have_come() -> bool:
+            return all(peer.history.rank >= own for peer in self._tracker.others)
+
+        while not self._wait(what, have_come, limit_s) and time.monotonic() < deadline:
+            if not self._parts.interest.was_there_since(time.monotonic() - limit_s):
+                return
 
     def gather(self, count: int, limit_s: float) -> bool:
         """Wait before the first step until so many peers are there, this one included.
@@ -73,6 +80,26 @@ class CatchUp:
         tracker = self._tracker
         what = f"{count} peers to be there"
         return self._wait(what, lambda: 1 + len(tracker.others) >= count or tracker.is_behind, limit_s)
+
+    def wait_for_longer_steps(self, seconds: float, limit_s: float) -> None:
+        """Wait, behind the others, until they stay at one step for so long, or the run is over."""
+        tracker, max_steps = self._tracker, self._parts.settings.max_steps
+        step, since = tracker.target.step, time.monotonic()
+
+        def is_long() -> bool:
+            nonlocal step, since
+            if tracker.target.step != step:
+                step, since = tracker.target.step, time.monotonic()
+            return not tracker.is_behind or step >= max_steps or time.monotonic() - since >= seconds
+
+        self._wait(f"a step of the swarm that takes {seconds:.1f} s, as a batch does here", is_long, limit_s)
+
+    def wait_for_round(self) -> None:
+        """Wait until the next round is due, or others have had it."""
+        tracker = self._tracker
+        self._wait(
+            "the next round", lambda: tracker.ready_to_update_epoch or tracker.is_behind, self._timeout_s
+        )
 
     def _wait(self, what: str, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Read reports until `is_done` or this peer should leave; say whether that was in time."""
@@ -211,20 +238,28 @@ class CatchUp:
                     return False
 
     def _try_download(self, donors: list[str], silence_s: float, report: Report) -> bool:
-        """Download in a thread of its own, so that a wish to leave is heard meanwhile."""
-        heard_at, self._asked = self._heard_at, donors
+        """Download in a thread of its own, so that a wish to leave is heard meanwhile.
+
+        What comes after such a wish is not adopted.
+        """
+        heard_at, self._asked, given_up = self._heard_at, donors, threading.Event()
         self._wished = target = self._tracker.target
         load, lowest = self._parts.state.load_state_from_peers, min(target.rank, self._position.history.rank)
+        wanted = {"donors": donors, "rank": target.rank, "lowest": lowest, "silence_s": silence_s}
+        before = self._position.history
         download = in_background(
-            lambda: load(donors=donors, rank=target.rank, lowest=lowest, silence_s=silence_s, report=report)
+            lambda: load(**wanted, report=report, is_wanted=lambda: not given_up.is_set())
         )
         while not wait([download], POLL_S).done:
             if self._alive.must_stop:
-                return False
+                with self._parts.state.lock_state:
+                    given_up.set()
+                if self._position.history == before:
+                    return False
         try:
             return download.result()
         except (RoundFailed, *UNREACHABLE) as failure:
-            logger.warning(f"Could not load the swarm's state: {failure}")
+            logger.warning(f"Could not load the swarm's state: {getattr(failure, 'message', failure)}")
             self._heard_at = heard_at  # what came was of no use
             return False
 
@@ -249,6 +284,8 @@ class CatchUp:
         """
         began, pause_s = time.monotonic(), REFRESH_S
         while True:
+            if self._alive.must_stop:  # the download was given up, and the weights may be saved now
+                return False
             self._tracker.refresh()
             standing, waited_s = self._tracker.standing, time.monotonic() - began
             is_late = waited_s >= BELIEVED_S
@@ -256,8 +293,7 @@ class CatchUp:
             is_held = standing.holds(history, common, is_final=is_late) if common else True
             if is_one_of_them and is_held:
                 return True
-            is_hopeless = is_held is False or waited_s >= SAID_S or (is_late and not is_one_of_them)
-            if is_hopeless or self._alive.must_stop:
+            if is_held is False or waited_s >= SAID_S or (is_late and not is_one_of_them):
                 break
             # Soon at first: where many peers step quickly, more rounds than are kept fit between two fetches.
             time.sleep(min(pause_s, self._tracker.fetch_every_s))

@@ -54,6 +54,11 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
                     param.grad = accumulator
         return weight / self._anchor_weight if self._anchor_weight else 1.0
 
+    @property
+    def announced_samples(self) -> int:
+        """Samples that were announced and not counted."""
+        return sum(samples for samples, _ in self._announced)
+
     def forget_announced(self) -> None:
         """Take back what was announced and not counted."""
         self._announced.clear()

@@ -273,13 +273,11 @@ class GroupFinder:
             while willing and willing[-1][1].quorum > 1 + len(willing):
                 willing.pop()
             members = dict(willing)
-            is_whole = len(members) == len(search.followers) and not missing
+            # Nobody waits for one that wants a greater group than there are peers: its view may be newer.
+            there = 1 + max(len(self._expected), len(search.followers))
+            possible = [peer for peer, follower in search.followers.items() if follower.quorum <= there]
+            is_whole = len(members) == len(possible) and not missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
-                # Each leader would wait in vain for one that wants a greater group than there are peers.
-                there = 1 + max(len(self._expected), len(search.followers))
-                for peer, follower in search.followers.items():
-                    if (wanted := follower.quorum) > there:
-                        self.blame.exclude(peer, f"it wants a group of {wanted} where {there} peers are")
                 peers = (self._p2p.peer_id, *members)
                 gathered = (search.statement, *(member.statement for member in members.values()))
                 group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
@@ -383,14 +381,12 @@ class GroupFinder:
             gather=search.statement,
             group_key=f"{self._prefix}.0b",  # as hivemind names it; nobody reads it
         )
-        is_there = False
         try:
             async with asyncio.timeout(self.request_timeout):
                 answers = await stub.rpc_join_group(request)
                 first = await anext(answers)
             if first.code != averaging_pb2.ACCEPTED:
                 raise P2PHandlerError(f"{leader} answered with code {first.code}")
-            is_there = True
             async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
                 answer = await anext(answers)
             if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
@@ -400,8 +396,7 @@ class GroupFinder:
                 return None
         except (*UNREACHABLE, StopAsyncIteration) as error:
             logger.debug(f"{leader} does not lead: {error!r}")
-            if not is_there:
-                self.blame.suspect(leader)
+            self.blame.suspect(leader)
         except ValueError as error:
             self.blame.exclude(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from trahiv_cli.errors import SwarmError
@@ -104,7 +103,7 @@ class Leases:
             if should_leave():
                 return None
             if time.monotonic() >= deadline:
-                why = failure or "the DHT does not answer"
+                why = getattr(failure, "message", failure) or "the DHT does not answer"
                 raise SwarmError(
                     f"No samples could be leased for {PATIENCE_S:.0f} s: {why}.",
                     hint="start again with the same command",
@@ -129,12 +128,18 @@ class Leases:
         with self._lock:
             theirs = (self.held & self._leased_by_others()).widened(self.unit)
             left = self.held - theirs - self._ledger().covered - Spans.of_positions(done)
-            self.held = Spans.of(sorted(left.spans, key=lambda span: span[0] - span[1])[:FREE_LEASES])
+            self.held = left.longest(FREE_LEASES)
             mine, num_ready = self.held.widened(self.unit), len(self._ready)
             self._ready = deque(start for start in self._ready if start in mine)
             self.lost += num_ready - len(self._ready)
             self._handed_out = {position for position in self._handed_out if position in self.held}
             self._ends = {start: stop for start, stop in self._ends.items() if start in mine}
+
+    def resume(self, trained: Spans) -> None:
+        """Hold what this peer trained before it started again, to be leased with the next block."""
+        with self._lock:
+            self.held = trained.longest(FREE_LEASES)
+            self._handed_out.update(trained)
 
     # -- the samples of a shard --------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class Work:
 
     def __init__(self) -> None:
         self.leases: Leases | None = None
-        self._announced: list[Sequence[int]] = []  # of each batch whose gradients come next
+        self._announced: list[int] = []  # their gradients come next, in this order
         self._held: list[int] = []  # in the order in which their gradients came
         self._useless: list[int] = []  # their gradients were not finite, and would not be another time
 
@@ -231,18 +236,29 @@ class Work:
 
     def announce(self, positions: Sequence[int]) -> None:
         """Expect the gradients of the batch of these."""
-        self._announced.append(positions)
+        self._announced += positions
 
-    def count_announced(self) -> None:
-        """The gradients of what was announced are there."""
-        self._held, self._announced = [*self._held, *chain(*self._announced)], []
+    def first(self, num_samples: int) -> Spans:
+        """Return the positions of the first samples; empty where the data is not divided."""
+        return Spans.of_positions(self._held[:num_samples])
 
-    def forget_announced(self, *, but_last: bool = False) -> None:
-        """Have what was announced trained again, or all but the last batch, which stays announced."""
-        kept = self._announced[-1:] if but_last else []
-        gone, self._announced = self._announced[: len(self._announced) - len(kept)], kept
+    def resume(self, positions: Spans) -> None:
+        """Hold the positions of own steps that a checkpoint has."""
         if self.leases is not None:
-            self.leases.give_back([*chain(*gone)])
+            self._held = [*positions]
+            self.leases.resume(positions)
+
+    def count_announced(self, num_samples: int) -> None:
+        """Count the first positions that were announced: their gradients are there."""
+        self._held = [*self._held, *self._announced[:num_samples]]
+        del self._announced[:num_samples]
+
+    def forget_announced(self, end: int | None = None) -> None:
+        """Have what was announced trained again, up to `end` as in a slice."""
+        gone = self._announced[:end]
+        del self._announced[:end]
+        if self.leases is not None:
+            self.leases.give_back(gone)
 
     def drop(self, num_held: int, *, are_useless: bool = False) -> None:
         """Forget all but the first positions; have the others trained again, unless they are useless."""

@@ -97,6 +97,10 @@ class Spans:
             count -= min(count, stop - start)
         return Spans.of(kept)
 
+    def longest(self, count: int) -> Spans:
+        """Return the `count` longest spans."""
+        return Spans.of(sorted(self.spans, key=lambda span: span[0] - span[1])[:count])
+
     def widened(self, unit: int) -> Spans:
         """All positions of the units, of so many each, that have one of these at least."""
         return Spans.of((start // unit * unit, -(-stop // unit) * unit) for start, stop in self.spans)

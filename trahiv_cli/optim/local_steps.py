@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
-from trahiv_cli.optim.method import Method
+from trahiv_cli.optim.method import Method, OwnSteps
 from trahiv_cli.optim.pace import Pace, divide
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.rounds import are_finite
@@ -44,12 +44,13 @@ class OuterState:
         Source: SGD with Nesterov momentum as torch.optim.SGD has it: m = mu m + g; w = w - lr (g + mu m).
         """
         for place in places:
-            # Flat: of arrays without dimensions numpy makes numbers, which can't be written to.
-            gradient = pseudo_gradients[place].detach().view(-1).numpy()
-            anchor, momentum = (held[place].view(-1).numpy() for held in (self.anchor, self.momentum))
+            gradient = pseudo_gradients[place].detach().numpy()
+            anchor, momentum = (held[place].numpy() for held in (self.anchor, self.momentum))
             np.multiply(momentum, self._momentum, out=momentum)
             np.add(momentum, gradient, out=momentum)
-            update = np.multiply(momentum, self._momentum)
+            # Into an array: of one without dimensions numpy makes a number, which can't be written to.
+            update = np.empty_like(anchor)
+            np.multiply(momentum, self._momentum, out=update)
             np.add(update, gradient, out=update)
             np.multiply(update, self._learning_rate, out=update)
             np.subtract(anchor, update, out=anchor)
@@ -68,6 +69,7 @@ class LocalSteps(Method):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._settings, self._tracker, pace = parts.settings, parts.tracker, self._state.pace
+        self._work = parts.work
         self._copied = range(0)  # the places of weights that there are copies of
         self.outer = self._state.outer = OuterState(
             self._state.weights, pace.outer_learning_rate, pace.outer_momentum
@@ -75,16 +77,31 @@ class LocalSteps(Method):
         self._state.agreed = self.outer.anchor
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
         self._goes_on = False
-        self.own_steps = [0.0]
+        self._own_weights = [0.0]  # see `OwnSteps.weights`
         self.set_pace(pace)
 
     def set_pace(self, pace: Pace) -> None:
         """Go over to another number of local steps, or of fragments, between two rounds."""
         self._steps_per_round = pace.steps_per_round
         self._fragments = divide([param.numel() for param in self._state.weights], pace.num_fragments)
-        if len(self.own_steps) != len(self._fragments):
-            self.own_steps = [max(self.own_steps)] * len(self._fragments)
+        if len(self._own_weights) != len(self._fragments):
+            self._own_weights = [max(self._own_weights)] * len(self._fragments)
         self._weights_aside = [0.0] * len(self._fragments)
+
+    @property
+    def own_steps(self) -> OwnSteps:
+        """Return this peer's steps that no committed round has, also those of a round that runs."""
+        samples = self.samples_aside + self._samples_stepped
+        return OwnSteps(tuple(self._own_weights), samples, self._work.first(samples))
+
+    def resume(self, own: OwnSteps) -> bool:
+        """Count the steps of a checkpoint; return False, and count none, if its fragments are others."""
+        if len(own.weights) != len(self._own_weights):
+            return False
+        self._own_weights = list(own.weights)
+        self._samples_stepped = own.samples
+        self._work.resume(own.positions)
+        return True
 
     def begin(self, step: int, num_peers: int) -> None:
         """Divide the swarm's batch by its peers: a usual one takes a step for each of the swarm's."""
@@ -107,10 +124,11 @@ class LocalSteps(Method):
         with self._gradients.use_accumulated_gradients():
             norm = get_total_norm([weight.grad for weight in self._state.weights if weight.grad is not None])
             if bool(norm.isfinite()):
-                with self._state.lock_state:  # of whoever copies the optimizer's statistics
-                    self._step_inner(norm)
+                if weight:  # without a trained token a step would only decay the weights
+                    with self._state.lock_state.changing():  # a joiner copies the optimizer's statistics
+                        self._step_inner(norm)
                 self._samples_stepped += held
-                self.own_steps = [stepped + weight for stepped in self.own_steps]
+                self._own_weights = [stepped + weight for stepped in self._own_weights]
             else:
                 self.dropped_samples += held
         self._gradients.reset_accumulated_grads_()
@@ -124,7 +142,14 @@ class LocalSteps(Method):
         """Forget all samples, and gradients without a step: the weights were replaced."""
         self._gradients.reset_accumulated_grads_()
         self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
-        self.own_steps = [0.0] * len(self._fragments)
+        self._own_weights = [0.0] * len(self._fragments)
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """Go back to the agreed weights, and forget this peer's own steps."""
+        for weight, agreed in zip(self._state.weights, self.outer.anchor, strict=True):
+            weight.copy_(agreed)
+        self.reset()
 
     @torch.no_grad()
     def set_aside(self, *, goes_on: bool) -> bool:
@@ -133,9 +158,7 @@ class LocalSteps(Method):
         weights = self._state.weights[self.places.start : self.places.stop]
         if not are_finite(weights):  # a finite gradient may be too large a step
             self.dropped_samples += self.samples_held
-            for weight, agreed in zip(self._state.weights, self.outer.anchor, strict=True):
-                weight.copy_(agreed)
-            self.reset()
+            self.go_back()
             return False
         if self._copied != self.places:
             self._copies, self._copied = HostCopies(weights), self.places
@@ -143,7 +166,7 @@ class LocalSteps(Method):
         self.samples_aside, self._samples_stepped = self._samples_stepped, 0
         self._weights_aside = [
             weight if places.start in self.places else 0.0
-            for places, weight in zip(self._fragments, self.own_steps, strict=True)
+            for places, weight in zip(self._fragments, self._own_weights, strict=True)
         ]
         self.weight_aside = sum(self._weights_aside)
         return True
@@ -152,35 +175,39 @@ class LocalSteps(Method):
         """Write the pseudo-gradient: the agreed weights minus those that were set aside."""
         with self._gradients.get_tensors() as tensors:
             for place, weight in zip(self.places, self._copies.wait(), strict=True):
-                flat = (self.outer.anchor[place], weight, tensors[place].detach())
-                anchor, own, out = (tensor.view(-1).numpy() for tensor in flat)
-                np.subtract(anchor, own, out=out)
+                anchor, own, out = self.outer.anchor[place], weight, tensors[place].detach()
+                np.subtract(anchor.numpy(), own.numpy(), out=out.numpy())
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
-        """The agreed weights of the fragment that is exchanged, and their momenta."""
-        return [held[place] for held in (self.outer.anchor, self.outer.momentum) for place in self.places]
+        """The agreed weights of the fragment that is exchanged, their momenta, and the agreed buffers."""
+        outer = [held[place] for held in (self.outer.anchor, self.outer.momentum) for place in self.places]
+        return [*outer, *self._state.buffers.common]
 
     def take_back(self) -> None:
         """Leave the weights as they are; the next round brings these steps and those that came meanwhile."""
         self._samples_stepped += self.samples_aside
         self.samples_aside, self.weight_aside = 0, 0.0
 
-    def apply(self) -> None:
+    def apply(self, *, is_empty: bool = False) -> None:
         """Take the outer step; what this peer's own steps did during the round stays on top of it."""
-        self._step_outer(self._copies.wait(), keeps_own=self._goes_on)
-        both = zip(self.own_steps, self._weights_aside, strict=True)
-        self.own_steps = [done - aside for done, aside in both]
+        self._step_outer(self._copies.wait(), keeps_own=self._goes_on, is_empty=is_empty)
+        both = zip(self._own_weights, self._weights_aside, strict=True)
+        self._own_weights = [done - aside for done, aside in both]
         self.samples_aside, self.weight_aside = 0, 0.0
 
-    def follow(self) -> None:
+    def follow(self, *, is_empty: bool = False) -> None:
         """Take the outer step; this peer's own steps stay on top of it, for the next round."""
-        self._step_outer([self.outer.anchor[place].clone() for place in self.places], keeps_own=True)
+        before = [self.outer.anchor[place].clone() for place in self.places]
+        self._step_outer(before, keeps_own=True, is_empty=is_empty)
 
     @torch.no_grad()
-    def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool) -> None:
-        """Take the outer step; what this peer did since weights were `before` may stay on top of it."""
+    def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool, is_empty: bool) -> None:
+        """Take the outer step; what this peer did since weights were `before` may stay on top of it.
+
+        An empty round moves neither the agreed weights nor the momentum.
+        """
         with self._gradients.get_tensors() as averages:
-            self.outer.step(self.places, averages)
+            self.outer.step(range(0) if is_empty else self.places, averages)
         for place, replaced in zip(self.places, before, strict=True):
             agreed, weight = self.outer.anchor[place], self._state.weights[place]
             if keeps_own and not self._is_last:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.pace import divide
 from trahiv_cli.optim.parts import Parts
 
@@ -31,6 +33,32 @@ batch's gradients and optimizer state are there twice. One of 32 MB took three t
 
 CLIP_EPSILON = 1e-6  # what `torch.nn.utils.clip_grad_norm_` adds to a norm before it divides by it
 NORM_VALUES = 2**14  # values whose squares are added at a time: in float64 128 kB, within a processor's cache
+
+
+@dataclass(frozen=True)
+class OwnSteps:
+    """The local steps of one peer since the last round, which none but this peer knows of."""
+
+    weights: tuple[float, ...] = ()
+    """Trained tokens, or samples, since the last round of each fragment."""
+
+    samples: int = 0  # since the last round
+    positions: Spans = Spans()  # of these samples, where peers divide the data
+
+    def __bool__(self) -> bool:
+        return any(self.weights)
+
+    def to_wire(self) -> list[Any]:
+        """Return it as a list that JSON carries."""
+        return [list(self.weights), self.samples, self.positions.to_wire()]
+
+    @classmethod
+    def from_wire(cls, data: object) -> OwnSteps:
+        """Read the list that `to_wire` returned, or raise `ValueError`."""
+        match data:
+            case [list(weights), int(samples), positions]:
+                return cls(tuple(float(weight) for weight in weights), samples, Spans.from_wire(positions))
+        raise ValueError("not own steps")
 
 
 class Method:
@@ -47,14 +75,11 @@ class Method:
         """Steps of the swarm that the next round commits."""
         self.places = range(len(parts.gradients.parameters))
         """Tensors that the next round averages, or the present one."""
-        self.own_steps: list[float] = []
-        """What this peer's own steps since the last round of each fragment count for, in trained tokens or
-        samples; empty in modes without local steps."""
 
-    def resume(self, own_steps: Sequence[float]) -> None:
-        """Count the steps that a checkpoint has; those of another number of fragments are not taken."""
-        if len(own_steps) == len(self.own_steps):
-            self.own_steps = list(own_steps)
+    @property
+    def own_steps(self) -> OwnSteps:
+        """Return this peer's own steps; in modes without local steps there are none."""
+        return OwnSteps()
 
     def _step_inner(self, norm: torch.Tensor) -> None:
         """Scale the weights' gradients, of this norm, down to the limit; take a step of the inner optimizer.
@@ -128,17 +153,19 @@ class SharedGradients(Method):
         for batch in divide(sizes, min(GUESS_BATCHES, 1 + sum(sizes) // GUESS_BYTES)):
             holders = [*(optimizer.state[weights[place]] for place in batch), *optimizer.param_groups]
             before = [_copied(holder) for holder in holders]
-            for place in batch:
-                weights[place].grad = self._gradients.aside[place].mul(scale).to(weights[place].device)
-            optimizer.step()
-            for place in batch:
-                weights[place].grad = None
-            for holder, values in zip(holders, before, strict=True):
-                for name, value in values.items():
-                    if isinstance(value, torch.Tensor):
-                        holder[name].copy_(value)  # in the memory that it has, which may be paged
-                    else:
-                        holder[name] = value
+            try:
+                for place in batch:
+                    weights[place].grad = self._gradients.aside[place].mul(scale).to(weights[place].device)
+                optimizer.step()
+            finally:  # also where memory runs out: a checkpoint has this state
+                for place in batch:
+                    weights[place].grad = None
+                for holder, values in zip(holders, before, strict=True):
+                    for name, value in values.items():
+                        if isinstance(value, torch.Tensor):
+                            holder[name].copy_(value)  # in the memory that it has, which may be paged
+                        else:
+                            holder[name] = value
 
     @torch.no_grad()
     def _end_guess(self) -> None:
@@ -152,17 +179,28 @@ class SharedGradients(Method):
         self._gradients.load_aside()
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
-        """What all peers of this history hold alike: weights without a guess; in host memory if offloaded."""
-        return self._state.weights if self._state.agreed is None else self._state.agreed
+        """What all peers of this history hold alike: weights without a guess, and buffers.
+
+        They are in host memory if the optimizer is offloaded.
+        """
+        weights = self._state.weights if self._state.agreed is None else self._state.agreed
+        return [*weights, *self._state.buffers.common]
 
     def take_back(self) -> None:
         """Keep what was set aside for the next round, with what came meanwhile."""
         self._end_guess()
         self._gradients.take_back()
 
-    def apply(self) -> None:
-        """Take a step with the averaged gradient. The caller holds the state's lock, as in `follow`."""
+    def apply(self, *, is_empty: bool = False) -> None:
+        """Take a step with the averaged gradient, none of an empty round.
+
+        The caller holds the state's lock, as in `follow`.
+        """
         self._end_guess()
+        if is_empty:  # a step would decay the weights, and move them by what momentum is left
+            self.last_grad_norm = None
+            self._gradients.use_up()
+            return
         with self._gradients.get_tensors() as averages:
             norm = torch.tensor(norm_of(averages), dtype=torch.float32)
         if self._state.offload_optimizer:
@@ -175,11 +213,11 @@ class SharedGradients(Method):
                 self._step_inner(norm)
         self._gradients.use_up()
 
-    def follow(self) -> None:
-        """Take a step with the averaged gradient; what was accumulated was taken at other weights."""
+    def follow(self, *, is_empty: bool = False) -> None:
+        """Take a step as `apply` does; what was accumulated was taken at other weights."""
         self.reset()
         self._gradients.set_aside()
-        self.apply()
+        self.apply(is_empty=is_empty)
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import hivemind
 import torch
 
+from trahiv_cli.optim.buffers import Buffers
 from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.leases import Leases
@@ -56,6 +57,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         when_no_group_is_found: called in the thread of a round; what it raises ends training.
         should_leave: asked during waits; True makes a wait end early with nothing changed.
         home: where the DHT lives; it and the averagers are watched then.
+        model: the model of the weights, whose moving buffers are averaged, too; see `Buffers`.
         keywords: see `hivemind.Optimizer`.
     """
 
@@ -70,12 +72,14 @@ class SwarmOptimizer(hivemind.Optimizer):
         when_no_group_is_found: Callable[[], None] = lambda: None,
         should_leave: Callable[[], bool] = lambda: False,
         home: Node | None = None,
+        model: torch.nn.Module | None = None,
         averager_opts: dict[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
         self._interest, options = JoinerActivity(), averager_opts or {}
+        self._buffers = Buffers(model)
         try:
             super().__init__(
                 dht=dht,
@@ -83,7 +87,11 @@ class SwarmOptimizer(hivemind.Optimizer):
                 # already by `inner.initialize_state`, also where that leaves no tensors, as for plain SGD.
                 averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
                 grad_averager_factory=partial(
-                    ExactGradientAverager, rules=settings.rules, interest=self._interest, **options
+                    ExactGradientAverager,
+                    rules=settings.rules,
+                    interest=self._interest,
+                    buffers=self._buffers.exchanged,
+                    **options,
                 ),
                 **keywords,
             )
@@ -140,6 +148,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             client_mode=self.client_mode,
             auxiliary=self.auxiliary,
             interest=self._interest,
+            buffers=self._buffers,
             start=True,
             **keywords,
         )
@@ -167,12 +176,12 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.grad_averager.forget_announced()
         self.parts.work.forget_announced()
 
-    def start_batch_over(self) -> None:
+    def start_batch_over(self, num_samples: int) -> None:
         """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it.
 
-        The positions of the batch in training stay announced.
+        The last `num_samples` that were announced, those of the batch in training, stay announced.
         """
-        self.stepper.start_batch_over()
+        self.stepper.start_batch_over(num_samples)
 
     def step(
         self, closure: Callable[[], torch.Tensor] | None = None, batch_size: int | None = None
@@ -206,6 +215,8 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     last_round = property(attrgetter("stepper.last_round"))
     """See `Stepper`."""
+    samples_in_time = property(attrgetter("stepper.lateness.samples_in_time"))
+    """The most samples of a batch that come in time for the swarm's steps; see `Lateness`."""
     step_samples = property(attrgetter("stepper.step_samples"))
     my_step_samples = property(attrgetter("stepper.my_step_samples"))
 
@@ -221,10 +232,11 @@ class SwarmOptimizer(hivemind.Optimizer):
     """How much of the data was trained, where it is divided; see `Work.figures`."""
 
     @property
-    def agreed_values(self) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """What all peers of this history agree on, by parameter, where the model holds something else."""
+    def agreed_values(self) -> dict[torch.Tensor, torch.Tensor]:
+        """What all peers of this history agree on, by parameter or buffer, where the model's may differ."""
         agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
-        return {} if agreed is None else dict(zip(weights, agreed, strict=True))
+        of_weights = {} if agreed is None else dict(zip(weights, agreed, strict=True))
+        return of_weights | self._buffers.agreed
 
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:

@@ -60,7 +60,7 @@ class Position:
             self._state.move_schedule(history.step)
         self._parts.equality.forget()
         with self._parts.tracker.pause_updates():
-            self._parts.tracker.update_history(history, is_next=False)
+            self._parts.tracker.update_history(history, self.method.samples_held, is_next=False)
         self._parts.tracker.announce()
         self._begin_step()
         if not self._state.client_mode:
@@ -75,8 +75,14 @@ class Position:
         self._parts.adaptation.measure(outcome)
 
     def follow(self, history: History, outcome: Outcome) -> None:
-        """Take the step of a round that others had: of this peer's work, only its own steps stay."""
+        """Take the step of a round that others had: of this peer's work, only its own steps stay.
+
+        They do not if the round has some of them: this peer brought these, and did not learn that it was
+        committed.
+        """
         self._move(history, outcome, self.method.follow)
+        if isinstance(self.method, LocalSteps) and self._parts.tracker.own_id in outcome.samples:
+            self.method.go_back()
         self.step_taken = -1
         self._parts.work.leave_to_others(self.method.samples_held)
 
@@ -105,18 +111,21 @@ class Position:
             self.method.last_grad_norm = before.last_grad_norm
             self.method.dropped_samples = before.dropped_samples
 
-    def _move(self, history: History, outcome: Outcome, move: Callable[[], None]) -> None:
+    def _move(self, history: History, outcome: Outcome, move: Callable[..., None]) -> None:
         """Move the weights by what the averager's tensors hold, and all that belongs to them.
 
         The pace follows from what the round's members had measured before it.
         """
         state, parts = self._state, self._parts
         self.last_learning_rates = [group["lr"] for group in state.optimizer.param_groups]
-        with state.lock_state:  # a joiner gets the pace that belongs to the state
+        with state.lock_state.changing():  # a joiner gets the pace that belongs to the state
             with parts.tracker.pause_updates():
                 round_size = self.method.steps * parts.settings.target_batch_size * parts.work.unit
                 state.ledger = state.ledger.extend(outcome.trained, MOST_ROUNDS_AHEAD * round_size)
-                move()
+                move(is_empty=outcome.is_empty)
+                if outcome.moves_buffers and not outcome.is_empty:
+                    is_last = history.step >= parts.settings.max_steps
+                    state.buffers.apply(keeps_own=self.pace.is_background and not is_last)
                 parts.equality.forget(self.method.held_in_common())
                 state.local_epoch, state.history = history.step, history
                 state.move_schedule(history.step)

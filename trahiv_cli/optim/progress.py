@@ -1,7 +1,7 @@
 """How far the swarm is: what each peer has reported towards the next step.
 
 1. A peer reports its samples at a pace that its link bears, and its way through rounds with them (`run`).
-2. It fetches all others' reports, the less often the more there are (`refresh`).
+2. It reads the others' reports, which they send it (`refresh`).
 3. It reads them with doubts (`Doubts`): what can't be is nobody's, or does not count.
 4. From them follow the state to come to (`target`), and whether a step is due (`ready_to_update_epoch`).
 """
@@ -33,12 +33,12 @@ REPORTS_A_STEP = 10
 """At most, in the time until a step is due: reports of two every 0.25 s took 4 % of a link of 5 Mbit/s."""
 
 ALONE_EVERY_S = 2.0  # while nobody else is there; with the pace of a pair, reports take 2 % of its time
-FETCH_EVERY_S_A_PEER = 0.15
-"""Reports are fetched at most once in this time times the number of peers. Each peer's is 1.9 kB at most, and
-three nodes are asked: that is 38 kB/s at most, 6 % of a link of 5 Mbit/s."""
+REPORT_EVERY_S_A_PEER = 0.035
+"""A peer reports at most once in this time times the number of peers. A report of 1.9 kB at most goes to each
+of them: that is 54 kB/s at most, 9 % of a link of 5 Mbit/s."""
 
 GUESSED_FROM_S = 1.0
-"""If reports are fetched less often than that, their peers count as having trained on since. In smaller
+"""If peers report less often than that, from 29 peers on, they count as having trained on since. In smaller
 swarms samples count when they are reported: then a peer that pauses makes no step smaller."""
 
 
@@ -83,13 +83,14 @@ class SwarmTracker(ProgressTracker):
 
     def _report_every_s(self) -> float:
         eta_s = 0.0 if math.isinf(self.eta_s) else self.eta_s  # inf: nobody knows yet
-        every_s = max(REPORT_EVERY_S, eta_s / REPORTS_A_STEP)
-        return min(ALONE_EVERY_S, every_s) if self.others else ALONE_EVERY_S
+        by_step_s = min(ALONE_EVERY_S, eta_s / REPORTS_A_STEP)
+        return max(self.fetch_every_s, by_step_s) if self.others else ALONE_EVERY_S
 
     @property
     def fetch_every_s(self) -> float:
-        """The shortest time between two fetches of the reports of several peers, in seconds."""
-        return min(FETCH_EVERY_S_A_PEER * (1 + len(self.others)), float(self.metadata_expiration))
+        """The shortest time between two reports of a peer, or two looks at those of others, in seconds."""
+        every_s = max(REPORT_EVERY_S, REPORT_EVERY_S_A_PEER * (1 + len(self.others)))
+        return min(every_s, float(self.metadata_expiration) / 2)
 
     # -- how far all are ---------------------------------------------------------------------------
 

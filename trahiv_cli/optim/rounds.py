@@ -57,6 +57,7 @@ class Claim:
     is_client: bool = False  # whether others can't call it, so that it averages no share
     measured: Measured = Measured()  # what it knows of its own pace and link
     trained: Spans = Spans()  # positions of the data that it brings, and those whose gradients were of no use
+    moves_buffers: bool = False  # whether its buffers differ from those that its history agrees on
 
     def counted(self, most_samples: int) -> Claim:
         """Return what counts of it, if a peer can hold so many samples: these, their positions and weight."""
@@ -70,7 +71,8 @@ class Claim:
         """Write it as MessagePack."""
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
         lists = [self.measured.to_wire(), self.trained.to_wire()]
-        return bytes(MSGPackSerializer.dumps([*numbers, self.is_client, *lists]))
+        moves = [True] if self.moves_buffers else []  # most models have no such buffers
+        return bytes(MSGPackSerializer.dumps([*numbers, self.is_client, *lists, *moves]))
 
     @classmethod
     def parse(cls, content: bytes) -> Claim:
@@ -78,17 +80,18 @@ class Claim:
         match unpacked(content):
             case [
                 int(samples), float(weight), float(norm), bytes(state), int(quorum), bool(is_client),
-                measured, trained,
+                measured, trained, *moves,
             ] if (
                 0 <= samples <= MOST_SAMPLES
                 and 0.0 <= weight <= GREATEST_WEIGHT
                 and not norm < 0.0  # one that is not finite is read, and left out
                 and len(state) <= MOST_DIGEST_BYTES
                 and 1 <= quorum <= MOST_QUORUM
+                and moves in ([], [True])
             ):  # fmt: skip
                 known, spans = Measured.from_wire(measured), Spans.from_wire(trained)
                 if len(spans) <= samples + USELESS_AT_MOST:
-                    return cls(samples, weight, norm, state, quorum, is_client, known, spans)
+                    return cls(samples, weight, norm, state, quorum, is_client, known, spans, bool(moves))
         raise ValueError("not a claim")
 
 
@@ -118,6 +121,8 @@ class Outcome:
     parts_received: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)  # claimed by each of its pace and link
     trained: tuple[Spans, ...] = ()  # claimed positions of the data, without outliers; alike for all members
+    moves_buffers: bool = False  # whether a member claimed so: buffers were averaged, too
+    is_empty: bool = False  # no sample had a trained token: the step changes nothing; alike for all members
 
 
 @dataclass(frozen=True)
@@ -143,15 +148,20 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     """Find the members whose contribution is to be left out, with the reason.
 
     A norm may be `norm_limit` times the median; 0 accepts every finite norm. The median is the lower one of
-    two: a group of two is judged by the smaller norm. Contributions of norm 0 have no say in it.
+    two: a group of two is judged by the smaller norm. Contributions of norm 0 have no say in it. The norm of
+    a mean over fewer tokens may be larger, as its noise is, but never by more than makes up for its weight.
     """
-    found, norms = {}, [claim.norm for claim in claims.values() if 0 < claim.norm < math.inf]
-    median = statistics.median_low(norms) if norms else 0.0
+    judges = [claim for claim in claims.values() if 0 < claim.norm < math.inf]
+    found, median, usual = {}, 0.0, 0.0
+    if judges:
+        median = statistics.median_low(claim.norm for claim in judges)
+        usual = statistics.median_low(claim.weight for claim in judges)
     most = norm_limit * median or math.inf
     for peer, claim in claims.items():
+        noise = math.sqrt(max(1.0, usual / claim.weight)) if claim.weight else 1.0
         if not math.isfinite(claim.norm):
             found[peer] = "its gradient is not finite"
-        elif claim.norm > most:
+        elif claim.norm > most * noise:
             found[peer] = f"the norm of its gradient is {claim.norm:.3g}, the group's median {median:.3g}"
     return found
 
@@ -171,6 +181,8 @@ def judge(
         states={peer: claim.state for peer, claim in claims.items()},
         measured={peer: claim.measured for peer, claim in claims.items()},
         trained=tuple(claim.trained for claim in used.values()),
+        moves_buffers=any(claim.moves_buffers for claim in claims.values()),
+        is_empty=not any(claim.weight for claim in used.values()),
     )
 
 

@@ -148,6 +148,7 @@ class GroupSeeker:
             quorum=quorum,
             measured=parts.adaptation.measured,
             trained=parts.work.aside(method.samples_aside),
+            moves_buffers=parts.state.buffers.have_moved,
         )
         self.expect(peers, quorum)
         method.load()
@@ -182,7 +183,7 @@ class GroupSeeker:
                 pass  # it ends by itself within the longest exchange
             return _outcome_of(control)
         except RoundFailed as failure:
-            logger.warning(f"Nobody will be able to follow the next step: {failure}")
+            logger.warning(f"Nobody will be able to follow the next step: {failure.message}")
             return None
 
     def _say_that_there_is_no_group(self) -> None:

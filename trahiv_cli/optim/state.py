@@ -26,6 +26,7 @@ from hivemind.utils import MPFuture, MSGPackSerializer, nested_flatten
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
+from trahiv_cli.optim.buffers import Buffers
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
@@ -86,9 +87,9 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
 
-    def __init__(self, *args: Any, interest: JoinerActivity, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, interest: JoinerActivity, buffers: Buffers, **kwargs: Any) -> None:
         self.lock_state, self._interest = StateLock(), interest
-        self.history, self.ledger = History(), Ledger()
+        self.history, self.ledger, self.buffers = History(), Ledger(), buffers
         # Written by the process that serves the averager, read by the one that trains.
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
@@ -113,11 +114,11 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def common_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are the same for all peers of a step: weights first, then others.
+        """Return the tensors that are the same for all peers of a step: weights first, then buffers.
 
         In modes with local steps these are the weights that are agreed on, and the outer momentum.
         """
-        common = [*self.weights, *self.extra_tensors]
+        common = [*self.weights, *self.buffers.common]
         common[: len(self.agreed or ())] = self.agreed or ()
         return common if self.outer is None else [*common, *self.outer.momentum]
 
@@ -137,10 +138,9 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         being sent. Here they are metadata, one buffer with all tensors as stored (see `snapshot.copy_into`;
         each tensor that is handed over takes two open files), and their infos.
         """
-        _, tensors, _ = self._live_state()
-        flat = shared_bytes(buffer_bytes(tensors))
         with torch.no_grad(), self.lock_state:
             metadata, tensors, roles = self._live_state()
+            flat = shared_bytes(buffer_bytes(tensors))
             copy_into(flat, tensors, self.lock_state.changes)
         infos = [
             CompressionInfo.from_tensor(tensor, key=name, role=role)
@@ -178,28 +178,29 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         lowest: Rank,
         silence_s: float,
         report: Report = lambda *told: None,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Download the state that most of some peers (ids, base58) offer, and adopt it; say whether it was.
 
-        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`. False if no
-        peer offers one that is far enough, and believed. RoundFailed if nothing came in time, or not the
-        state of this run; nothing was changed.
+        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`. `is_wanted` is
+        asked under the lock, right before anything changes.
+
+        Returns:
+            False if no peer offers one that is far enough, believed and still wanted; nothing was changed.
+
+        Raises:
+            RoundFailed: nothing came in time, or not the state of this run; nothing was changed.
         """
         _, tensors, _ = self._live_state()
         limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
         loaded = self.fetch_state(StateRequest(tuple(donors), rank, lowest, limit_bytes, silence_s), report)
         if loaded is None:
             return False
-        before, is_adopted = self.pace, False
         try:
-            is_adopted = self._adopt(*loaded, lowest)
+            return self._adopt(*loaded, lowest, is_wanted)
         except RoundFailed:
             disbelieve(str(loaded[0].get("donor", "")), OF_NO_USE)
             raise
-        finally:
-            if not is_adopted:
-                self.set_pace(before)
-        return is_adopted
 
     def fetch_state(
         self, wanted: StateRequest, report: Report
@@ -231,11 +232,17 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors
 
-    def _adopt(self, metadata: dict[str, Any], tensors: Sequence[torch.Tensor], lowest: Rank) -> bool:
-        """Adopt a state that `get_current_state` gave, all on the CPU, and its pace; say whether it was.
+    def _adopt(
+        self,
+        metadata: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        lowest: Rank,
+        is_wanted: Callable[[], bool],
+    ) -> bool:
+        """Adopt a state that `get_current_state` gave, all on the CPU, and its pace; see the caller.
 
-        RoundFailed if it is not the state of this run; nothing but the pace was changed.
-        optim/state_averager.py:630 loads the optimizer's state before it looks at the weights.
+        All of it is judged before anything changes. optim/state_averager.py:630 loads the optimizer's state
+        before it looks at the weights.
         """
         layout, rounds = metadata.get("optimizer_metadata"), metadata.get("outer_rounds")
         try:
@@ -243,27 +250,32 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
             ledger, pace = Ledger.from_wire(metadata.get("ledger")), Pace.from_wire(metadata.get("pace"))
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a history, a ledger or a pace.") from error
-        self.set_pace(pace)
-        targets = self.common_tensors()
-        common, statistics = tensors[: len(targets)], tensors[len(targets) :]
+        shapes = [tensor.shape for tensor in (*self.weights, *self.buffers.common)]
+        if pace.has_local_steps:  # the outer momentum of each weight
+            shapes += [weight.shape for weight in self.weights]
+        common, statistics = tensors[: len(shapes)], tensors[len(shapes) :]
         if not isinstance(layout, (list, tuple)):
             raise RoundFailed("A peer sent a state without its optimizer's layout.")
-        if [tensor.shape for tensor in common] != [target.shape for target in targets]:
+        if [tensor.shape for tensor in common] != shapes:
             raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
         if not all(bool(tensor.isfinite().all()) for tensor in common):
             raise RoundFailed("The weights that a peer sent are not finite.")
-        if self.outer is not None and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
+        if pace.has_local_steps and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         donor = str(metadata.get("donor", ""))
         if history.rank < lowest or not self.is_believed(history, self._digest(metadata, common), donor):
             return False
-        with torch.no_grad(), self.lock_state:
+        with torch.no_grad(), self.lock_state.changing():
+            if not is_wanted():
+                return False
             try:
                 adopt_optimizer_state(self.optimizer, layout, statistics)
             except ValueError as error:
                 raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
-            for target, tensor in zip(targets, common, strict=True):
+            self.set_pace(pace)
+            for target, tensor in zip(self.common_tensors(), common, strict=True):
                 target.copy_(tensor)
+            self.buffers.restore()
             self.history, self.local_epoch, self.ledger, self.donor = history, history.step, ledger, donor
             if self.outer is not None:
                 self.outer.rounds = metadata["outer_rounds"]
@@ -276,11 +288,11 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
 
     def _digest(self, metadata: Mapping[str, Any], common: Sequence[torch.Tensor]) -> bytes:
         """Digest a donor's common tensors; nothing if a codec has rounded what others hold."""
-        _, own, roles = self._live_state()
+        roles = [TensorRole.PARAMETER] * len(self.weights)
+        roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
         has_very_values = all(
-            is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, key=name, role=role))
-            for tensor, (name, role) in zip(own, roles, strict=True)
-            if role is not TensorRole.OPTIMIZER
+            is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, role=role))
+            for tensor, role in zip(common, roles, strict=True)
         )
         return common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
 

@@ -18,12 +18,15 @@ from dataclasses import replace
 from hivemind.utils import get_logger
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.auto import idle_members
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.lateness import Lateness
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.rounds import Outcome, Round
 from trahiv_cli.optim.seeker import POLL_S, Attempt, GroupSeeker
+from trahiv_cli.telemetry.events import short_name
 
 logger = get_logger(__name__)
 
@@ -43,34 +46,68 @@ class Stepper:
         """Samples that went into the last round, of all peers and of this one."""
         self._running: Future[Attempt] | None = None
         self._goes_on = False  # with training, during the present round
+        self.lateness = Lateness(parts.events)
+        self._is_fresh = True  # whether the batch in training is the first one with its state
+        self._told_slow: set[str] = set()
         self._blocked_s = self._blocked_since = 0.0
 
     def step(self, num_samples: int) -> None:
         """Account for one local batch; see `SwarmOptimizer.step`, also for what it raises."""
         parts, method = self._parts, self._position.method
-        if self._running is None and self._tracker.is_behind and self._catch_up.come():
-            # This batch's gradient belonged to weights that the swarm has left.
-            parts.gradients.forget_announced()
-            parts.work.forget_announced()
+        num_samples = parts.gradients.announced_samples or num_samples
+        seconds = parts.adaptation.end_batch(num_samples)
+        is_behind = self._running is None and self._tracker.is_behind
+        if is_behind and not self.lateness.is_hopeless and self._come(num_samples, seconds):
             return
-        dropped = method.dropped_samples
+        if self._running is None and not is_behind:
+            self.lateness.note_in_time()
+        dropped, before = method.dropped_samples, self._position.history
         method.account(num_samples)
-        parts.work.count_announced()
+        parts.work.count_announced(num_samples)
         parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
-        parts.adaptation.end_batch(num_samples)
         self._report(method.samples_held)
         self._blocked_since = time.monotonic()
         try:
+            if is_behind and self.lateness.is_hopeless:
+                self._catch_up.wait_for_longer_steps(self.lateness.batch_s, self.lateness.next_pause_s())
+                self._come(num_samples, seconds)
             self._advance()
         finally:
             method = self._position.method
             parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
             self._blocked_s += time.monotonic() - self._blocked_since
+            self._is_fresh = self._position.history != before
             parts.adaptation.begin_batch()
 
-    def start_batch_over(self) -> None:
+    def _come(self, num_samples: int, seconds: float) -> bool:
+        """Come to the swarm's state after a batch; say whether its gradient is of no use any more."""
+        steps_missed = self._tracker.target.step - self._position.history.step
+        if not self._catch_up.come():
+            return False
+        # This batch's gradient belonged to weights that the swarm has left.
+        self._parts.gradients.forget_announced()
+        if not self.lateness.is_hopeless:  # else it was counted, and is held no more
+            self._parts.work.forget_announced(num_samples)
+        is_to_attend = self.lateness.is_hopeless and self._parts.settings.auto_share is not None
+        if self._is_fresh and seconds:
+            usual_s = num_samples * self._parts.adaptation.seconds_per_sample
+            is_to_attend |= self.lateness.note_late(num_samples, seconds, usual_s, steps_missed)
+        self._is_fresh = True
+        if is_to_attend:
+            self._attend()
+        self._parts.adaptation.begin_batch()
+        return True
+
+    def _attend(self) -> None:
+        """Take part in the next round with nothing: by this peer's claim all in it learn how slow it is."""
+        self._blocked_since = time.monotonic()
+        self._parts.adaptation.measure_speed()
+        self._catch_up.wait_for_round()
+        self._advance()
+
+    def start_batch_over(self, num_samples: int) -> None:
         """See `SwarmOptimizer.start_batch_over`."""
-        self._parts.work.forget_announced(but_last=True)
+        self._parts.work.forget_announced(-num_samples)
         self._parts.gradients.reset_accumulated_grads_()
         for param in self._parts.gradients.parameters:
             param.grad = None
@@ -101,6 +138,7 @@ class Stepper:
                 if not position.method.set_aside(goes_on=self._goes_on):
                     self._report(0)
                     return
+                parts.state.buffers.set_aside()
                 parts.company.missed_since = min(parts.company.missed_since, time.monotonic())
                 self._running = in_background(seeker.average)
             if not self._goes_on or seeker.holds_enough():
@@ -143,7 +181,16 @@ class Stepper:
         if outcome is None:  # a step alone, of which nobody else is to know the past
             position.method.load()
             samples, proof = {own: self.my_step_samples}, secrets.token_bytes(16)
-            outcome = Outcome(samples, (own,), left_out={}, states={}, proof=proof, trained=(brought,))
+            outcome = Outcome(
+                samples,
+                (own,),
+                left_out={},
+                states={},
+                proof=proof,
+                trained=(brought,),
+                moves_buffers=True,
+                is_empty=not position.method.weight_aside,
+            )
         self.step_samples = sum(outcome.samples.values())
         history = position.after(self.step_samples, outcome.proof)
         self._take_note(outcome, history.step)
@@ -168,22 +215,30 @@ class Stepper:
                 "look at that peer's data and learning rate; swarm.norm_limit says how far a norm may be off",
             )
         reported = dict.fromkeys((mate.peer_id for mate in self._tracker.mates if mate.samples), 0)
-        self._tracker.doubts.commit(step, reported | outcome.samples, self._tracker.target_batch_size)
+        brought = {peer: samples for peer, samples in outcome.samples.items() if samples}
+        self._tracker.doubts.commit(step, reported | brought, self._tracker.target_batch_size)
         self._parts.equality.compare(outcome.states)
+        if not self._position.pace.has_local_steps:
+            self._tell_who_is_slow(outcome)
+
+    def _tell_who_is_slow(self, outcome: Outcome) -> None:
+        """Warn once of each other member that came without samples: its batches take too long."""
+        for peer in idle_members(outcome) - self._told_slow - {self._tracker.own_id}:
+            self._told_slow.add(peer)
+            self._parts.events.warn(
+                "slow-peer",
+                f"Peer {short_name(peer)} brought no samples to a step: it trains "
+                f"{outcome.measured[peer].samples_per_second:.3g} samples per second, too slowly for steps "
+                "that do not wait for it.",
+                hint="nothing to do; for all to count: swarm.mode: diloco, or a larger target_batch_size",
+            )
 
     def _make_equal(self) -> None:
         """Have the peers of a group hold the same again, when it is time for that."""
         parts, step = self._parts, self._position.history.step
-        if self._position.pace.has_local_steps:
-            # Every machine computes the agreed weights identically, so a difference means faulty memory.
-            parts.equality.restore()
-            parts.events.warn(
-                "drift",
-                f"The peers of step {step} did not agree on the weights before it.",
-                "if it repeats, look for the machine whose memory is damaged",
-            )
-            return
-        if step % parts.settings.average_state_every or not (holders := parts.equality.restore()):
+        # In modes with local steps a difference would stay for ever: agreed weights only ever move alike.
+        is_due = self._position.pace.has_local_steps or step % parts.settings.average_state_every == 0
+        if not is_due or not (holders := parts.equality.restore()):
             return
         parts.events.warn(
             "drift",

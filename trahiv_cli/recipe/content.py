@@ -16,7 +16,7 @@ from pathlib import Path
 from trahiv_cli.errors import AssetError, RecipeMismatch
 from trahiv_cli.recipe.builtin import TEXT, text_files, version
 from trahiv_cli.recipe.document import is_text
-from trahiv_cli.recipe.paths import LOCAL, READERS, closest_file, is_local
+from trahiv_cli.recipe.paths import LOCAL, READERS, closest_file, is_data, is_local, reader_of
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 
 METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
@@ -79,7 +79,7 @@ def content_of(dataset: DatasetSection) -> ContentSection:
         sha256=digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest(),
         num_files=len(files),
         num_bytes=sum(stat.st_size for stat in stats),
-        readers=["text"] if is_builtin else sorted({READERS[file.suffix] for file in files}),
+        readers=["text"] if is_builtin else sorted({reader_of(file) for file in files}),
         version=version() if is_builtin else None,
     )
 
@@ -108,15 +108,17 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     files = []
     for name in [names] if isinstance(names, str) else names:
         wanted = folder / name
-        matching = [name] if wanted.exists() else glob.glob(name, root_dir=folder, recursive=True)
-        found = [file for match in matching if (file := folder / match).is_file()]
+        there = next((part for part in (wanted, *wanted.parents) if part.exists()), Path())
+        # A folder that exists is meant literally: only the rest of the name can be a pattern.
+        pattern = Path(glob.escape(str(there))) / wanted.relative_to(there)
+        found = [Path(match) for match in glob.glob(str(pattern), recursive=True) if os.path.isfile(match)]
         if not found:
             near = closest_file(wanted)
             hint = f"Did you mean {near!r}?" if near else f"Looked in {wanted.parent.absolute()}."
             raise AssetError(f"There is no file or folder {str(wanted)!r}.", hint)
         files += found
     for file in files:
-        if file.suffix not in READERS:
+        if not is_data(file):
             raise AssetError(f"{file.name!r} has a suffix that is not known.", known)
     return sorted(set(files), key=lambda file: file.parts)
 
@@ -137,7 +139,7 @@ def _data_files(folder: Path) -> list[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         files = (Path(parent, name) for name in names if not name.startswith(".") and name not in METADATA)
-        found += [file for file in files if file.suffix in READERS]
+        found += [file for file in files if is_data(file)]
     return sorted(found, key=lambda file: file.parts)
 
 
@@ -173,7 +175,7 @@ def with_copies(recipe: Recipe, folder: Path) -> Recipe:
             return dataset
         wanted = content.num_files, content.num_bytes, set(content.readers)
         for place, files in inside.items():
-            seen = len(files), sum(sizes[file] for file in files), {READERS[file.suffix] for file in files}
+            seen = len(files), sum(sizes[file] for file in files), {reader_of(file) for file in files}
             copy = dataset.model_copy(update={"path": str(place), "data_files": None})
             if seen == wanted and _is_unchanged(copy):
                 return copy

@@ -6,23 +6,13 @@ The rules are about rows as plain data, whoever read them: `assets/` reads all r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.paths import closest
-from trahiv_cli.recipe.schema import SeqClsSection, SftSection
-
-OPTIONAL = ("tools", "chat_template_kwargs")
-"""Columns that TRL hands to the chat template."""
-
-CHATML = ("role", "content")
-SHAREGPT = ("from", "value")
-"""Keys of a message in the two ways of writing conversations."""
-
-NAMED_LABELS = 10
-"""The number of classes that an error names."""
+from trahiv_cli.recipe.rows import CHATML, SHAREGPT, Form, is_conversation, listed
+from trahiv_cli.recipe.schema import SftSection
 
 _RENAME = "Rename its columns with `{}.columns`, for example `{{instruction: prompt, output: completion}}`."
 
@@ -43,26 +33,6 @@ class Table(Protocol):
         """The first row; its keys are the columns."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """The columns that a row must have, and the keys of a message in them; none if they hold texts."""
-
-    columns: tuple[str, ...]
-    keys: tuple[str, str] | None
-
-    def problem(self, column: str, value: Any) -> str:
-        """Say what is wrong with a value, to be read after the row's number; nothing if it is as it must."""
-        if value is None:
-            return f"has no {column!r}"
-        if column in OPTIONAL:
-            return ""
-        if self.keys is None:
-            return "" if isinstance(value, str) else f"has {type(value).__name__} in {column!r}, not text"
-        if is_conversation(value, self.keys):
-            return ""
-        return f"has something else in {column!r} than messages of {self.keys[0]} and {self.keys[1]}"
-
-
 def sft_form(table: Table, sft: SftSection) -> Form:
     """Find the first form that a dataset has: an answer to a prompt, a conversation, or a text.
 
@@ -77,7 +47,7 @@ def sft_form(table: Table, sft: SftSection) -> Form:
             hint = "It is a dataset of preferences: set `task: dpo`."
         raise AssetError(
             f"The dataset {table.name} has no `messages`, `prompt` and `completion`, or a text column "
-            f"({sft.dataset_text_field!r}, `sft.dataset_text_field`); it has {', '.join(table.first)}.",
+            f"({sft.dataset_text_field!r}, `sft.dataset_text_field`); it has {listed(table.first)}.",
             hint,
         )
     form = _form(table, columns)
@@ -90,7 +60,7 @@ def sft_form(table: Table, sft: SftSection) -> Form:
         )
     if sft.completion_only_loss is True and "completion" not in columns:
         raise AssetError(
-            f"The dataset {table.name} has no `completion` to train; it has {', '.join(table.first)}.",
+            f"The dataset {table.name} has no `completion` to train; it has {listed(table.first)}.",
             "Set `sft.completion_only_loss: auto`; of conversations, `sft.assistant_only_loss: true` trains "
             "the answers.",
         )
@@ -107,7 +77,7 @@ def dpo_form(table: Table) -> Form:
         hint = _RENAME.format(table.place)
         if table.first.keys() & {"messages", "conversations", "completion"}:
             hint = "It is a dataset of answers without preferences: set `task: sft`."
-        columns = ", ".join(table.first)
+        columns = listed(table.first)
         raise AssetError(f"The dataset {table.name} has no `chosen` and `rejected`; it has {columns}.", hint)
     return _form(table, tuple(name for name in ("prompt", "chosen", "rejected") if name in table.first))
 
@@ -117,7 +87,7 @@ def require_column(table: Table, column: str, setting: str) -> None:
     if column not in table.first:
         near = closest(column, table.first)
         raise AssetError(
-            f"The dataset {table.name} has no column {column!r}; it has {', '.join(table.first)}.",
+            f"The dataset {table.name} has no column {column!r}; it has {listed(table.first)}.",
             f"Set `{setting}` to {near!r}." if near else f"Set `{setting}`.",
         )
 
@@ -134,41 +104,19 @@ def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = Fa
         kind = "several kinds of values" if is_text else type(value).__name__
         raise AssetError(
             f"The column {column!r} of {table.name} holds {kind}, not text.",
-            f"Set `{setting}` to one of {', '.join(table.first)}.",
+            f"Set `{setting}` to one of {listed(table.first)}.",
         )
 
 
 def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
     """Raise an `AssetError` if a column that is to be renamed is missing, or a new name is taken."""
-    hint = f"Choose another one in `{table.place}.columns`; the dataset has {', '.join(table.first)}."
+    hint = f"Choose another one in `{table.place}.columns`; the dataset has {listed(table.first)}."
     for old, new in columns.items():
         if old not in table.first:
             raise AssetError(f"The dataset {table.name} has no column {old!r} to rename.", hint)
         if new in table.first:
             taken = f"The column {old!r} of {table.name} cannot be renamed to {new!r}: that name is taken."
             raise AssetError(taken, hint)
-
-
-def broken_row(name: str, row: int, problem: str) -> AssetError:
-    """Make the error of a row, counted from 0, that a trainer could not read."""
-    return AssetError(f"Row {row + 1} of {name} {problem}.", "Fix or remove that row.")
-
-
-def unknown_label(name: str, row: int, label: Any, labels: Sequence[str]) -> AssetError:
-    """Make the error of a row, counted from 0, whose class is none of the recipe's."""
-    said = "no label" if label is None else f"the label {label!r}"
-    return AssetError(
-        f"Row {row + 1} of {name} has {said}, and `seq_cls.labels` names {len(labels)} classes: "
-        f"{listed(labels)}.",
-        f"A label is one of these names, or a number from 0 to {len(labels) - 1}: mend the row, "
-        "`seq_cls.labels`, or `seq_cls.dataset_label_field`.",
-    )
-
-
-def numbers_of(seq_cls: SeqClsSection) -> dict[int | float | str, int]:
-    """Map what a row may say of its class, the number or the name, to the number."""
-    numbers: dict[int | float | str, int] = {name: number for number, name in enumerate(seq_cls.labels)}
-    return numbers | {number: number for number in range(len(seq_cls.labels))}
 
 
 def empty_dataset(path: str, split: str) -> AssetError:
@@ -195,23 +143,6 @@ def require_a_batch(num_samples: int, batch_size: int) -> None:
             f"Samples in the training data: {num_samples}; in one local batch: {batch_size}.",
             hint="lower training.per_device_train_batch_size, or bring more data",
         )
-
-
-def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
-    """Tell whether `value` is a list of messages; a message may have no content, as one that calls tools."""
-    speaker, content = keys
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(message, dict) and message.get(speaker) for message in value)
-        and any(content in message for message in value)
-    )
-
-
-def listed(names: Iterable[str]) -> str:
-    """Write names for a message, the first ten of them."""
-    names = list(names)
-    return ", ".join(names[:NAMED_LABELS]) + (", ..." if len(names) > NAMED_LABELS else "")
 
 
 def _form(table: Table, columns: tuple[str, ...]) -> Form:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import glob
 import os.path
 import re
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ LOCAL = "local:"
 Reader = Literal["csv", "json", "parquet", "text"]
 
 READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
-READERS |= {".csv": "csv", ".parquet": "parquet"}
+READERS |= {".csv": "csv", ".parquet": "parquet", ".ndjson": "json"}
 """Suffix of a data file -> what `datasets` reads it with."""
 
 PACKAGED_BUILDERS = frozenset(
@@ -27,6 +26,16 @@ PACKAGED_BUILDERS = frozenset(
 """Names that `load_dataset` takes for a reader of this machine's files, not for a dataset on the hub."""
 
 _Text = TypeVar("_Text", str, str | None)
+
+
+def is_data(name: str | Path) -> bool:
+    """Tell whether a file's suffix is one of `READERS`, in small letters or capitals."""
+    return Path(name).suffix.lower() in READERS
+
+
+def reader_of(name: str | Path) -> Reader:
+    """Return what reads a data file, by its suffix."""
+    return READERS[Path(name).suffix.lower()]
 
 
 def is_local(name: str) -> bool:
@@ -40,7 +49,7 @@ def is_local(name: str) -> bool:
         name.startswith(("/", ".", "~"))
         or name.count("/") > 1
         or re.search(r"[*?\[]", name) is not None
-        or Path(name).suffix in READERS
+        or is_data(name)
         or os.path.exists(name)
     )
 
@@ -55,11 +64,7 @@ def anchor(name: str, folder: Path, *, always: bool = False) -> str:
         return name
     expanded = os.path.expanduser(name)
     place = str(folder.absolute() / expanded)
-    if os.path.exists(place):
-        return place
-    if glob.has_magic(expanded):
-        place = str(Path(glob.escape(str(folder.absolute()))) / expanded)
-    return place if always or is_local(name) else name
+    return place if always or os.path.exists(place) or is_local(name) else name
 
 
 def is_template_file(text: str) -> bool:

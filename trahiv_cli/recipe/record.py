@@ -3,9 +3,9 @@
 1. `to_wire` is the agreement, and the starter's own choices as suggestions.
 2. `pack` deflates that as JSON, and refuses at home what no other peer would take.
 3. `unpack` inflates a stranger's bytes, which are bounded in size, in depth and in the number of values.
-4. `from_wire` refuses names of places on this machine (absolute and relative paths, globs, URLs), this peer's
-   own fields, and keys that make transformers run code from a hub. Then the schema checks the recipe, and the
-   newcomer must bring what only the starter has.
+4. `from_wire` refuses names of places on this machine (absolute and relative paths, globs, URLs) and this
+   peer's own fields. Then the schema checks the recipe, also for keys that make transformers run code from a
+   hub, and the newcomer must bring what only the starter has.
 
 A chat template is text, never the name of a file; transformers renders it in Jinja's sandbox. Not covered:
 whether the model or the data are worth training on, and a template that takes for ever. `join` shows the
@@ -43,7 +43,6 @@ MAX_RECIPE_BYTES = 128 * 1024
 MAX_DEPTH = 16
 MAX_VALUES = 2_000
 
-RUNS_CODE = frozenset({"trust_remote_code", "auto_map", "custom_pipelines"})
 PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 """Fields whose text is looked up on this machine before the hub is asked."""
 
@@ -139,7 +138,7 @@ def _bounded(obj: Any) -> dict[str, Any]:
 
 
 def _require_harmless(wire: dict[str, Any]) -> None:
-    """Refuse values that name a place here, are this peer's own to choose, or would run code."""
+    """Refuse values that name a place here, or are this peer's own to choose."""
     wrong = []
     for part in ("shared", "suggested"):
         for location, value in leaves(wire[part], is_deep=True):
@@ -156,8 +155,6 @@ def _require_harmless(wire: dict[str, Any]) -> None:
 
 def _objection(location: Location, value: Any) -> str:
     """Say what is wrong with one value of a stranger's, if anything is."""
-    if code := RUNS_CODE.intersection(map(str, location)):
-        return f"`{min(code)}` would run code from a hub"
     if location == ("peft", "target_modules") and isinstance(value, str) and value != "all-linear":
         return "is a pattern, which a stranger could make run for ever; a list of names is not"
     if not isinstance(value, str) or COMPARED in marks_of(location):

@@ -25,10 +25,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from trahiv_cli.recipe.document import Location, kind_of
+from trahiv_cli.recipe.document import Location, dotted, kind_of, leaves
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
-from trahiv_cli.recipe.upstream import mistake_in
+from trahiv_cli.recipe.upstream import mistake_in, mistakes_in_schedule
 
 OWN, SUGGESTED, COMPARED, LOOKED_UP = "own", "suggested", "compared", "looked up"
 """What a field may be marked with; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
@@ -149,6 +149,27 @@ class Section(BaseModel):
         return self
 
 
+_LOADS = re.compile(
+    "_.*|.*_implementation|.*name_or_path|auto_map|trust_remote_code|custom_pipelines|use_kernels"
+    "|kernel_config|quantization_config|use_pretrained_backbone|use_timm_backbone"
+)
+"""Fields of a `transformers` config by which it may load code, weights or another kind of layer."""
+
+_REPEATS = re.compile(".*(layers?|labels|types|blocks|replace)")
+"""Fields of a `transformers` config whose number is the length of a list that the config itself makes."""
+
+MOST_REPEATS = 10_000
+
+
+def repeated_too_often(config: dict[str, Any]) -> Iterator[tuple[Location, str]]:
+    """Yield where a `transformers` config, maybe a stranger's, would take for ever to be read, and why."""
+    for location, value in leaves(config, is_deep=True):
+        names = [name for name in location if isinstance(name, str)]
+        is_number = isinstance(value, int | float)
+        if names and is_number and _REPEATS.fullmatch(names[-1]) and value > MOST_REPEATS:
+            yield location, f"asks for {value:,} `{names[-1]}`, and at most {MOST_REPEATS:,} are possible"
+
+
 class ModelSection(Section):
     """`from_pretrained`, or `config` to train a model from scratch."""
 
@@ -169,9 +190,19 @@ class ModelSection(Section):
     """How frozen weights are held; `auto` asks the checkpoint. Trainable weights are always float32."""
 
     attn_implementation: Own[str] = "auto"
-    """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names."""
+    """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names. Kernels
+    of a hub are code, which is never loaded."""
 
     def _broken_rules(self) -> Rules:
+        if "/" in self.attn_implementation:
+            message = "names code on a hub, which is never run: install a package such as flash-attn"
+            yield message, "attn_implementation"
+        names = {str(name) for location, _ in leaves(self.config or {}, is_deep=True) for name in location}
+        for name in sorted(filter(_LOADS.fullmatch, names)):
+            said = f"`{name}` would load something besides the weights, which `config` must not do: remove it"
+            yield f"{said} (`attn_implementation` and `quantization` have their own places)", "config"
+        for location, message in repeated_too_often(self.config or {}):
+            yield message, dotted(("config", *location)), "config"
         if (self.model_name_or_path is None) == (self.config is None):
             yield "give either `model_name_or_path` or `config`, not both and not neither", "config"
         if self.config is not None and "model_type" not in self.config:
@@ -385,6 +416,11 @@ class SftSection(_TextSection):
     loss_type: Literal["nll", "dft"] = "nll"
     """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token."""
 
+    @property
+    def sees_borders(self) -> bool:
+        """Tell whether samples are packed into rows in which they must not see each other."""
+        return self.packing and self.packing_strategy != "wrapped"
+
 
 class DpoSection(Section):
     """`trl.DPOConfig`. Datasets have `chosen` and `rejected`, and mostly `prompt`."""
@@ -519,6 +555,10 @@ class TrainingSection(Section):
             message = f"the learning rate would rise for {steps:g} steps, and the run ends after"
             remedy = "write fewer, or a share such as 0.03"
             yield f"{message} {self.max_steps} (`training.max_steps`): {remedy}", "warmup_steps"
+        keywords = self.lr_scheduler_kwargs
+        for keyword, mistake in mistakes_in_schedule(self.lr_scheduler_type, keywords, self.learning_rate):
+            place = f"lr_scheduler_kwargs.{keyword}" if keyword else "lr_scheduler_type"
+            yield mistake, place, "lr_scheduler_kwargs", "lr_scheduler_type"
 
 
 def _without_secrets(peers: list[str]) -> list[str]:
@@ -534,7 +574,8 @@ class DhtSection(Section):
     """Multiaddrs of peers to join, or `@FILE` with an invitation; usually given by `join --peer`."""
 
     host_maddrs: list[str] = ["/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0"]
-    """Listen here; port 0 takes a free one. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`) is not the default: p2pd's
+    """Listen here; port 0 takes a free one. An address that this machine does not have is announced, and its
+    port listened on. QUIC (`/ip4/0.0.0.0/udp/0/quic-v1`; `/quic` means the same) is not the default: p2pd's
     connections over it stand still for good after some hundred streams that were cut off."""
 
     announce_maddrs: list[str] = []
@@ -605,7 +646,6 @@ class OptSection(Section):
     load_state_compression: WeightCompressionName = "none"
     """Codec of the weights that a joiner downloads."""
 
-    averager_opts: Own[dict[str, Any]] = {}
     tracker_opts: Own[dict[str, Any]] = {}
     performance_ema_alpha: Own[Annotated[float, Field(gt=0, le=1)]] = 0.1
     shutdown_timeout: Own[Annotated[float, Field(gt=0)]] = 5.0

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from trahiv_cli.recipe.paths import closest
 
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
 """Tracker -> what pip calls it; the others have one name."""
+
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "linear": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("lr_end", "power"),
+    "inverse_sqrt": ("timescale",),
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate", "num_cycles", "warmup_lr_rate"),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "min_lr_ratio",
+        "num_cycles",
+        "warmup_type",
+        "decay_type",
+    ),
+}
+"""Each schedule of transformers, with the keywords that it takes."""
+
+BORDERLESS = frozenset({"biogpt", "bloom", "falcon_mamba", "mamba", "mpt", "openai-gpt", "opt", "rwkv"})
+"""Causal models in which a packed sample sees the ones before it, whatever positions it is given."""
+
+_DTYPES = frozenset({"auto", "float", "half", "double", "float16", "bfloat16", "float32", "float64"})
+
+
+def _source(pattern: str) -> str:
+    """Return the source of transformers' files that fit `pattern`; nothing if there are none."""
+    spec = find_spec("transformers")
+    files = Path(spec.origin if spec and spec.origin else "").parent.glob(pattern)
+    return "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 @cache
@@ -20,11 +54,55 @@ def model_types() -> frozenset[str]:
 
     These are all texts in the files that list them: some are no model type, but all others are none.
     """
-    spec = find_spec("transformers")
-    files = Path(spec.origin if spec and spec.origin else "").parent.glob("models/auto/*.py")
-    source = "".join(file.read_text(encoding="utf-8") for file in files)
-    texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", source))
+    texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", _source("models/auto/*.py")))
     return texts if "llama" in texts else frozenset()  # else the files are not what we take them for
+
+
+@cache
+def _keys(file: str, table: str) -> frozenset[str]:
+    """Return the keys of a dict in a file of transformers; nothing if it is not written as expected."""
+    found = re.search(rf"^{table}\b[^\n]*{{\n(.*?)^}}", _source(file), re.MULTILINE | re.DOTALL)
+    return frozenset(re.findall(r'^    "(\w+)":', found[1], re.MULTILINE)) if found else frozenset()
+
+
+def mistakes_in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield each field of a model's config that transformers would look up in vain: name, mistake, hint."""
+    for field, word in config.items():
+        known: frozenset[str] = frozenset()
+        if field.endswith("hidden_act") or field in ("hidden_activation", "activation_function"):
+            known = _keys("activations.py", "ACT2CLS")
+        elif field in ("dtype", "torch_dtype"):
+            known = _DTYPES
+        elif field in ("rope_scaling", "rope_parameters") and isinstance(word, dict):
+            known = _keys("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS") | {"default", "mrope", "su"}
+            word = word.get("rope_type", word.get("type"))
+        if isinstance(word, str) and len(known) > 3 and word not in known:
+            near = closest(word, known)
+            hint = f"did you mean {near!r}? " if near else ""
+            yield (
+                field,
+                f"transformers knows no {word!r} here",
+                f"{hint}It may be {', '.join(sorted(known))}.",
+            )
+
+
+def mistakes_in_schedule(name: str, keywords: Mapping[str, Any], rate: float) -> Iterator[tuple[str, str]]:
+    """Yield each mistake in a schedule's keywords: the keyword, or nothing, and the message.
+
+    `rate` is the learning rate that the schedule begins with.
+    """
+    known = SCHEDULES[name]
+    for keyword, value in keywords.items():
+        if keyword not in known:
+            yield keyword, f"is no keyword of `{name}`, which takes {', '.join(known) or 'none'}"
+        elif not keyword.endswith("_type") and type(value) not in (int, float):
+            yield keyword, f"should be a number, got {value!r}"
+        elif keyword == "lr_end" and value >= rate:
+            yield keyword, f"should be below `learning_rate` ({rate:g}), got {value:g}"
+    if "min_lr" in known and len({"min_lr", "min_lr_rate"} & keywords.keys()) != 1:
+        yield "", f"`{name}` needs either `min_lr` or `min_lr_rate`"
+    if "num_decay_steps" in known and "num_decay_steps" not in keywords:
+        yield "", f"`{name}` needs `num_decay_steps`"
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:

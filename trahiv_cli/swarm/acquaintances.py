@@ -45,15 +45,13 @@ MAX_ADDRESSES = 12  # of one peer: what others publish must not fill a disk
 # Peers seen within so long of each other were there together. Times are kept to a tenth of it.
 LATELY_S = 600.0
 
-PUBLISH_EVERY_S = 10.0  # records go with the peers that hold them, or were stored where nobody asks
-ADDRESSES_TTL_S = 600.0
-READ_EVERY_S = 60.0  # others' addresses; and at once when there is somebody whose address is not known
-READ_AT_MOST_EVERY_S, READ_AT_ONCE = 2.0, 8  # with more peers, each eight of them make it that much longer
+PUBLISH_EVERY_S, ADDRESSES_TTL_S = 120.0, 600.0
 CALL_S = 5.0  # a peer may take so long to answer: libp2p would dial an address that is gone for minutes
 DIAL_S, DIAL_NEAR_S = 3.0, 1.0  # the same for a dial, and for one that can only be meant for this network
 CALLS_AT_ONCE = 8
-# Between two calls on the same peer, each longer than the one before; `ALONE`: where this node knows nobody.
-PAUSE_S, LONGER, LONGEST_PAUSE_S, LONGEST_PAUSE_ALONE_S = 2.0, 1.25, 300.0, 10.0
+# Between two calls on the same peer, each longer than the one before; `LATELY`: on one that was there lately,
+# and on all where this node knows nobody.
+PAUSE_S, LONGER, LONGEST_PAUSE_S, LONGEST_PAUSE_LATELY_S = 2.0, 1.25, 300.0, 10.0
 
 
 _calling: set[asyncio.Task[None]] = set()
@@ -168,9 +166,9 @@ class Reunion:
             self._also.setdefault(address.rpartition("/p2p/")[2], []).append(address)
         self._is_visitor = is_visitor
         self._published: list[str] = []
-        self._publish_at, self._read_at = 0.0, -READ_EVERY_S
+        self._publish_at = 0.0
         self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
-        self._told: dict[str, tuple[str, ...]] = {}  # what others published when it was read last
+        self._told: dict[str, tuple[str, ...]] = {}  # others' addresses, as they publish them
 
     def turn(self) -> None:
         """Publish, read, call, and write down, as far as it is time for that."""
@@ -180,18 +178,12 @@ class Reunion:
             self._node.publish(self._key, own, ADDRESSES_TTL_S)
             self._published, self._publish_at = own, now + PUBLISH_EVERY_S
         nodes, connected = self._node.run(peers_there)
-        self._read({*nodes, *connected}, now)
+        self._read({*nodes, *connected})
         self._call(set(nodes), now)
         self._met.save()
 
-    def _read(self, there: set[str], now: float) -> None:
+    def _read(self, there: set[str]) -> None:
         written = self._met.addresses  # no more than `MAX_PEERS`: in a larger swarm some never are
-        is_news = len(written) < MAX_PEERS and not there <= written.keys()
-        is_news |= self._node.reach.kind != "direct"  # others that can't be dialled either are not heard of
-        soon_s = READ_AT_MOST_EVERY_S * (1 + len(self._told) // READ_AT_ONCE)  # what is read is as long
-        if not there or now < self._read_at + (min(soon_s, READ_EVERY_S) if is_news else READ_EVERY_S):
-            return
-        self._read_at = now
         found = self._node.fetch(self._key)
         self._told = {peer: read_addresses(peer, record) for peer, record in found.items()}
         for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
@@ -203,13 +195,14 @@ class Reunion:
         self._calls = {
             peer: call for peer, call in self._calls.items() if peer in known and peer not in nodes
         }
-        longest = LONGEST_PAUSE_S if nodes else LONGEST_PAUSE_ALONE_S
+        soon = self._met.lately if nodes else known.keys()
         due: dict[str, Sequence[str]] = {}
         # Whoever was called longest ago comes first: made-up names keep nobody waiting.
         for peer in sorted(known, key=lambda peer: self._calls.get(peer, (-math.inf, 0.0))[0]):
             maddrs = known[peer]
             called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / LONGER))
             is_missing = peer not in nodes and peer != self._node.peer_id
+            longest = LONGEST_PAUSE_LATELY_S if peer in soon else LONGEST_PAUSE_S
             if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
                 due[peer] = maddrs
                 self._calls[peer] = now, min(LONGER * pause, LONGEST_PAUSE_S)

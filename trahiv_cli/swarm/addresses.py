@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
@@ -18,6 +19,8 @@ Reach = Literal["internet", "local network", "this machine"]  # the farthest fir
 NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # what `Multiaddr` raises of a text that is none
 PROBE_TIMEOUT_S = 3.0
 MAX_ADDRESS_CHARS = 256
+TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
+"""The protocols on which p2pd listens, behind an IP address or a name."""
 
 
 class Socket(NamedTuple):
@@ -69,41 +72,116 @@ def is_address_of(peer_id: str, text: object) -> bool:
     return text.endswith(f"/p2p/{peer_id}") and _names_a_peer(text)
 
 
-def own_address(text: str, purpose: str) -> Multiaddr:
-    """Read an address that this peer is told to use, say "to listen on"; SetupError if it is none."""
+class Listening(NamedTuple):
+    """Where p2pd listens, which addresses it announces, and notes where its user wrote something else."""
+
+    hosts: list[str]  # multiaddrs on which it listens
+    announced: list[str]  # multiaddrs that it gives to others; empty: those on which it listens
+    notes: list[str]
+
+
+def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> Listening:
+    """Read on which multiaddrs a user wants to listen, and which ones others get.
+
+    An address that this machine does not have belongs to its router, or to its cloud: others get
+    it, and this machine listens on the same port of all its own addresses.
+
+    Raises:
+        SetupError: p2pd can't listen on one of them, a port is missing, or nothing listens for what others
+            would dial.
+    """
+    notes: list[str] = []
+    hosts: list[str] = []
+    announced = [_read(text, "to announce", notes) for text in announce_maddrs]
+    for text in host_maddrs:
+        maddr = _read(text, "to listen on", notes)
+        protocol, host, transport = maddr[1:].split("/", 2)
+        if not is_of_this_machine(host):
+            announced.append(maddr)
+            everywhere = "/ip6/::" if protocol in ("ip6", "dns6") else "/ip4/0.0.0.0"
+            maddr = f"{everywhere}/{transport}"
+            said = f"{announced[-1]} is not an address of this machine"
+            notes.append(f"{said}: this peer listens on {maddr}, and announces that one to others.")
+        hosts.append(maddr)
+    kinds = {place.kind for text in hosts if (place := socket_of(Multiaddr(text)))}
+    for text in announced:
+        place = socket_of(Multiaddr(text))
+        assert place is not None
+        if place.port == 0 or place.host in ("0.0.0.0", "::"):
+            raise SetupError(
+                f"{text} can't be announced: others need the address and the port that lead to this machine.",
+                hint="name the port that the router forwards, as in /ip4/203.0.113.7/tcp/31337",
+            )
+        if place.kind not in kinds:
+            raise SetupError(
+                f"{text} can't be announced: this peer does not listen on that transport.",
+                hint=f"add --host-maddr /ip4/0.0.0.0/{text[1:].split('/', 2)[2]}",
+            )
+    return Listening(list(dict.fromkeys(hosts)), list(dict.fromkeys(announced)), notes)
+
+
+def _read(text: str, purpose: str, notes: list[str]) -> str:
+    """Return a multiaddr in the form that p2pd knows; SetupError if there is none."""
+    modern = re.sub("/quic(?=/|$)", "/quic-v1", text)
     try:
-        return Multiaddr(text)
+        host, *transport = (protocol.name for protocol in Multiaddr(modern).protocols())
+        if host not in ("ip4", "ip6", "dns", "dns4", "dns6") or tuple(transport) not in TRANSPORTS:
+            raise ValueError
     except NOT_A_MULTIADDR as error:
         raise SetupError(
-            f"{text!r} is not a multiaddr {purpose}.", hint="a multiaddr looks like /ip4/0.0.0.0/tcp/31337"
+            f"{text!r} is not a multiaddr {purpose}.",
+            hint="write /ip4/0.0.0.0/tcp/31337; instead of /tcp/PORT p2pd also knows /udp/PORT/quic-v1 and "
+            "/tcp/PORT/ws, and no other transport",
         ) from error
+    if modern != text:
+        notes.append(f"{text} means {modern} here: p2pd does not know the QUIC before version 1.")
+    return modern
+
+
+def is_of_this_machine(host: str) -> bool:
+    """Tell whether this machine can listen on an IP address; of all names, only on `localhost`."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    if address.is_unspecified or address.is_loopback:
+        return True
+    try:
+        with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        return error.errno != errno.EADDRNOTAVAIL  # all else is for `require_free_ports` to explain
+    return True
 
 
 def require_free_ports(host_maddrs: Iterable[str]) -> None:
-    """Refuse, as SetupError, to listen where another process does, or at an address of another machine.
+    """Refuse, as SetupError, to listen where another process does, or where the system forbids it.
 
     libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
     kernel deals the connections of both to either.
     """
     for text in host_maddrs:
-        named = socket_of(own_address(text, "to listen on"))
+        named = socket_of(Multiaddr(text))
         if named is None or named.port == 0:
             continue
-        family = socket.AF_INET6 if ":" in named.host else socket.AF_INET
-        with socket.socket(family, named.kind) as probe:
-            try:
+        try:
+            with socket.socket(_family(named.host), named.kind) as probe:
                 if named.kind is socket.SOCK_STREAM:  # connections that are closing don't keep a port
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind((named.host, named.port))
                 if named.kind is socket.SOCK_STREAM:
                     probe.listen(1)
-            except OSError as error:
-                is_taken = error.errno == errno.EADDRINUSE
-                reason = f"port {named.port} is already in use" if is_taken else error.strerror
-                raise SetupError(
-                    f"Can't listen on {text}: {reason}.",
-                    hint="choose another port with --host-maddr, or 0 for any free one",
-                ) from error
+        except OSError as error:
+            is_taken = error.errno == errno.EADDRINUSE
+            reason = f"port {named.port} is already in use" if is_taken else error.strerror or str(error)
+            raise SetupError(
+                f"Can't listen on {text}: {reason}.",
+                hint="choose another port with --host-maddr: one from 1024 on, or 0 for any free one",
+            ) from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def answering_of(addresses: Iterable[str]) -> list[str]:

@@ -49,7 +49,7 @@ INTRODUCTION_S = 10.0  # a peer may take so long to answer that, and a caller to
 
 # The handlers that a watcher may call. A call of another one uses up an invitation for one peer: before it
 # joins, a peer looks under a passing id.
-WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find"})
+WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find", "rpc_compare"})
 # Those that a member may call without using one up: `trahiv doctor` does.
 LOOKED = WATCHED | {"rpc_look", "rpc_measure", "rpc_seek", "rpc_answer"}
 

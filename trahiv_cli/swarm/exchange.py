@@ -2,7 +2,8 @@
 
 What travels is a recipe packed by `recipe.record`; a long one takes several records. It is untrusted input:
 bounded in size before and after inflation, and checked by the schema before anything is used. In an open
-swarm, a stranger who can reach the DHT may publish one; the peer that was named on the join line wins.
+swarm, a stranger who can reach the DHT may publish one; the recipe whose fingerprint the invitation has wins,
+else the recipe of the peer that was named on the join line.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ def publish_recipe(node: Node, recipe: Recipe) -> None:
         node.publish(recipe_key(run, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
 
 
-def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | None = None) -> PublishedRun:
+def fetch_offer(
+    node: Node, named_peers: Sequence[str], preferred_run: str | None = None, mark: str = ""
+) -> PublishedRun:
     """Find the run of a swarm; `preferred_run` says which, if there are several.
 
-    The recipe is that of a peer that the user named (`named_peers`, by id); if these published none (it may
-    only be a bootstrap node), that of the others, which must then all agree.
+    The recipe is the one whose fingerprint begins with `mark`, the invitation's. If no peer publishes it, the
+    recipe is that of a peer that the user named (`named_peers`, by id); if these published none (it may only
+    be a bootstrap node), that of the others, which must then all agree.
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).
@@ -73,16 +77,19 @@ def fetch_offer(node: Node, named_peers: Sequence[str], preferred_run: str | Non
             hint="wait until the starter's `trahiv init` is ready, or bring the recipe: "
             "trahiv join RECIPE ...",
         )
-    candidates = [wires[peer] for peer in named_peers if peer in wires] or list(wires.values())
-    prints = {fingerprint(wire["shared"]) for wire in candidates}
-    if len(prints) > 1:
+    named = [peer for peer in named_peers if peer in wires]
+    prints = {peer: fingerprint(wires[peer]["shared"]) for peer in (*named, *wires)}
+    fitting = [peer for peer, its in prints.items() if mark and its.startswith(mark)]
+    candidates = {prints[peer]: wires[peer] for peer in reversed(fitting or named or list(wires))}
+    if len(candidates) > 1:
         raise RecipeMismatch(
-            f"Peers publish {len(prints)} different recipes under the name {run}; none was taken.",
+            f"Peers publish {len(candidates)} different recipes under the name {run}; none was taken.",
             hint="ask a peer that you trust for its join line, or bring its recipe: trahiv join RECIPE ...",
         )
     of_run = moving(status for status in statuses.ours.values() if status.run_id == run)
     step = statistics.median_low(status.step for status in of_run)
-    return PublishedRun(run, prints.pop(), candidates[0], step)
+    [(digest, wire)] = candidates.items()
+    return PublishedRun(run, digest, wire, step)
 
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:

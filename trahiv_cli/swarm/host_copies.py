@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
+
+from trahiv_cli.errors import TrahivError
 
 ALIGNMENT = 16  # of each tensor in a buffer, in bytes: no dtype needs more
 COPIED_BYTES = 2**26  # of pinned memory for `host_values`, or as many as one tensor needs; torch keeps it
@@ -28,6 +31,7 @@ class StateLock:
     def __init__(self) -> None:
         self.devices: frozenset[torch.device] = frozenset()  # the GPUs that the tensors are on
         self.changes = NO_CHANGES  # asked for before the thread that made the lock last released it
+        self.is_torn = False  # whether a failure has left the tensors half changed
         self._lock, self._maker = threading.RLock(), threading.get_ident()
 
     def __enter__(self) -> None:
@@ -39,6 +43,18 @@ class StateLock:
                 self.changes = {one: torch.cuda.current_stream(one).record_event() for one in self.devices}
         finally:
             self._lock.release()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock while the tensors change; a `TrahivError` means that they have not."""
+        with self:
+            self.is_torn = True
+            try:
+                yield
+            except TrahivError:
+                self.is_torn = False
+                raise
+            self.is_torn = False
 
 
 class HostCopies:

@@ -227,6 +227,6 @@ def keep_invitation(path: Path, invitation: Invitation) -> None:
     _keep(path, invitation.to_text())
 
 
-def join_by(file: Path) -> str:
-    """Make the command that joins by an invitation in a file."""
-    return shlex.join(["trahiv", "join", "--peer", f"@{file}"])
+def join_by(place: str) -> str:
+    """Make the command that joins by an address, or by the `@FILE` of an invitation."""
+    return shlex.join(["trahiv", "join", "--peer", place])

@@ -105,9 +105,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
     ) -> None:
         for address in initial_peers:
             addresses.require_peer_address(address)
-        addresses.require_free_ports(settings.host_maddrs)
-        for address in settings.announce_maddrs:
-            addresses.own_address(address, "to announce")
+        self._listening = addresses.read_listening(settings.host_maddrs, settings.announce_maddrs)
+        addresses.require_free_ports(self._listening.hosts)
         self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
         self.book = standing.book() if standing else None  # the policy of the swarm's owner
@@ -120,13 +119,12 @@ class Node(contextlib.AbstractContextManager["Node"]):
         start = partial(
             CorrectedDHT,
             identity_path=str(identity),
-            host_maddrs=[self._as_before(maddr) for maddr in settings.host_maddrs],
-            announce_maddrs=settings.announce_maddrs or None,
+            host_maddrs=[self._as_before(maddr) for maddr in self._listening.hosts],
+            announce_maddrs=self._listening.announced or None,
             start=True,
             door=Door(standing.membership, standing.book(), self._id) if standing else Door(),
             signing_key=signing_key,
             place=own_place(signing_key, certificate),
-            cache_nearest=0 if is_visitor else 1,  # what it has found it stores nowhere
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
             ),
@@ -137,7 +135,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
             undo.callback(self.dht.shutdown)
             self._finder = ReachFinder(self, reach, Router(), is_visitor=is_visitor)
             undo.callback(self._finder.close)
-            self._note_ports(settings.host_maddrs)
+            self._note_ports(self._listening.hosts)
             reunion = Reunion(self, ADDRESSES_KEY, self._met, also=initial_peers, is_visitor=is_visitor)
             chores = [reunion.turn]
             if standing is not None and self.book is not None and not is_visitor:
@@ -207,6 +205,19 @@ class Node(contextlib.AbstractContextManager["Node"]):
         here = {transport(maddr): named.port for maddr in near if (named := addresses.socket_of(maddr))}
         ports = {maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs}
         self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
+
+    def notes(self) -> list[str]:
+        """Return sentences about addresses that the user named and that are not used as they were written."""
+        hosts, _, said = self._listening
+        notes = [*said]
+        with contextlib.suppress(psutil.Error):  # else it can't be known
+            found = [one for pid in self.pids() for one in psutil.Process(pid).net_connections("inet")]
+            used = {(one.type, one.laddr.ip) for one in found if one.laddr}
+            for text in hosts if hosts != DhtSection().host_maddrs else ():  # it may lack IPv6, by default
+                named = addresses.socket_of(Multiaddr(text))
+                if named and named.host != "localhost" and (named.kind, named.host) not in used:
+                    notes.append(f"p2pd does not listen on {text}: does this machine have such addresses?")
+        return notes
 
     def require_membership(self) -> None:
         """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
@@ -336,7 +347,8 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
             try:
                 chore()
             except (TrahivError, concurrent.futures.CancelledError, OSError) as error:
-                troubles[chore] = f"A chore of this peer's node was not done: {error}"
+                said = getattr(error, "message", error)
+                troubles[chore] = f"A chore of this peer's node was not done: {said}"
                 if troubles[chore] != trouble_before and not is_over.is_set():
                     logger.warning(troubles[chore])
         if is_over.wait(CHORES_EVERY_S):

@@ -66,8 +66,10 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
     """Copy tensors of any device, which do not change meanwhile, into a buffer of `buffer_bytes`.
 
     In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
-    never ends. For `after` see `HostCopies.begin`.
+    never ends. For `after` see `HostCopies.begin`. Raises `ValueError` if the buffer is smaller.
     """
+    if flat.nbytes < buffer_bytes(tensors):
+        raise ValueError(f"{flat.nbytes} bytes are too few for tensors of {buffer_bytes(tensors)} bytes")
     address = flat.data_ptr()
     for source in host_values(tensors, after):
         ctypes.memmove(address, source.data_ptr(), source.nbytes)

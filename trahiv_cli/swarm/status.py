@@ -20,7 +20,7 @@ from trahiv_cli.swarm.node import RUNS_KEY, Node
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.records import disbelieve
 
-PROTOCOL = 2
+PROTOCOL = 3
 STATUS_TTL_S = 120.0
 MAX_TEXT = 60
 VERSION = r"[0-9A-Za-z.+]{1,60}"  # it is shown as what to type

@@ -38,6 +38,8 @@ def line(event: Event) -> str | None:
                 f"waiting for {event['what']}: {event['seconds']:.0f} s so far, "
                 f"at most {event['until_seconds']:.0f} s"
             )
+        case "sample" if event.get("is_reply"):
+            return f"at step {event['step']} the model answers: {event['prompt']}\n{event['text']}"
         case "sample":
             return f"at step {event['step']} the model continues {event['prompt']!r} with {event['text']!r}"
         case "pace":
@@ -59,6 +61,8 @@ def line(event: Event) -> str | None:
             if not (event["step"] or event["path"]):
                 return f"stopped before the first step ({event['reason']}): there is nothing to save{again}"
             where = event["path"] or "the checkpoint could not be written"
+            if event["reason"] == "max_steps" and not event["path"]:
+                where = "the model is in memory"
             return f"done at step {event['step']} ({event['reason']}): {where}{again}"
     return None
 
@@ -72,7 +76,8 @@ def ready(event: Event) -> str:
     ]
     run = "bootstrap only"
     if event["run_id"]:
-        run = f"run {event['run_id']}, fingerprint {event['fingerprint'][:12]}"
+        mark = f", fingerprint {event['fingerprint'][:12]}" if event["fingerprint"] else ""
+        run = f"run {event['run_id']}{mark}"
     if not event["join"]:
         how = ["The swarm's owner can invite others." if event["maddrs"] else "This peer only dials out."]
     elif event["invitation"]:

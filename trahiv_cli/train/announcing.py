@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.invitation import join_by, write_invitation
 from trahiv_cli.swarm.node import GRACE_S, REACH_KNOWN_S, Node
 from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
-from trahiv_cli.telemetry.events import Events
+from trahiv_cli.telemetry.events import Event, Events
+from trahiv_cli.telemetry.lines import line
 from trahiv_cli.train.account import Account
 
 if TYPE_CHECKING:
-    from trahiv_cli.train.trainer import SwarmTrainerMixin
+    from transformers import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -40,22 +40,38 @@ CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
 """Trackers that may send what a terminal shows to a server."""
 
 
-def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = None) -> None:
+def announce(
+    node: Node,
+    folder: Path,
+    events: Events,
+    run: str = "",
+    mark: str = "",
+    joined: Callable[[str], str] = join_by,
+    **figures: int,
+) -> Path | None:
     """Say who this peer is and how others join it; a closed swarm's secret is only in a private file.
 
-    Without a recipe, nothing is trained.
+    Args:
+        node: this peer's.
+        folder: of the run.
+        events: get the event `ready`.
+        run: the run's id; empty if nothing is trained.
+        mark: the fingerprint of its recipe, if it has one.
+        joined: says how others join by an address, or by the `@FILE` of an invitation.
+        figures: more fields of the event: the run's steps, and samples in a step.
+
+    Returns:
+        The invitation's file, or None if there is none.
     """
-    run, mark, more = "", "", {}
-    if recipe is not None:
-        run, mark, opt = run_id(recipe), fingerprint(agreement(recipe)), recipe.hivemind_config.opt
-        more = {"max_steps": recipe.training.max_steps, "target_batch_size": opt.target_batch_size}
     with events.waiting("others to say how they can reach this peer", until_s=REACH_KNOWN_S):
         reach = node.known_reach(REACH_KNOWN_S)
+    for note in node.notes():
+        events.warn("addresses", note, hint="docs/reach.md says where to listen, and what to announce")
     addresses, join, file, invite = node.own_addresses(), "", None, None
     if addresses and node.standing is None:
-        join = f"trahiv join --peer {node.entrances()[0]}"
+        join = joined(node.entrances()[0])
     elif addresses and (file := write_invitation(folder, node, run, mark)):
-        join = join_by(file)
+        join = joined(f"@{file}")
     if node.standing and node.standing.owner:
         invite = shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
     events.emit(
@@ -70,16 +86,21 @@ def announce(node: Node, folder: Path, events: Events, recipe: Recipe | None = N
         invitation=file and str(file),
         invite=invite,
         fingerprint=mark or None,
-        **more,
+        **figures,
     )
+    return file
 
 
-def log_how_to_join(node: Node, folder: Path, run: str) -> None:
-    """Log what others need: an invitation only where a person alone reads it, and else where it is."""
-    node.known_reach(REACH_KNOWN_S)
+def log_event(event: Event) -> None:
+    """Log an event in words: a warning as one, all others for users who have `INFO` shown."""
+    if (text := line(event)) is not None:
+        logger.log(logging.WARNING if event["event"] == "warning" else logging.INFO, "%s", text)
+
+
+def log_how_to_join(node: Node, file: Path | None) -> None:
+    """Log how others join: by an invitation only where a person alone reads it, and else by its file."""
     peers, note = node.entrances(), ""
     if node.standing is not None and peers:
-        file = write_invitation(folder, node, run, "")
         if file is None:
             return  # this peer's own invitation was for one
         is_private = is_shown_to_a_person(logger)
@@ -104,8 +125,8 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 
 @contextmanager
-def published(node: Node, recipe: Recipe, account: Account, events: Events) -> Iterator[None]:
-    """While the block runs, keep the recipe and this peer's status in the DHT, as every peer does.
+def published(node: Node, recipe: Recipe | None, account: Account, events: Events) -> Iterator[None]:
+    """While the block runs, keep a recipe, if there is one, and this peer's status in the DHT.
 
     What the others say of themselves becomes an event `peers`, every 15 s, or less often if they are many.
     """
@@ -113,7 +134,8 @@ def published(node: Node, recipe: Recipe, account: Account, events: Events) -> I
 
     def publish() -> None:
         nonlocal look_at, is_warned
-        publish_recipe(node, recipe)
+        if recipe is not None:
+            publish_recipe(node, recipe)
         if stop.is_set():
             return
         if (now := time.monotonic()) >= look_at:
@@ -170,7 +192,7 @@ def warn_of_copy(events: Events) -> None:
 
 
 @contextmanager
-def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) -> Iterator[None]:
+def progress_told(trainer: Trainer, events: Events) -> Iterator[None]:
     """While the block runs, tell live views twice a second how far the next step is and who gave what."""
 
     def tell() -> None:
@@ -186,7 +208,7 @@ def progress_told(trainer: SwarmTrainerMixin, recipe: Recipe, events: Events) ->
         events.emit(
             "progress",
             step=own.epoch,
-            max_steps=recipe.training.max_steps,
+            max_steps=trainer.swarm_optimizer.max_steps,
             samples=tracker.samples_accumulated,
             target=tracker.target_batch_size,
             eta_seconds=tracker.eta_s,

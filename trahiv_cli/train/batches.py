@@ -3,11 +3,13 @@
 A batch's loss is a mean. Weighted by what it is a mean over, batches of any peer and any length add up to
 the mean over all of the swarm's trained tokens, each token counting once. A batch that does not fit into
 memory is divided, and each part is announced and weighed as a batch of its own: together they count the same.
+So is one that takes longer than the swarm's steps; it then takes part in rounds between two parts.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +19,14 @@ from accelerate.utils.memory import clear_device_cache
 
 from trahiv_cli.assets.collators import IGNORED_LABEL
 from trahiv_cli.assets.memory import is_out_of_memory
+from trahiv_cli.errors import RecipeError
 from trahiv_cli.telemetry.events import Events
 
-Batch = Mapping[str, Any]
-TrainOne = Callable[[dict[str, Any], Any], object]
-"""Runs a part of a batch forward and backward; takes the part, and what its loss is divided by."""
+Batch = Any
+"""A batch as the collator made it: a mapping of tensors, or a list, as in TRL's GRPO."""
+TrainOne = Callable[[Batch, Any], torch.Tensor]
+"""Runs a part of a batch forward and backward. Takes the part and the divisor of its loss; returns the part's
+mean loss, a scalar."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,11 @@ class Batches:
 
     def __init__(self, trainer: Any, size: int, events: Events) -> None:
         self._trainer, self._size, self._events = trainer, size, events
-        self._num_parts = 1
+        self._num_parts = 1  # of a batch, so that it fits into memory
+        self._num_stepped = 0  # parts of the batch in training that the optimizer has counted
+        self._counted: list[tuple[torch.Tensor, BatchWeight]] = []  # losses of the batch's parts
         self._factor: float | None = None  # of the batch in training; None between batches
-        self._loss = torch.zeros(())  # mean of the last batch in training, without its factor
+        self._is_weighed = False  # whether the factor of the last batch is in its gradient
 
     def train(self, inputs: Batch, num_items: torch.Tensor | int | None, train_one: TrainOne) -> torch.Tensor:
         """Run one batch forward and backward, in smaller parts where memory runs out.
@@ -53,16 +60,21 @@ class Batches:
         `num_items` is the number of trained tokens in the window of gradient accumulation, as the Trainer
         counts them. Returns the batch's loss as the Trainer logs it: a scalar on the model's device.
         """
+        optimizer, num_parts = self._trainer.swarm_optimizer, self._num_parts
+        self._num_stepped, self._counted = 0, []
+        # Not with a scaler: gradients are scaled until the end of the window.
+        if self._trainer.accelerator.scaler is None:
+            num_parts = max(num_parts, math.ceil(self._size / optimizer.samples_in_time))
         while True:
             try:
-                return self._train_parts(inputs, num_items, train_one)
+                return self._train_parts(inputs, num_items, train_one, num_parts)
             except (RuntimeError, MemoryError) as failure:
-                if not is_out_of_memory(failure) or split(inputs, self._size, 2 * self._num_parts) is None:
+                if not is_out_of_memory(failure) or split(inputs, self._size, 2 * num_parts) is None:
                     raise
-            self._num_parts *= 2
-            self._trainer.swarm_optimizer.start_batch_over()
-            size = max(1, self._size // self._num_parts)
-            self._go_on("training", size, "per_device_train_batch_size")
+            optimizer.start_batch_over(self._size - self._size * self._num_stepped // num_parts)
+            self._num_parts = num_parts = 2 * num_parts
+            self._num_stepped *= 2
+            self._go_on("training", max(1, self._size // num_parts), "per_device_train_batch_size")
 
     def evaluate(self, evaluate: Callable[[], Any]) -> Any:
         """Evaluate; where memory runs out, begin again with half as many samples at a time."""
@@ -89,29 +101,31 @@ class Batches:
             hint=f"nothing to do; a next run begins so with training.{setting}: {size}",
         )
 
-    def scaled(self, model: torch.nn.Module, result: Any) -> Any:
-        """Multiply the loss that `Trainer.compute_loss` returned by the factor of the batch in training."""
-        if self._factor is None:
-            return result
-        loss, *outputs = result if isinstance(result, tuple) else (result,)
-        self._loss = loss.detach()
+    def backward(self, backward: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run `Accelerator.backward`: in a batch of the swarm's, with the loss times the batch's factor."""
         if self._factor == 0.0:  # a mean over no tokens is 0/0, and its gradient NaN times whatever
-            sums = [param.sum().to(loss.device) for param in model.parameters() if param.requires_grad]
+            params = self._trainer.model.parameters()
+            sums = [param.sum().to(loss.device) for param in params if param.requires_grad]
             loss = torch.stack(sums).sum() * 0.0
-        elif self._factor != 1.0:  # equal batches stay as they are, to the bit
+        elif self._factor not in (None, 1.0):  # equal batches stay as they are, to the bit
             loss = loss * self._factor
-        return (loss, *outputs) if outputs else loss
+        self._is_weighed = True
+        backward(loss, **kwargs)
 
-    def _train_parts(self, inputs: Batch, num_items: Any, train_one: TrainOne) -> torch.Tensor:
+    def _train_parts(
+        self, inputs: Batch, num_items: Any, train_one: TrainOne, num_parts: int
+    ) -> torch.Tensor:
         trainer = self._trainer
         # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
         is_shifted = getattr(trainer, "_loss_shifts_labels", False)
-        whole = weigh(inputs, batch_size=self._size, is_shifted=is_shifted)
+        counting = {"is_shifted": is_shifted, "counts_rows": not trainer.divides_data}
+        whole = weigh(inputs, batch_size=self._size, **counting)
         window = trainer.current_gradient_accumulation_steps
-        parts = split(inputs, self._size, self._num_parts) or [(self._size, dict(inputs))]
+        parts = split(inputs, self._size, num_parts) or split(inputs, self._size, 1) or []
         done: list[tuple[torch.Tensor, BatchWeight]] = []
-        for size, part in parts:
-            own = weigh(part, batch_size=size, is_shifted=is_shifted) if len(parts) > 1 else whole
+        is_too_large = trainer.swarm_optimizer.samples_in_time < self._size * window
+        for number, (size, part) in enumerate(parts[self._num_stepped :], self._num_stepped + 1):
+            own = weigh(part, batch_size=size, **counting) if len(parts) > 1 else whole
             factor = trainer.swarm_optimizer.expect_batch(
                 own.samples,
                 own.weight,
@@ -120,17 +134,28 @@ class Batches:
             # Divided by its own count: some models (BERT) do so whatever they are told of the window.
             is_whole_window = window == len(parts) == 1 or num_items is None
             self._factor = factor if own.weight else 0.0
+            self._is_weighed = False
             trainer.current_gradient_accumulation_steps = 1
             try:
-                train_one(part, num_items if is_whole_window else own.labels)
+                loss = train_one(part, num_items if is_whole_window else own.labels)
             finally:
                 self._factor = None
                 trainer.current_gradient_accumulation_steps = window
-            done.append((self._loss, own))
-        for loss, own in done:
-            trainer.swarm_callback.add_loss(loss, own)
-        shares = [loss * (own.weight / whole.weight) for loss, own in done if own.weight]
-        loss = torch.stack(shares or [torch.zeros_like(done[0][0])]).sum()
+            if not self._is_weighed:
+                raise RecipeError(
+                    "`training_step` did not call `self.accelerator.backward(loss)`, which weights each "
+                    "batch in a swarm; this batch was not used.",
+                    hint="call it instead of `loss.backward()`",
+                )
+            done.append((loss, own))
+            is_last = number == len(parts) and trainer.accelerator.sync_gradients  # the Trainer steps
+            if is_too_large and not is_last and trainer.accelerator.scaler is None:
+                self._count(done)
+                self._step_between()
+                self._num_stepped, done = number, []
+        self._count(done)
+        shares = [loss * (own.weight / whole.weight) for loss, own in self._counted if own.weight]
+        loss = torch.stack(shares or [torch.zeros_like(loss)]).sum()
         if window == 1:
             return loss
         # transformers before 5.19 does not know the attribute.
@@ -139,35 +164,51 @@ class Batches:
             return loss / window
         return loss * (whole.labels / num_items) if whole.weight else loss
 
+    def _count(self, done: list[tuple[torch.Tensor, BatchWeight]]) -> None:
+        """Report the losses of parts that will not be computed again."""
+        for loss, own in done:
+            self._trainer.swarm_callback.add_loss(loss, own)
+        self._counted += done
 
-def weigh(batch: Batch, *, batch_size: int, is_shifted: bool) -> BatchWeight:
+    def _step_between(self) -> None:
+        """Have the optimizer count the last parts of a batch, and take part in a round if one is due."""
+        trainer = self._trainer
+        trainer.swarm_optimizer.step()
+        trainer.model.zero_grad()
+        trainer.end_part()
+
+
+def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool = False) -> BatchWeight:
     """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
 
     Its `labels` are of shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does after
-    each batch anyway. There are `batch_size` samples where rows are something else: two for a pair of texts,
-    or one for all. If `is_shifted`, the loss compares each position with the label after it.
+    each batch anyway. There are `batch_size` samples, whatever its rows are: two for a pair of texts, or one
+    for all. If the size of a batch is not known, `counts_rows` takes each row of labels for a sample. If
+    `is_shifted`, the loss compares each position with the label after it.
     """
-    labels = batch.get("labels")
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
         return BatchWeight(batch_size, float(batch_size), None)
     is_flattened = len(labels) == 1 and "position_ids" in batch
-    samples = batch_size if is_flattened else len(labels)
+    samples = len(labels) if counts_rows and not is_flattened else batch_size
     compared = batch.get("shift_labels", labels[..., 1:] if is_shifted else labels)
     count = compared.ne(IGNORED_LABEL).sum()
     if labels.dim() == 1:
-        return BatchWeight(samples, float(samples), count)
+        return BatchWeight(samples, float(len(labels)), count)
     tokens = int(count)
     return BatchWeight(samples, float(tokens), count, tokens)
 
 
-def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, dict[str, Any]]] | None:
+def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, Batch]] | None:
     """Divide a batch by its samples: return how many each part has, and the part, a view where possible.
 
     What has two rows for each sample (TRL's pairs) has all first ones before the second ones. Returns None if
     the batch has fewer samples, or anything has other rows: packed samples, images of several pieces.
     """
     if num_parts == 1:
-        return [(batch_size, dict(batch))]
+        return [(batch_size, dict(batch) if isinstance(batch, Mapping) else batch)]
+    if not isinstance(batch, Mapping):
+        return None
     rows = {
         name: len(value)
         for name, value in batch.items()

@@ -1,38 +1,52 @@
-"""The swarm's step as the Trainer's clock: what is due when the whole swarm has taken a step."""
+"""The swarm's step as the Trainer's clock, for reports and for the user's callbacks."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.train.account import NOTHING_GIVEN, Given
 from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Left
 
 OVERFLOWS_IN_A_ROW = 20
 
 
-def interval(args: TrainingArguments, what: str, max_steps: int) -> int:
-    """Return after how many swarm steps `what` ("logging", "eval", "save") is due; 0: never.
+class MeanLoss:
+    """Averages the losses of batches, each weighted by what it is a mean over; never waits for a GPU."""
 
-    It is read from the user's arguments, where a value below 1 is a share of `max_steps`.
-    """
-    value = getattr(args, f"{what}_steps")
-    if getattr(args, f"{what}_strategy") != "steps" or not value:
-        return 0
-    return max(1, int(value if value >= 1 else value * max_steps))
+    def __init__(self) -> None:
+        self._sum, self._weight = torch.zeros(()), 0.0
+        self.has_empty = False
+        """Whether a batch had no trained token."""
+
+    def add(self, loss: torch.Tensor, weight: float) -> None:
+        """Add a batch's mean loss, a scalar on any device."""
+        if weight:
+            self._sum = loss.detach() * weight + self._sum
+            self._weight += weight
+        self.has_empty |= not weight
+
+    @property
+    def value(self) -> float | None:
+        """The mean of all batches; None if none of them had a trained token."""
+        return float(self._sum) / self._weight if self._weight else None
 
 
 class SwarmCallback(TrainerCallback):
-    """After each local step, looks whether the swarm has moved, and does what is due.
+    """After each local batch, looks whether the swarm has moved, and reports it.
 
     It ends training at `max_steps` of the optimizer, when `should_leave`, or when the budget is spent, whose
     time begins now. `on_step` is called after each step of the swarm. This peer has `given` so much before.
@@ -51,14 +65,14 @@ class SwarmCallback(TrainerCallback):
         args, self._trainer, self._optimizer = trainer.swarm_args, trainer, optimizer
         self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
         self.checkpoints = checkpoints
-        names = ["logging", "save"] if trainer.eval_dataset is None else ["logging", "save", "eval"]
-        self._intervals = {name: interval(args, name, optimizer.max_steps) for name in names}
         minutes = trainer.swarm_settings.swarm.save_minutes
         self._save_seconds = math.inf if args.save_strategy == "no" or not minutes else 60 * minutes
         self._began_at = self._saved_at = self._step_began = time.monotonic()
-        self._step = self.began_at_step = optimizer.local_epoch
+        self.step = self.began_at_step = optimizer.local_epoch
         self._budget, self._my_samples, self._my_steps = budget, 0, 0
-        self._samples, self._tokens, self._weight, self._loss = 0, 0, 0.0, torch.zeros(())
+        self._samples, self._tokens, self._loss = 0, 0, MeanLoss()
+        self._logged_losses = {"loss": MeanLoss(), "train_loss": MeanLoss()}
+        """Means for the Trainer's logs of these names: since the last log, and since the start."""
         self._given = given
         self._reported_round: object = None
         self._samples_dropped = self._overflows = 0
@@ -71,33 +85,27 @@ class SwarmCallback(TrainerCallback):
         """Add one batch's mean loss over its weight, a scalar, to this step's, without waiting for a GPU."""
         self._samples += batch.samples
         self._tokens += batch.tokens
-        if batch.weight:
-            self._loss = loss.detach() * batch.weight + self._loss
-            self._weight += batch.weight
+        for mean in (self._loss, *self._logged_losses.values()):
+            mean.add(loss, batch.weight)
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Start the clock when the first batch is about to be computed."""
         self._step_began = time.monotonic()
-        control.should_training_stop |= self._step >= self._optimizer.max_steps
+        control.should_training_stop |= self.step >= self._optimizer.max_steps
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """Turn a step of the swarm into log, evaluation, checkpoint or the end."""
-        before, now, max_steps = self._step, self._optimizer.local_epoch, self._optimizer.max_steps
-
-        def is_due(what: str) -> bool:  # also if a state download has skipped the step
-            steps = self._intervals.get(what, 0)
-            return steps > 0 and now // steps > before // steps
-
-        is_new_step = now != before
+    def end_batch(self, control: TrainerControl) -> bool:
+        """Return whether the swarm has taken a step during this batch; end training where it is time."""
+        now, max_steps = self._optimizer.local_epoch, self._optimizer.max_steps
+        steps = now - self.step
+        is_new_step = steps != 0
         self._warn_of_trouble(is_new_step)
         if is_new_step:
-            self._step = now
-            self._report_step(now, steps=now - before)
+            self.step = now
+            self._report_step(now, steps=steps)
             self._on_step()
-            control.should_log, control.should_evaluate = is_due("logging"), is_due("eval")
-            is_late = time.monotonic() - self._saved_at >= self._save_seconds
-            if now < max_steps and (is_late or is_due("save")):
-                self.save_checkpoint()
+        is_late = time.monotonic() - self._saved_at >= self._save_seconds
+        has_more = is_new_step or bool(self._optimizer.own_steps)
+        control.should_save |= is_late and has_more and now < max_steps
         self.has_spent_budget = self._budget.is_spent(
             seconds=time.monotonic() - self._began_at,
             samples=self._my_samples,
@@ -106,6 +114,13 @@ class SwarmCallback(TrainerCallback):
         )
         if self._should_leave() or self.has_spent_budget or now >= max_steps:
             control.should_training_stop = True
+        self._trainer.count_swarm_steps()
+        return is_new_step
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End an evaluation between two of its batches if this peer should leave."""
+        if self._trainer.is_evaluating and self._should_leave():
+            raise Left
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
         """Publish an evaluation; its time is not counted as training."""
@@ -114,15 +129,26 @@ class SwarmCallback(TrainerCallback):
         self._events.emit("eval", step=self.evaluated_at, **numbers)
         self._step_began = time.monotonic()
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Leave the Trainer's state as after a run of so many steps: the local ones count no more."""
-        state.global_step, state.max_steps = self._optimizer.local_epoch, self._optimizer.max_steps
-        state.num_train_epochs = math.ceil(state.epoch or 0)
-
     @property
     def spent(self) -> Budget:
         """What this peer has given since it began."""
         return Budget(time.monotonic() - self._began_at, self._my_samples, self._my_steps)
+
+    def complete(self, logs: dict[str, float]) -> None:
+        """Add the swarm's figures to a log of the Trainer, in place, and correct its losses.
+
+        The Trainer counts a batch without a trained token as 0. A mean over no batch is removed.
+        """
+        if "loss" in logs:
+            norm = self._optimizer.last_grad_norm
+            logs |= self.figures() | ({} if norm is None else {"grad_norm": norm})
+        for name in logs.keys() & self._logged_losses.keys():
+            mean = self._logged_losses[name]
+            if mean.has_empty and mean.value is not None:
+                logs[name] = mean.value
+            elif mean.has_empty:
+                del logs[name]
+        self._logged_losses["loss"] = MeanLoss()
 
     def figures(self) -> dict[str, float]:
         """What trackers are told about the last step beside the Trainer's own numbers."""
@@ -155,7 +181,7 @@ class SwarmCallback(TrainerCallback):
         self._events.emit(
             "step",
             step=step,
-            loss=float(self._loss) / self._weight if self._weight else None,
+            loss=self._loss.value,
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
             my_samples=optimizer.my_step_samples if took_part else 0,
@@ -167,7 +193,7 @@ class SwarmCallback(TrainerCallback):
             data=optimizer.data_figures,
         )
         self._step_began = now
-        self._samples, self._tokens, self._weight, self._loss = 0, 0, 0.0, torch.zeros(())
+        self._samples, self._tokens, self._loss = 0, 0, MeanLoss()
 
     def _warn_of_trouble(self, is_new_step: bool) -> None:
         last = self._optimizer.last_round
@@ -199,3 +225,68 @@ class SwarmCallback(TrainerCallback):
                 hint="if it goes on: training.bf16 where the GPU has it, or a lower training.learning_rate",
             )
             self._overflows = 0
+
+
+class SwarmEvents(CallbackHandler):
+    """Calls the Trainer's callbacks in steps of the swarm, where the Trainer itself counts local batches.
+
+    A batch in which the swarm takes a step begins and ends a step; any other ends a substep, as a batch of
+    gradient accumulation does. A pass over the data, for strategies by epoch, is of `steps_per_pass` steps of
+    the swarm, and the end of the run ends one. `on_save` comes once the checkpoint is written, with its step;
+    in the meantime training goes on.
+    """
+
+    def __init__(self, before: CallbackHandler, swarm: SwarmCallback, steps_per_pass: int) -> None:
+        own = [swarm, *(one for one in before.callbacks if not isinstance(one, SwarmCallback))]
+        super().__init__(own, before.model, before.processing_class, before.optimizer, before.lr_scheduler)
+        self._swarm = swarm
+        self._steps_per_pass = steps_per_pass
+        self._begun: set[str] = set()
+        self._saves: deque[tuple[int, Future[Path | None]]] = deque()  # checkpoints of these steps
+
+    def call_event(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> Any:
+        """Call the callbacks, unless the event is one of a local batch or pass alone; return the control."""
+        if event == "on_step_end":
+            return self._end_batch(args, state, control, **more)
+        if event in self._begun or event == "on_epoch_end":
+            return control
+        if event in ("on_step_begin", "on_epoch_begin"):
+            self._begun.add(event)
+        if event == "on_save":
+            if (last := self._swarm.checkpoints.last) is not None:
+                self._saves.append((state.global_step, last))
+            return control
+        if event == "on_train_end":
+            self.tell_saved(args, state, control)
+        return super().call_event(event, args, state, control, **more)
+
+    def tell_saved(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+        """Wait for the checkpoints that are being written, and call `on_save` with the step of each."""
+        now = state.global_step
+        while self._saves:
+            state.global_step, saved = self._saves.popleft()
+            if not saved.cancelled() and saved.result() is not None:
+                super().call_event("on_save", args, state, control)
+        state.global_step = now
+
+    def _end_batch(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> Any:
+        if self._saves and self._saves[-1][1].done():
+            self.tell_saved(args, state, control)
+        before = self._swarm.step
+        if not self._swarm.end_batch(control):
+            return super().call_event("on_substep_end", args, state, control, **more)
+        now = state.global_step
+        # A download of the state may have skipped steps; logs, evaluations and checkpoints of these are due.
+        for flow in [one for one in self.callbacks if isinstance(one, DefaultFlowCallback)]:
+            for state.global_step in range(before + 1, now):
+                flow.on_step_end(args, state, control)
+        state.global_step = now
+        self._begun.discard("on_step_begin")
+        control = super().call_event("on_step_end", args, state, control, **more)
+        if now // self._steps_per_pass > before // self._steps_per_pass or now >= state.max_steps:
+            control = super().call_event("on_epoch_end", args, state, control, **more)
+            if not control.should_training_stop:
+                control = super().call_event("on_epoch_begin", args, state, control, **more)
+        return control

@@ -1,10 +1,12 @@
 """Checkpoints of one peer: complete and intact, or passed over; in safetensors and JSON.
 
     checkpoints/step-40/
-      weights.safetensors      trainable weights that the swarm agrees on, by name, as stored in the model
+      weights.safetensors      trainable weights that the swarm agrees on, by name, as stored in the model,
+                               and buffers that training moves, in float32
       optimizer.safetensors    tensors of the optimizer's state, numbered as `state.json` lays them out
       outer.safetensors        momentum of the outer optimizer, by weight; only in modes with local steps
-      own.safetensors          weights after this peer's own steps; only while no round has taken them in
+      own.safetensors          both after this peer's own steps, numbered in the optimizer's order; only while
+                               no round has taken them in
       state.json               a `State`
       manifest.json            length and SHA-256 of each of these files; written last
 
@@ -36,12 +38,15 @@ from safetensors.torch import load_file, save_file
 
 from trahiv_cli.assets.export import replacing
 from trahiv_cli.errors import AssetError
+from trahiv_cli.optim.buffers import moving_buffers
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.optim.local_steps import LocalSteps, OuterState
+from trahiv_cli.optim.method import OwnSteps
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.recipe.rows import listed
 from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, views_of
 from trahiv_cli.telemetry.events import Events
 
@@ -65,7 +70,7 @@ class State:
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)  # see `adopt_optimizer_state`
     outer_rounds: int = 0
-    own_steps: list[float] = field(default_factory=list)  # see `Method.own_steps`
+    own_steps: OwnSteps = OwnSteps()
     random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
 
     def to_data(self) -> dict[str, Any]:
@@ -78,7 +83,7 @@ class State:
             "ledger": self.ledger.to_wire(),
             "optimizer": self.layout,
             "outer_rounds": self.outer_rounds,
-            "own_steps": self.own_steps,
+            "own": self.own_steps.to_wire(),
             "pace": self.pace.to_wire(),
             "random": self.random,
         }
@@ -92,7 +97,7 @@ class State:
             pace=Pace.from_wire(data["pace"]),
             layout=list(data["optimizer"]),
             outer_rounds=int(data["outer_rounds"]),
-            own_steps=[float(weight) for weight in data["own_steps"]],
+            own_steps=OwnSteps.from_wire(data.get("own", [[], 0, []])),  # an older version wrote none
             random=dict(data["random"]),
         )
 
@@ -107,7 +112,7 @@ class CheckpointData:
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: SwarmOptimizer) -> Self:
-        """Copy all of it; called by the thread that trains, between two of its batches."""
+        """Copy all of it, of one committed step; called by the thread that trains, between two batches."""
 
         def copies(tensors: Iterable[tuple[object, torch.Tensor]]) -> dict[str, torch.Tensor]:
             # In one piece of memory: the C library keeps small ones when they are freed.
@@ -117,19 +122,22 @@ class CheckpointData:
             copy_into(flat, values)
             return dict(zip(named, views_of(flat, map(CompressionInfo.from_tensor, values)), strict=True))
 
-        layout, statistics = dump_optimizer_state(optimizer.opt)
-        outer, agreed, trainable = optimizer.state_averager.outer, optimizer.agreed_values, _trainable(model)
-        own_steps, rounds = list(optimizer.own_steps), 0 if outer is None else outer.rounds
-        history, ledger, pace = optimizer.history, optimizer.ledger, optimizer.pace
-        files = {
-            WEIGHTS: copies((name, agreed.get(param, param)) for name, param in trainable.items()),
-            OPTIMIZER: copies(enumerate(statistics)),
-        }
-        if outer is not None:
-            files[OUTER] = copies(enumerate(outer.momentum))
-        if any(own_steps):
-            files[OWN] = copies(trainable.items())
-        return cls(State(history, ledger, pace, layout, rounds, own_steps, random_states()), files)
+        averager = optimizer.state_averager
+        with averager.lock_state:  # a download may be about to replace it
+            layout, statistics = dump_optimizer_state(optimizer.opt)
+            outer, agreed, own = averager.outer, optimizer.agreed_values, optimizer.own_steps
+            rounds = 0 if outer is None else outer.rounds
+            trained = _trainable(model) | averager.buffers.live
+            files = {
+                WEIGHTS: copies((name, agreed.get(value, value)) for name, value in trained.items()),
+                OPTIMIZER: copies(enumerate(statistics)),
+            }
+            if outer is not None:
+                files[OUTER] = copies(enumerate(outer.momentum))
+            if own:
+                files[OWN] = copies(enumerate([*averager.weights, *averager.buffers.live.values()]))
+            committed = optimizer.history, optimizer.ledger, optimizer.pace
+            return cls(State(*committed, layout, rounds, own, random_states()), files)
 
     def write(self, folder: Path) -> None:
         """Write all files, the manifest last."""
@@ -173,24 +181,30 @@ class Checkpoint:
             return f"it can't be read: {error}"
         return ""
 
-    def load_weights(self, model: torch.nn.Module, file: str = WEIGHTS) -> None:
-        """Copy the trainable weights into `model`, keeping its dtypes and devices."""
-        weights, trainable = self._read(file), _trainable(model)
-        shapes = {name: param.shape for name, param in trainable.items()}
-        if {name: tensor.shape for name, tensor in weights.items()} != shapes:
+    def load_weights(self, model: torch.nn.Module) -> None:
+        """Copy the trainable weights and moving buffers into `model`, keeping its dtypes and devices."""
+        weights, trained = self._read(WEIGHTS), _trainable(model) | moving_buffers(model)
+        shapes = {name: value.shape for name, value in trained.items()}
+        saved = {name: tensor.shape for name, tensor in weights.items()}
+        if unlike := [name for name in shapes | saved if shapes.get(name) != saved.get(name)]:
             raise AssetError(
-                f"{self.path} is a checkpoint of another model: its weights have other names or shapes.",
+                f"{self.path} is a checkpoint of another model, or of an earlier version of trahiv: "
+                f"{listed(unlike)} is not there, or has another shape.",
                 hint=ANOTHER_RUN,
             )
         with torch.no_grad():
-            for name, param in trainable.items():
-                param.copy_(weights[name])
+            for name, value in trained.items():
+                value.copy_(weights[name])
 
-    def load_own(self, model: torch.nn.Module) -> list[float]:
-        """Copy the weights as this peer's own steps had left them into `model`; return these steps."""
-        if any(self.state.own_steps):
-            self.load_weights(model, OWN)
-        return self.state.own_steps
+    @torch.no_grad()
+    def load_own_steps(self, optimizer: SwarmOptimizer) -> None:
+        """Go on from this peer's own steps, if the mode has local steps of as many fragments."""
+        own, method = self.state.own_steps, optimizer.position.method
+        if own and isinstance(method, LocalSteps) and method.resume(own):
+            averager = optimizer.state_averager
+            trained = [*averager.weights, *averager.buffers.live.values()]
+            for value, kept in zip(trained, self._read(OWN).values(), strict=True):
+                value.copy_(kept)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the state of an optimizer of the same kind over the same parameters."""
@@ -230,7 +244,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int | None = None, events: Events | None = None) -> None:
         self.folder, self._keep, self._events = folder, keep, events or Events()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._last: Future[Path | None] | None = None
+        self.last: Future[Path | None] | None = None
+        """The last checkpoint that `save_beside` began: its folder, or None if it could not be written."""
 
     def all(self) -> list[Checkpoint]:
         """Return the complete ones, the oldest first, without looking for damage."""
@@ -251,33 +266,39 @@ class Checkpoints:
         return None
 
     def save(self, data: CheckpointData) -> Path:
-        """Write `step-<n>`; if it is there already, intact and of the same history, leave it.
+        """Write `step-<n>`; leave it if it is there already, intact, with the same history and own steps.
+
+        Checkpoints of later steps are of a way that the swarm has not gone on: they are deleted, so that the
+        one that was written last is always the one of the highest step.
 
         Raises:
             OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
         """
         step = data.state.history.step
         final = self.folder / f"step-{step}"
-        there = Checkpoint(final, step)
-        if final.exists() and not there.find_damage() and there.state.history == data.state.history:
-            return final
-        for left in self.folder.glob(".step-*"):  # by a killed process: no other one writes here now
-            shutil.rmtree(left, ignore_errors=True)
-        with replacing(final) as aside:  # one that is damaged, or of a history that the swarm has not kept
-            data.write(aside)
-        for old in self.all()[: -self._keep] if self._keep else ():
-            shutil.rmtree(old.path, ignore_errors=True)
+        there, new = Checkpoint(final, step), data.state
+        is_intact = final.exists() and not there.find_damage()
+        if not is_intact or (there.state.history, there.state.own_steps) != (new.history, new.own_steps):
+            for left in self.folder.glob(".step-*"):  # by a killed process: no other one writes here now
+                shutil.rmtree(left, ignore_errors=True)
+            with replacing(final) as aside:
+                data.write(aside)
+        found = self.all()
+        kept = [one for one in found if one.step <= step][-(self._keep or 0) :]
+        for one in found:
+            if one not in kept:
+                shutil.rmtree(one.path, ignore_errors=True)
         return final
 
     def save_beside(self, data: CheckpointData) -> None:
         """Have it saved by a thread, and return at once; of those that wait for the disk only the last is."""
-        if self._last is not None:
-            self._last.cancel()  # has no effect on one that is being written
-        self._last = self._pool.submit(self._save_or_warn, data)
+        if self.last is not None:
+            self.last.cancel()  # has no effect on one that is being written
+        self.last = self._pool.submit(self._save_or_warn, data)
 
     def finish(self) -> Path | None:
         """Wait for what `save_beside` began; return the last one's folder, or None if there is none."""
-        return None if self._last is None else self._last.result()
+        return None if self.last is None else self.last.result()
 
     def _save_or_warn(self, data: CheckpointData) -> Path | None:
         """Save it; a full disk is a warning, not an end."""
@@ -300,7 +321,7 @@ def saved_in(run: Path) -> list[Checkpoint]:
     return Checkpoints(run / CHECKPOINTS).all()
 
 
-def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+def _trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 

@@ -6,11 +6,12 @@ reason, and gets into no group: groups compare the digests, too. Two unlike peer
 second compare again when they find no group.
 
 Covered: the number of samples, where they are divided; names, shapes, dtypes and values of all weights that
-are not trained; names and shapes of those that are, and where all are, the values that they begin with; the
-tokenizer's vocabulary, special tokens and chat template. Not covered: the values of weights that are
-quantized while they are loaded, because processors round them differently; the files or the hub commit that
-they came from stand for them. Nor the values that adapters begin with: a GPU draws other ones than a CPU, and
-newcomers get the swarm's.
+are not trained; names and shapes of those that are, and where all are, the values that they begin with; saved
+buffers likewise, as training moves them or not; the tokenizer's vocabulary, special tokens and chat template.
+Not covered: the values of weights that are quantized while they are loaded, because processors round them
+differently; the files or the hub commit that they came from stand for them. Nor the values that adapters
+begin with: a GPU draws other ones than a CPU, and newcomers get the swarm's. A recipe's agreement covers the
+settings that shape a step; where there is no recipe, they are compared here, too (`compared.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.errors import RecipeMismatch, SwarmError
+from trahiv_cli.optim.buffers import moving_buffers, persistent_buffers
 from trahiv_cli.optim.reports import PeerProgress
-from trahiv_cli.swarm.node import Node, likeness_key
+from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, likeness_key
 from trahiv_cli.swarm.records import disbelieve
 
 logger = logging.getLogger(__name__)
@@ -46,24 +48,34 @@ OTHER_DATA = (
     '`swarm.divide_data: false` (in Python: swarm={"divide_data": False})'
 )
 
+OTHER_SETTINGS = "give these the same values on all peers; docs/rounds.md lists the exceptions"
+
 FROZEN, TRAINABLE, INITIAL = "frozen weights", "trained weights", "initial weights"
 TOKENIZER = "tokenizer"
 # Of data that is divided: peers that count it differently would train some samples twice, others never.
-SAMPLES, SHARDS = "number of samples", "number of shards"
+SAMPLES, SHARDS, VALUES = "number of samples", "number of shards", "values of samples"
+
+HINTS = dict.fromkeys((FROZEN, TRAINABLE, INITIAL, TOKENIZER), OTHER_MODEL) | dict.fromkeys(
+    (SAMPLES, SHARDS, VALUES), OTHER_DATA
+)
+"""The hint for each part that differs; `OTHER_SETTINGS` for all others."""
+
+UNLISTED = "other settings"
+"""The digest of what does not fit into a record."""
+
+DIGEST_CHARS = 64
 
 
 class Comparison:
-    """Compares digests of what this peer loaded with those of the others, and publishes them.
+    """Publishes the parts of a peer that all must have alike, and compares them with the others' parts.
 
-    `own` has the SHA-256 of each part in hexadecimal; of `SAMPLES` and `SHARDS` the number itself.
+    `own` has a short printable text for each part: its SHA-256 in hexadecimal, or the value itself.
     """
 
     def __init__(self, node: Node, run_id: str, own: dict[str, str]) -> None:
-        self.node, self._key, self._own = node, likeness_key(run_id), own
-        # What stays true while weights are trained.
-        self._lasting = {part: digest for part, digest in own.items() if part != INITIAL}
+        self.node, self._key, self._own = node, likeness_key(run_id), _fitting(own)
         self._publish_at = 0.0
-        self.schema = hashlib.sha256(repr(sorted(self._lasting.items())).encode()).digest()[:8]
+        self.schema = hashlib.sha256(repr(sorted(_lasting(self._own).items())).encode()).digest()[:8]
         """Peers average only with those that have the same 8 bytes."""
         self.publish()
 
@@ -75,31 +87,37 @@ class Comparison:
                     self._publish_at = time.monotonic() + REPUBLISH_S
 
     def require_alike(self, others: Collection[PeerProgress], *, has_begun: bool) -> None:
-        """Raise `RecipeMismatch`, with every difference, if most others loaded something else.
+        """Raise `RecipeMismatch`, with every difference, if most others train something else.
 
         Those that published nothing are passed over. Initial weights may differ in a run that has begun.
         """
-        own, published = self._lasting if has_begun else self._own, self.node.fetch(self._key)
+        published = self.node.fetch(self._key)
         theirs: list[dict[str, str]] = []
         for peer in (peer.peer_id for peer in others if peer.peer_id in published):
             record = published[peer]
-            if isinstance(record, dict) and all(isinstance(value, str) for value in record.values()):
+            texts = [*record, *record.values()] if isinstance(record, dict) else [None]
+            if all(isinstance(text, str) and text.isprintable() for text in texts):
                 theirs.append(record)
             else:
-                disbelieve(peer, "what it says that it loaded can't be read")
-        unlike = [record for record in theirs if any(record.get(part) != own[part] for part in own)]
+                disbelieve(peer, "the parts that it compares can't be read")
+        own = self._own
+        if has_begun:
+            own = _lasting(own)
+            theirs = [_lasting(record) for record in theirs]
+        unlike = [differing for record in theirs if (differing := _differing(own, record))]
         if len(unlike) * 2 <= len(theirs):
             return
-        parts = [part for part in own if unlike[0].get(part) != own[part]]
+        names = [name for name, _, _ in unlike[0]]
+        hints = dict.fromkeys(HINTS.get(name, OTHER_SETTINGS) for name in names)
         raise RecipeMismatch(
-            f"What this peer loaded is not what the swarm trains: its {' and '.join(parts)} differ. "
+            f"This peer and the swarm do not train the same; they differ in: {', '.join(names)}. "
             "Nothing was averaged.",
-            hint=OTHER_DATA if set(parts) <= {SAMPLES, SHARDS} else OTHER_MODEL,
-            differences=tuple((part, own[part][:12], unlike[0].get(part, "")[:12]) for part in parts),
+            hint="; ".join(hints),
+            differences=tuple(unlike[0]),
         )
 
     def repeat(self, others: Collection[PeerProgress]) -> None:
-        """Raise `RecipeMismatch` if there is no group because the others loaded something else.
+        """Raise `RecipeMismatch` if there is no group because the others train something else.
 
         Of two that entered together, and could not compare before, the one with the greater id leaves.
         """
@@ -111,7 +129,40 @@ class Comparison:
         except RecipeMismatch:
             raise
         except SwarmError as error:  # links are bad, which may be why there is no group
-            logger.warning("What the others loaded was not compared; that is tried again: %s", error)
+            logger.warning("The others' parts were not compared; that is tried again: %s", error.message)
+
+
+def _lasting(parts: dict[str, str]) -> dict[str, str]:
+    """Leave out the initial weights, which no peer has any more once a run has begun."""
+    return {part: text for part, text in parts.items() if part != INITIAL}
+
+
+def _fitting(own: dict[str, str]) -> dict[str, str]:
+    """Return as many parts as fit into a record, and one digest of the others."""
+    fitting, others = dict(own), {}
+    while sum(len(f"{part}{text}".encode()) + 6 for part, text in fitting.items()) > MAX_RECORD_BYTES - 100:
+        part, text = fitting.popitem()
+        others[part] = text
+    if others:
+        fitting[UNLISTED] = hashlib.sha256(repr(sorted(others.items())).encode()).hexdigest()
+    return fitting
+
+
+def _differing(own: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str, str]]:
+    """List the parts that differ: name, own text, their text; of a digest the beginning.
+
+    A part that one peer lists and the other has among `UNLISTED` is not known to differ.
+    """
+
+    def shown(text: str | None) -> str:
+        return "not set" if text is None else text[: 12 if len(text) == DIGEST_CHARS else None]
+
+    both = own, theirs
+    return [
+        (part, shown(own.get(part)), shown(theirs.get(part)))
+        for part in {**own, **theirs}
+        if own.get(part) != theirs.get(part) and all(part in one or UNLISTED not in one for one in both)
+    ]
 
 
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
@@ -124,15 +175,17 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
     frozen, trainable, initial = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
     is_quantized = False
     all_trained = all(weight.requires_grad for weight in model.parameters())
-    for name, weight in sorted(model.named_parameters()):
-        layout = f"{name} {tuple(weight.shape)} {weight.dtype};".encode()
-        (trainable if weight.requires_grad else frozen).update(layout)
-        if not weight.requires_grad and type(weight).__module__.startswith("bitsandbytes"):
+    moving = moving_buffers(model)
+    for name, tensor in sorted([*model.named_parameters(), *persistent_buffers(model).items()]):
+        layout = f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode()
+        is_trained = tensor.requires_grad or name in moving
+        (trainable if is_trained else frozen).update(layout)
+        if not is_trained and type(tensor).__module__.startswith("bitsandbytes"):
             is_quantized = True
-        elif all_trained or not weight.requires_grad:
-            values = weight.detach().cpu().contiguous().view(-1)
+        elif all_trained or not is_trained:
+            values = tensor.detach().cpu().contiguous().view(-1)
             if values.numel():
-                (initial if weight.requires_grad else frozen).update(values.view(torch.uint8).numpy().data)
+                (initial if is_trained else frozen).update(values.view(torch.uint8).numpy().data)
     if is_quantized:
         frozen.update(origin_of(model))
     digests = {FROZEN: frozen.hexdigest(), TRAINABLE: trainable.hexdigest()}

@@ -33,7 +33,7 @@ class Divided:
     is_stream = False
 
     def __init__(self, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
-        self.number, self._batch, self._seed, self._should_leave = number, batch, seed, should_leave
+        self.number, self._batch, self.seed, self._should_leave = number, batch, seed, should_leave
         self.size = {SHARDS if self.is_stream else SAMPLES: str(number)}  # what must be the same on all peers
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
@@ -49,10 +49,10 @@ class Divided:
     def index(self, position: int) -> int:
         """Return the place in the data of what comes at `position`, which is counted over all passes."""
         number, index = divmod(position, self.number)
-        if self._seed is None:
+        if self.seed is None:
             return index
         if self._drawn[0] != number:
-            generator = torch.Generator().manual_seed((self._seed + number) % 2**63)
+            generator = torch.Generator().manual_seed((self.seed + number) % 2**63)
             self._drawn = number, torch.randperm(self.number, generator=generator)
         return int(self._drawn[1][index])
 
@@ -91,8 +91,8 @@ class DividedStream(Divided, IterableDataset[Any]):
             # Not neighbours: data sets that were put one after the other are mixed in each shard.
             number = start // SHARD
             shard = self._stream.shard(self.number, self.index(number), contiguous=False)
-            if self._seed is not None:
-                seed = (self._seed + number) % 2**63
+            if self.seed is not None:
+                seed = (self.seed + number) % 2**63
                 shard = shuffled_stream(shard, seed)
             for position, sample in self.leases.read(start, shard):
                 self._asked.append(position)

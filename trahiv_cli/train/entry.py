@@ -101,6 +101,7 @@ def enter_swarm(
         newest.load_optimizer(optimizer.opt)
         if (outer := optimizer.state_averager.outer) is not None:
             newest.load_outer(outer)
+        newest.load_own_steps(optimizer)
         optimizer.position.enter(newest.state.history, newest.state.ledger)
         optimizer.catch_up.wait_for(expected, OTHERS_S)
     tracker.refresh()

@@ -118,7 +118,7 @@ def holder_of(folder: Path) -> int | None:
 
 def _taken(folder: Path, pid: int | None) -> FolderTaken:
     file = folder / INVITATION_FILE
-    line = join_by(file) if file.exists() else "the `trahiv join` line that it printed"
+    line = join_by(f"@{file}") if file.exists() else "the `trahiv join` line that it printed"
     return FolderTaken(
         f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
         hint=f"to train with that peer, type: {line}; for anything else, name another folder with "
@@ -247,8 +247,8 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None]:
-    """While the block runs, keep events, and what ends it, in `events.jsonl`, and logs in `trahiv.log`.
+def recorded(folder: Path, events: Events) -> Iterator[None]:
+    """While the block runs, keep events, and what ends it, in `events.jsonl`.
 
     The newest of what the swarm's peers say of themselves is in a file of its own.
     """
@@ -262,7 +262,6 @@ def recorded(folder: Path, events: Events, *, is_verbose: bool) -> Iterator[None
         events.add(record)
         events.add(keep_peers)
         try:
-            log_to(folder / "trahiv.log", is_verbose=is_verbose)
             yield
         except TrahivError as error:  # the shell says it on the screen
             Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
@@ -308,7 +307,7 @@ def scout(
     named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
     met = Acquaintances.remembered(known and known / FILE)
     with visiting(invitation.addresses, passing_standing(known, invitation), met, identity) as node:
-        offer = fetch_offer(node, named, preferred_run or invitation.run_id)
+        offer = fetch_offer(node, named, preferred_run or invitation.run_id, invitation.fingerprint)
     if not offer.fingerprint.startswith(invitation.fingerprint):
         raise RecipeMismatch(
             f"The swarm trains {offer.run_id} with fingerprint {offer.fingerprint[:12]}; the invitation is "

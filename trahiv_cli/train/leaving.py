@@ -64,7 +64,9 @@ class Leaving:
         self.signal: signal.Signals | None = None
         self.reason: Reason | None = None
         self.resume = ""
-        """What to type to go on after leaving at once."""
+        """The command that resumes the run."""
+        self.spent = NOTHING_SPENT
+        """The samples and steps of its budget that this process has given, also if it fails."""
         self._at_once, self._interruptible = at_once, False
 
     def __call__(self) -> bool:

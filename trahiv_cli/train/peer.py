@@ -3,9 +3,10 @@
 1. It owns the run's folder, and keeps the recipe there (`folder.py`). A finished run has nothing to do.
 2. It starts its node, through which the others know it.
 3. It loads the libraries, the tokenizer and the data, and makes sure that they and this machine are sound.
-4. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
-5. It loads the model, enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
-6. It ends: with the finished model, or with a checkpoint and what to type to resume. A wish to leave
+4. It loads the model and rehearses what training and saving will do (`rehearsal.py`).
+5. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
+6. It enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
+7. It ends: with the finished model, or with a checkpoint and what to type to resume. A wish to leave
    (`leaving.py`) is heard at each of these lines.
 
 Heavy libraries load after what may be wrong with a port, an address or a folder was said.
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
-from trahiv_cli.recipe.agreement import resolve, run_id
+from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
@@ -41,13 +42,14 @@ from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import (
     RUNS,
     keep_recipe,
+    log_to,
     owned,
     owned_to_join,
     recorded,
     start_node,
     warn_of_edited_data,
 )
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, NOTHING_SPENT, Budget, Leaving, Left, Reason
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left, Reason
 from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes, forget_wish
 
 if TYPE_CHECKING:
@@ -68,7 +70,6 @@ class Ended:
     step: int = 0
     path: Path | None = None  # `final/`, or the checkpoint to resume from
     had_ended: bool = False  # whether it was over before it began: the run is finished
-    spent: Budget = NOTHING_SPENT  # samples and steps of the budget
 
     def tell(self, events: Events, resume: str) -> None:
         """Say that it is over, and what to type to resume if there is more to do."""
@@ -91,7 +92,7 @@ class PeerOptions:
     reached_step: int = 0  # the step that the swarm had reached when this peer asked to join
     wait_s: float | None = None  # how long the first step of a run waits for `swarm.min_peers`
     budget: Budget = ENDLESS_BUDGET  # what this peer gives to the run; then it leaves
-    resume: str = ""  # what to type to resume after a stop; it holds no secret
+    resume: str = ""  # what to type to resume after a stop; only `--on-event` may hold a secret
     name: str = ""  # that this peer tells others; a user's own
     conditions: tuple[Condition, ...] = ()  # it trains only while all of them hold
     max_upload: float | None = None  # Mbit/s
@@ -154,15 +155,15 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
             keep_invitation(folder / INVITED_BY_FILE, invitation)
         leaving.resume = options.resume_in(folder, run)
-        with recorded(folder, events, is_verbose=recipe.hivemind_config.opt.verbose):
+        with recorded(folder, events):
+            log_to(folder / "trahiv.log", is_verbose=recipe.hivemind_config.opt.verbose)
             try:
                 ended = _train(folder, recipe, options, events, leaving)
             except Left:  # before it trained: what it saved earlier is still there
                 saved, reason = saved_in(folder), leaving.reason or "signal"
                 ended = Ended(reason, saved[-1].step, saved[-1].path) if saved else Ended(reason)
-            if (
-                ended.reason == "pause" and leaving.signal is not None
-            ):  # it came while a checkpoint was written
+            # A signal may have come while a checkpoint was written.
+            if ended.reason == "pause" and leaving.signal is not None:
                 ended = replace(ended, reason="signal")
             if ended.reason != "pause":  # it starts again, and says there that it is paused
                 ended.tell(events, leaving.resume)
@@ -197,37 +198,62 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         from transformers.trainer_callback import PrinterCallback
 
         from trahiv_cli.assets.memory import translated_out_of_memory
+        from trahiv_cli.train.failing import explaining_the_data
+        from trahiv_cli.train.rehearsal import attempting, rehearse
         from trahiv_cli.train.tasks import build_trainer, group_in_trackers, heeding
 
         stack.enter_context(translated_out_of_memory())
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
                 tokenizer, splits = _prepare(recipe, folder, node, events)
-            stack.enter_context(published(node, recipe, account, events))
-            announce(node, folder, events, recipe)
-            if joins and not node.run(known_peers):
-                events.warn(
-                    "unreachable",
-                    "No peer of this run answers. This one begins with what it has, and calls on the others "
-                    "until they answer; then all go on from the furthest state.",
-                    hint="nothing to do if they are away; else start them again, with the same command",
-                )
             with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
                 own = {"node": node, "events": events, "should_leave": leaving, "budget": budget}
-                own |= {"reached_step": options.reached_step, "wait_s": options.wait_s}
+                own |= {"reached_step": options.reached_step, "wait_s": options.wait_s, "given_before": given}
                 name = options.name or node.peer_id[-6:]
                 group_in_trackers(recipe, name)
-                own |= {"given_before": given}
-                trainer = build_trainer(recipe, folder, tokenizer, splits, name=name, **own)
+                with attempting("The model could not be made ready"):
+                    trainer = build_trainer(recipe, folder, tokenizer, splits, name=name, **own)
+                rehearse(trainer, recipe, tokenizer, events)
             trainer.remove_callback(PrinterCallback)
+        stack.enter_context(published(node, recipe, account, events))
+        invite(node, folder, recipe, events, joins=joins)
         with leaving.interruptible():
             # To compare with the end. A loaded model is left alone: it may be slow, and
             # bitsandbytes packs quantized weights anew where a CPU evaluates them.
             if recipe.model.config and not resumes and not joins:
-                show_sample(trainer, tokenizer, recipe, 0, events)
-        with progress_told(trainer, recipe, events), reach_told(node, events):
-            trainer.train()
-        return finish(trainer, tokenizer, recipe, folder, events, leaving.reason or "signal")
+                show_sample(trainer, tokenizer, recipe, splits, 0, events)
+        with progress_told(trainer, events), reach_told(node, events), explaining_the_data():
+            _spend(trainer, leaving)
+        return finish(trainer, tokenizer, recipe, splits, folder, events, leaving.reason or "signal")
+
+
+def _spend(trainer: SwarmTrainerMixin, leaving: Leaving) -> None:
+    """Train, and note how much of its budget this peer has given, also if training fails."""
+    try:
+        trainer.train()
+    finally:
+        if trainer.has_entered:
+            leaving.spent = trainer.swarm_callback.spent
+
+
+def invite(node: Node, folder: Path, recipe: Recipe, events: Events, *, joins: bool) -> None:
+    """Say how others join the run of a recipe; warn a peer that `joins` if no other one answers."""
+    announce(
+        node,
+        folder,
+        events,
+        run_id(recipe),
+        fingerprint(agreement(recipe)),
+        max_steps=recipe.training.max_steps,
+        target_batch_size=recipe.hivemind_config.opt.target_batch_size,
+    )
+    if joins and not node.run(known_peers):
+        events.warn(
+            "unreachable",
+            "No peer of this run answers. This one begins with what it has, and calls on the others until "
+            "they answer; then all go on from the furthest state.",
+            hint="nothing to do if they are away; else start them again, with the same command",
+        )
 
 
 def hold(
@@ -274,7 +300,13 @@ def hold(
 
 
 def finish(
-    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, folder: Path, events: Events, reason: Reason
+    trainer: SwarmTrainerMixin,
+    tokenizer: Any,
+    recipe: Recipe,
+    splits: Splits,
+    folder: Path,
+    events: Events,
+    reason: Reason,
 ) -> Ended:
     """Write the finished model, or the checkpoint to resume from; `reason` is why it left before the end."""
     optimizer, callback = trainer.swarm_optimizer, trainer.swarm_callback
@@ -284,7 +316,7 @@ def finish(
     path = callback.checkpoints.finish()
     if step < recipe.training.max_steps:
         reason = "budget" if callback.has_spent_budget else reason
-        return Ended(reason, step, path, spent=callback.spent)
+        return Ended(reason, step, path)
     from trahiv_cli.assets.export import model_card, write_final
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:
@@ -292,28 +324,36 @@ def finish(
     card = model_card(recipe, samples=callback.samples_seen, peers=callback.most_peers)
     with optimizer.agreed_weights():
         write_final(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder / FINAL, card)
-        show_sample(trainer, tokenizer, recipe, step, events)
+        show_sample(trainer, tokenizer, recipe, splits, step, events)
     return Ended("max_steps", step, folder / FINAL)
 
 
 def show_sample(
-    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, step: int, events: Events
+    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, splits: Splits, step: int, events: Events
 ) -> None:
-    """Let the model continue the beginning of a held-out sample, or of nothing, if its task is to write."""
+    """Let a model whose task is to write do so.
+
+    Of conversations, held-out ones if there are any, it answers the first; else it continues the beginning of
+    a held-out sample, or of nothing.
+    """
     if recipe.task not in ("clm", "sft", "dpo"):
         return
-    from trahiv_cli.assets.export import sample_text
+    from trahiv_cli.assets.export import Prompt, open_turn, sample_text
 
     # Half of what it is trained on, for some models have no positions beyond that.
-    half, prompt = getattr(recipe, section_of(recipe.task) or "").max_length // 2, ""
-    if trainer.eval_dataset is not None:
-        first = next(iter(trainer.eval_dataset))
-        ids = first.get("prompt_ids") or first["input_ids"]
-        prompt = tokenizer.decode(ids[: min(half, SAMPLE_PROMPT_TOKENS)], skip_special_tokens=True)
+    half = getattr(recipe, section_of(recipe.task) or "").max_length // 2
+    prompt = None
+    if recipe.clm is None:
+        prompt = open_turn(tokenizer, next(iter(splits.eval or splits.train)), half)
+    if prompt is None:
+        first = next(iter(trainer.eval_dataset)) if trainer.eval_dataset is not None else {"input_ids": []}
+        ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, SAMPLE_PROMPT_TOKENS)]
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # it is to go on
+        prompt = Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True))
     model = trainer.accelerator.unwrap_model(trainer.model)
     with events.waiting("the model to write a sample", until_s=600):
-        text = sample_text(model, tokenizer, prompt, min(half, SAMPLE_TOKENS), recipe.training.seed)
-    events.emit("sample", step=step, prompt=prompt, text=text)
+        text = sample_text(model, tokenizer, prompt.ids, min(half, SAMPLE_TOKENS), recipe.training.seed)
+    events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
@@ -344,10 +384,7 @@ def _load_libraries(events: Events) -> None:
 
 
 def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[Any, Splits]:
-    """Load the tokenizer and the data, and make sure that they and this machine are sound.
-
-    Nobody is invited before this is done: what is left to go wrong is the model's weights.
-    """
+    """Load the tokenizer and the data, and make sure that they and this machine are sound."""
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
     from trahiv_cli.train.preview import require_trainable

@@ -7,11 +7,12 @@ here as in training. How a preview looks on a screen is `cli/preview.py`'s busin
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, islice, pairwise
 from pathlib import Path
@@ -28,6 +29,8 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe, section_of
 from trahiv_cli.train.tasks import heeding, preparing, training_arguments
+
+logger = logging.getLogger(__name__)
 
 LOOKED_AT = 1000
 """Samples that the figures are taken of: TRL packs as many at a time, and tokenizes them in seconds."""
@@ -118,12 +121,12 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
         AssetError: the tokenizer or the data can't be had, or do not fit the task.
     """
     tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
-    train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
-    torch.manual_seed(seed)  # draws what `mlm` hides
     told: list[tuple[str, str]] = []
     with heeding(lambda message, hint: told.append((message, hint))):
-        looked_at, found = _rows_of(recipe, tokenizer, train)
-        rows = list(found)
+        train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
+        torch.manual_seed(seed)  # draws what `mlm` hides
+        looked_at, rows = _rows_of(recipe, tokenizer, train)
+        warn_of_cuts(recipe, looked_at, rows)
     section, classes = getattr(recipe, section_of(recipe.task) or ""), {}
     is_packed, lengths = getattr(section, "packing", False), []
     if not is_packed or getattr(section, "packing_strategy", "") == "bfd":
@@ -171,6 +174,31 @@ def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits
     looked_at, rows = _rows_of(recipe, tokenizer, train)
     if recipe.seq_cls is None and not any(row.num_trained for row in rows):
         raise AssetError(*_nothing_to_learn(recipe, looked_at))
+    warn_of_cuts(recipe, looked_at, rows)
+
+
+def warn_of_cuts(recipe: Recipe, looked_at: int, rows: Sequence[Row]) -> None:
+    """Warn of samples of `sft` and `dpo` that `max_length` cuts, or leaves nothing to train of."""
+    section = recipe.sft or recipe.dpo
+    if section is None or getattr(section, "packing", False):
+        return
+    limit = f"{section.max_length:,} tokens (`{section_of(recipe.task)}.max_length`)"
+    if num_cut := sum(max(map(len, row.sequences)) == section.max_length for row in rows):
+        logger.warning(
+            "%d of the first %d samples fill %s: answers of longer ones are cut in the middle.",
+            num_cut,
+            looked_at,
+            limit,
+        )
+    num_trained = sum(row.num_trained > 0 for row in rows)
+    if 0 < num_trained < looked_at:
+        logger.warning(
+            "%s%d of the first %d have nothing left to train once they are cut to %s.",
+            "Most samples train nothing: " * (2 * num_trained < looked_at),
+            looked_at - num_trained,
+            looked_at,
+            limit,
+        )
 
 
 def _nothing_to_learn(recipe: Recipe, looked_at: int) -> tuple[str, str]:
@@ -185,7 +213,7 @@ def _nothing_to_learn(recipe: Recipe, looked_at: int) -> tuple[str, str]:
 
 def _rows_of(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset
-) -> tuple[int, Iterator[Row]]:
+) -> tuple[int, list[Row]]:
     """Look at the first samples: return how many these are, and what the model gets of them."""
     with preparing():
         samples, collate = list(islice(train, LOOKED_AT)), build_collator(recipe, tokenizer)
@@ -194,7 +222,7 @@ def _rows_of(
             trainer = _trl_trainer(recipe, tokenizer, Dataset.from_list(samples, features=train.features))
             samples, collate = trainer.train_dataset, trainer.data_collator
     batches = ((sample, collate([sample])) for sample in samples)
-    return looked_at, (Row(sample, batch, _read(recipe, batch)) for sample, batch in batches)
+    return looked_at, [Row(sample, batch, _read(recipe, batch)) for sample, batch in batches]
 
 
 def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> Any:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-import torch
 from hivemind.compression import CompressionBase
 from pydantic import ValidationError
-from transformers import IntervalStrategy, Trainer, TrainingArguments, get_scheduler
-from transformers.trainer_utils import SaveStrategy, has_length
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
 from trahiv_cli.optim.pace import Pace, RoundRules
@@ -26,9 +26,9 @@ from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSecti
 _Section = TypeVar("_Section", bound=Section)
 
 REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
+"""Parts of the names of optimizers that update weights outside of `optimizer.step()`."""
+
 METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-ENDLESS = 2**31 - 1
-"""Local steps that the Trainer plans for: the swarm decides when the run ends."""
 
 
 @dataclass
@@ -106,6 +106,10 @@ class SwarmSettings:
             raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
         return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.target))
 
+    def steps_per_pass(self, dataset: Any) -> int | None:
+        """Return how many steps of the swarm a pass over the data takes; None for data without a length."""
+        return math.ceil(len(dataset) / self.target) if has_length(dataset) else None
+
 
 def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _Section:
     """Check the section at `path` as a recipe's would be."""
@@ -118,40 +122,50 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if a swarm can't do what the Trainer is told."""
+    """Raise `RecipeError` if the Trainer's arguments can't be kept in a swarm.
+
+    `kwargs` are the trainer's other keywords. tests/unit/train/test_arguments.py decides each field.
+    """
+    optim = str(getattr(args.optim, "value", args.optim))
+    strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
+    has_passes = "epoch" not in strategies or has_length(kwargs.get("train_dataset"))
+    optimizer, _ = kwargs.get("optimizers") or (None, None)
+    per_gpu = "one peer for each GPU: CUDA_VISIBLE_DEVICES=0 python ..., CUDA_VISIBLE_DEVICES=1 python ..."
     problems: Sequence[tuple[Any, str, str]] = (
         (args.device.type not in ("cpu", "cuda"), f"a device of type {args.device.type}", "use_cpu=True"),
-        (args.n_gpu > 1, "several GPUs in one process", "one peer per GPU: CUDA_VISIBLE_DEVICES=0 ..."),
-        (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size"),
+        (args.n_gpu > 1, "several GPUs in one process", per_gpu),
+        (args.world_size > 1, "torchrun or accelerate with several processes", per_gpu),
+        (
+            args.fsdp or args.deepspeed or args.parallelism_config,
+            "FSDP, DeepSpeed or parallelism_config",
+            per_gpu,
+        ),
+        (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size instead"),
         (kwargs.get("model_init"), "model_init", "pass the model itself"),
-        (args.fsdp or args.deepspeed, "FSDP or DeepSpeed", "one peer per GPU without them"),
         (args.push_to_hub, "push_to_hub of output_dir, which holds keys,", "trainer.model.push_to_hub(...)"),
         (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
-        (any(kwargs.get("optimizers") or ()), "optimizers=...", "name it with `optim`"),
-        (kwargs.get("optimizer_cls_and_kwargs"), "optimizer_cls_and_kwargs", "name it with `optim`"),
+        (args.enable_jit_checkpoint, "enable_jit_checkpoint", "leave it out: SIGTERM saves a checkpoint"),
+        (args.restore_callback_states_from_checkpoint, "restore_callback_states_from_checkpoint", "omit it"),
+        (not args.dataloader_in_order, "dataloader_in_order=False", "set it to True"),
+        (not has_passes, "a strategy by epoch of data without a length", "a strategy by steps"),
+        (any(word in optim for word in REFUSED_OPTIMIZERS), f"optim={optim}", "adamw_torch, adafactor, sgd"),
+        (optimizer is not None and optimizer.state, "an optimizer that has taken steps", "a new one"),
         (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
     )
     for wrong, what, instead in problems:
         if wrong:
-            raise RecipeError(f"In a swarm, {what} can't be used.", hint=f"instead: {instead}")
+            raise RecipeError(f"In a swarm, {what} can't be used.", hint=instead)
 
 
-def local_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Copy the arguments for a Trainer that runs local steps without end and leaves the rest to the swarm."""
-    local = copy.copy(args)
-    if type(local) is SwarmTrainingArguments:  # TRL makes its own config of all fields, and knows not ours
-        local.__class__ = TrainingArguments
-        del local.hivemind_config
-    elif isinstance(local, SwarmTrainingArguments):
-        local.hivemind_config = None  # trackers keep the arguments, and an invitation may be in it
-    local.max_steps = ENDLESS
-    local.max_grad_norm = 0.0  # the averaged gradient is clipped, not each batch's
-    local.dataloader_drop_last = False  # but see `SwarmTrainerMixin.get_train_dataloader`
-    local.ignore_data_skip = True  # in a swarm there is no order of batches to replay
-    local.logging_strategy = local.eval_strategy = IntervalStrategy.NO
-    local.save_strategy = SaveStrategy.NO
-    local.warmup_steps = 0
-    return local
+def without_config(args: TrainingArguments) -> TrainingArguments:
+    """Copy the arguments without `hivemind_config`: trackers keep them, and an invitation may be in it."""
+    plain = copy.copy(args)
+    if type(plain) is SwarmTrainingArguments:  # TRL makes its own config of all fields, and knows not ours
+        plain.__class__ = TrainingArguments
+        del plain.hivemind_config
+    elif isinstance(plain, SwarmTrainingArguments):
+        plain.hivemind_config = None
+    return plain
 
 
 def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,57 +182,25 @@ def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str
     return dict(**given, **kwargs)
 
 
-def training_keywords(
-    trainer: Trainer, args: TrainingArguments, model: torch.nn.Module, max_steps: int
-) -> dict[str, Any]:
-    """Return what the arguments say of the optimizer and its schedule, as `build_optimizer` takes it.
-
-    Trainable parameters are grouped as the Trainer does: those that decay apart from the others. Raises
-    `RecipeError` for an optimizer that can't be used in a swarm, and what `registered` does.
-    """
-    name, (cls, keywords) = str(getattr(args.optim, "value", args.optim)), registered(args, model, trainer)
-    if (
-        any(word in name for word in REFUSED_OPTIMIZERS)
-        or {"params", "model", "optimizer_dict"} & keywords.keys()
-        or not issubclass(cls, torch.optim.Optimizer)
-    ):
-        raise RecipeError(
-            f"optim={name} can't be used in a swarm: it updates weights outside of `optimizer.step()`.",
-            hint="adamw_torch, adafactor, sgd and others that step once can",
-        )
-    if keywords.get("optim_bits") == 8:  # as in the Trainer's own `create_optimizer`
-        from bitsandbytes.optim import GlobalOptimManager
-
-        manager = GlobalOptimManager.get_instance()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Embedding):
-                manager.register_module_override(module, "weight", {"optim_bits": 32})
-
-    def schedule(inner: torch.optim.Optimizer) -> Any:
-        warmup, more = args.get_warmup_steps(max_steps), args.lr_scheduler_kwargs
-        kind = args.lr_scheduler_type
-        return get_scheduler(kind, inner, warmup, max_steps, scheduler_specific_kwargs=more)
-
-    names = set(trainer.get_decay_parameter_names(model))
-    decaying: dict[str, Any] = {"params": [], "weight_decay": args.weight_decay}
-    others: dict[str, Any] = {"params": [], "weight_decay": 0.0}
-    for path, param in model.named_parameters():
-        if param.requires_grad:
-            (decaying if path in names else others)["params"].append(param)
-    how = {"optimizer": lambda groups: cls(groups, **keywords), "scheduler": schedule}
-    limits = {"max_grad_norm": args.max_grad_norm or 0.0, "max_steps": max_steps}
-    return {"params": [group for group in (decaying, others) if group["params"]], **how, **limits}
+def registered(args: TrainingArguments) -> None:
+    """Raise `SetupError` if the package of `args.optim` is not installed."""
+    with naming_packages(args):
+        Trainer.get_optimizer_cls_and_kwargs(args)
 
 
-def registered(
-    args: TrainingArguments, model: Any = None, trainer: type[Trainer] | Trainer = Trainer
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class and keywords of `args.optim`; raises `SetupError` if its package is not installed."""
+@contextmanager
+def naming_packages(args: TrainingArguments) -> Iterator[None]:
+    """Turn an exception while an optimizer or a schedule is made into a `SetupError` or a `RecipeError`."""
+    name = str(getattr(args.optim, "value", args.optim))
     try:
-        return trainer.get_optimizer_cls_and_kwargs(args, model)
+        yield
     except ImportError as error:
-        name = str(getattr(args.optim, "value", args.optim))
         raise SetupError(
             f"optim={name} needs a package that is not installed here; nothing was trained.",
             hint="pip install torch-optimi" if name == "stable_adamw" else str(error),
+        ) from error
+    except (TypeError, ValueError, ArithmeticError, NotImplementedError) as error:
+        raise RecipeError(
+            f"The optimizer or its schedule can't be made with these settings: {error}.",
+            hint="look at training.optim_args, lr_scheduler_kwargs and the numbers beside them",
         ) from error

@@ -115,6 +115,7 @@ def build_trainer(
         "processing_class": tokenizer,
         "hivemind_config": recipe.hivemind_config.model_dump(),
         "swarm": recipe.swarm,
+        "has_recipe": True,
         **keywords,
     }
     model = build_model(recipe, tokenizer, adapters=recipe.dpo is None)
@@ -163,7 +164,7 @@ def preparing() -> Iterator[None]:
 
 @contextmanager
 def heeding(tell: Callable[[str, str], object]) -> Iterator[None]:
-    """While the block runs, `tell` what TRL warns of: each message once, and a hint."""
+    """While the block runs, `tell` what TRL and `assets/` warn of: each message once, and a hint."""
     told: set[str] = set()
 
     class Handler(logging.Handler):
@@ -173,9 +174,12 @@ def heeding(tell: Callable[[str, str], object]) -> Iterator[None]:
                 told.add(text)
                 tell(text, LOOK)
 
-    handler, logger = Handler(logging.WARNING), logging.getLogger("trl")
-    logger.addHandler(handler)
+    handler = Handler(logging.WARNING)
+    loggers = [logging.getLogger(name) for name in ("trl", "trahiv_cli.assets", "trahiv_cli.train.preview")]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)

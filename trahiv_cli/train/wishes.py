@@ -48,7 +48,7 @@ def wish(folder: Path, what: Wish | None) -> None:
     if not (is_there and (folder / RESOLVED).exists()):
         raise SetupError(
             f"No peer trains in {folder}; nothing was changed.",
-            hint="name the run's folder: trahiv pause RUN_DIR",
+            hint="name the run's folder: trahiv pause RUN_DIR; to stop a program of your own, press Ctrl-C",
         )
     try:
         if what is None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.kit.stand_ins import CHATML, chat_tokenizer
 from tests.unit.assets.conftest import LORA, TINY_LLAMA, are_equal, built, recipe
-from trahiv_cli.assets.export import model_card, sample_text, write_final
+from trahiv_cli.assets.export import model_card, open_turn, sample_text, write_final
 from trahiv_cli.errors import SetupError
 
 ADAPTERS = LORA | {"modules_to_save": ["lm_head"]}
@@ -82,6 +83,82 @@ def test_the_card_is_one_that_the_hub_reads(model, dataset, peft):
 @pytest.mark.parametrize(("peft", "prompt"), [(None, ""), (ADAPTERS, "def ")], ids=["full", "lora"])
 def test_a_sample_is_the_seeds_and_leaves_no_trace(byte_tokenizer, peft, prompt):
     model, generator = built(recipe(peft=peft)), torch.get_rng_state()
-    text, again, other = (sample_text(model, byte_tokenizer, prompt, 24, seed) for seed in (3, 3, 4))
+    ids = byte_tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    text, again, other = (sample_text(model, byte_tokenizer, ids, 24, seed) for seed in (3, 3, 4))
     assert len(text) <= 24 and text == again != other
     assert model.training and torch.equal(generator, torch.get_rng_state())
+
+
+XLNET = {"model_type": "xlnet", "vocab_size": 384, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32}
+NEW_HEADS = {"bert": None, "xlnet": {"target_modules": ["layer_1"]}}
+
+
+@pytest.mark.parametrize("kind", NEW_HEADS)
+def test_final_holds_a_new_head_beside_adapters(tmp_path, byte_tokenizer, bert_folder, kind):
+    folder = bert_folder
+    if kind == "xlnet":
+        folder = tmp_path / "base"
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**XLNET)).save_pretrained(folder)
+        byte_tokenizer.save_pretrained(folder)
+    model = moved(built(recipe("seq-cls", folder, peft=LORA | (NEW_HEADS[kind] or {})))).eval()
+    write_final(model, byte_tokenizer, tmp_path / "final", "a card")
+    ids = torch.tensor([[5, 6, 7]])
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3)
+        again = PeftModel.from_pretrained(base, tmp_path / "final").eval()
+        assert torch.equal(again(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+TALK = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Pip, a parrot."}]
+PLAIN_CHATML = CHATML.partition("{% if add_generation_prompt %}")[0]
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ({"messages": TALK}, "Who?"),
+        ({"messages": [{"role": "system", "content": "Be terse."}, *TALK]}, "Who?"),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, "Who?"),
+        ({"chosen": TALK, "rejected": TALK}, "Who?"),
+        ({"text": "Who?"}, None),
+        ({"prompt": "Who?", "completion": "Pip."}, None),
+    ],
+)
+@pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["opens", "plain"])
+def test_turn_of_the_assistant_is_opened(row, shown, template):
+    tokenizer = chat_tokenizer(template)
+    prompt = open_turn(tokenizer, row, 500)
+    if shown is None:
+        assert prompt is None
+        return
+    assert (prompt.text, prompt.is_reply) == (shown, True)
+    assert tokenizer.decode(prompt.ids).endswith("<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n")
+    assert open_turn(tokenizer, row, 5).ids == prompt.ids[-5:]
+
+
+REFUSES_SYSTEM = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be terse."}]])
+def test_answer_without_a_question_opens_no_turn(before):
+    assert open_turn(chat_tokenizer(REFUSES_SYSTEM), {"messages": [*before, TALK[1]]}, 500) is None
+
+
+def test_parts_of_a_question_are_shown_as_text():
+    asked = {"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "?"}]}
+    assert open_turn(chat_tokenizer(), {"messages": [asked, TALK[1]]}, 500).text == "Who?"
+
+
+def test_memorized_answer_is_the_reply(llama_folder):
+    wanted = recipe("sft", llama_folder)
+    model, tokenizer = built(wanted), chat_tokenizer()
+    ids = tokenizer.apply_chat_template(TALK, return_tensors="pt", return_dict=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(150):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    prompt = open_turn(tokenizer, {"messages": TALK}, 100)
+    assert sample_text(model, tokenizer, prompt.ids, 60, seed=1) == TALK[1]["content"]

@@ -1,25 +1,32 @@
 """Tokenizers and models as a recipe asks for them, and what is said where they can't be had."""
 
 import importlib.util
+import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
+from tests.kit.stand_ins import write_llama
 from tests.unit.assets.conftest import INT8, LABELS, LORA, NF4, TINY_LLAMA, are_equal, built, recipe
 from trahiv_cli.assets.memory import checkpoint_activations
 from trahiv_cli.assets.model import (
     END,
     NUM_TOKENS,
+    bounded,
     build_model,
     build_tokenizer,
+    read_config,
     require_memory,
     train_tokenizer,
 )
+from trahiv_cli.assets.model import estimate as memory_estimate
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE
 
@@ -156,9 +163,70 @@ def test_quantizing_without_bitsandbytes_names_the_package(llama_folder, monkeyp
         assert "pip install bitsandbytes" in caught.value.hint
 
 
+estimate = partial(memory_estimate, length=8)
+
+
 def without_tokenizer(wanted):
     """Build a recipe's model alone."""
     return build_model(wanted, build_tokenizer(recipe()))
+
+
+def change_weights(folder, change):
+    """Rewrite a folder's weights: `change` takes a name and a tensor, and returns both or None."""
+    weights = load_file(folder / "model.safetensors")
+    changed = filter(None, (change(name, value) for name, value in weights.items()))
+    save_file(dict(changed), folder / "model.safetensors", {"format": "pt"})
+
+
+LOST = {
+    "prefix": (lambda name, value: (f"_orig_mod.{name}", value), r"21 of 21 .*embed_tokens", "torch.compile"),
+    "layer": (
+        lambda name, value: None if ".layers.1." in name else (name, value),
+        "9 of 21 weights are not in the checkpoint, such as",
+        "complete",
+    ),
+    "head": (
+        lambda name, value: None if "lm_head" in name else (name, value),
+        "1 of 21 .*lm_head",
+        "complete",
+    ),
+    "shape": (
+        lambda name, value: (name, value[1:] if "embed_tokens" in name else value),
+        r"embed_tokens.weight' has the shape \[\d+, 64\], and the model's \[\d+, 64\]",
+        "config.json",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", LOST)
+def test_checkpoint_without_the_models_weights_is_refused(tmp_path, change):
+    changed, message, hint = LOST[change]
+    change_weights(write_llama(tmp_path), changed)
+    with pytest.raises(AssetError, match=message) as refused:
+        built(recipe("sft", tmp_path))
+    assert hint in refused.value.hint
+
+
+def test_encoder_gets_a_new_head(tmp_path, bert_folder):
+    AutoModel.from_pretrained(bert_folder, add_pooling_layer=False).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(bert_folder).save_pretrained(tmp_path)
+    assert built(recipe("mlm", tmp_path)) and built(recipe("seq-cls", tmp_path, peft=LORA))
+    with pytest.raises(AssetError, match="cls.predictions.bias"):
+        built(recipe("mlm", tmp_path, peft=LORA))
+
+
+def test_missing_shard_is_about_the_folder(tmp_path):
+    built(recipe()).save_pretrained(tmp_path, max_shard_size="50KB")
+    min(tmp_path.glob("model-*.safetensors")).unlink()
+    with pytest.raises(AssetError, match="No such file.*model-00001") as refused:
+        built(recipe(model=tmp_path, model_section=BYTES))
+    assert "Copy the whole folder" in refused.value.hint
+
+
+def test_new_model_ends_with_the_tokenizers_token(byte_tokenizer):
+    model = built(recipe())
+    assert model.generation_config.eos_token_id == byte_tokenizer.eos_token_id
+    assert model.generation_config.bos_token_id is None
 
 
 MISSPELT = {"model_type": "llama", "num_hiden_layers": 2}
@@ -174,6 +242,20 @@ OTHER_KINDS = {"sft": "t5", "mlm": "llama", "seq-cls": "mamba2"}
         (built, {"model": TINY_LLAMA | {"model_type": "llamma"}}, "identifier: llamma", "`model` section"),
         (built, {"model": MISSPELT}, "no field 'num_hiden_layers'", "'num_hidden_layers'"),
         (built, {"model": TINY_LLAMA | {"hidden_size": 33}}, "33", "model.config"),
+        (
+            built,
+            {"model": TINY_LLAMA | {"hidden_act": "swiglu"}},
+            "`model.config.hidden_act`",
+            "'silu'",
+        ),
+        (built, {"model": TINY_LLAMA | {"dtype": "bf16"}}, "`model.config.dtype`", "bfloat16"),
+        (
+            built,
+            {"model": TINY_LLAMA | {"rope_scaling": {"rope_type": "yarn"}}},
+            "KeyError: .*factor",
+            "model",
+        ),
+        (estimate, {"model": TINY_LLAMA | {"num_key_value_heads": 3}}, "RuntimeError: .*size", "model"),
         (built, {"model": TINY_LLAMA | {"vocab_size": 300}}, "has 384 tokens, .* only 300 emb", "vocab_size"),
         (build_tokenizer, NOWHERE, "nobody/nothing' could not be", "connection"),
         (without_tokenizer, NOWHERE, "nobody/nothing' could not be", "connection"),
@@ -204,6 +286,40 @@ def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
     prepare(folder)
     with pytest.raises(AssetError, match=message):
         built(recipe(model=folder, model_section=BYTES))
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "experts_implementation", "output_attentions"])
+def test_a_hub_s_config_chooses_no_code(tmp_path, name):
+    written = write_llama(tmp_path) / "config.json"
+    value = True if name == "output_attentions" else "owner/kernels"
+    written.write_text(json.dumps(json.loads(written.read_text()) | {name: value}))
+    model = built(recipe(model=tmp_path))
+    assert model.config._attn_implementation == "sdpa"
+    assert model.config._experts_implementation in (None, "eager")
+
+
+def test_a_config_with_a_million_layers_is_refused(tmp_path):
+    written = write_llama(tmp_path) / "config.json"
+    written.write_text(json.dumps(json.loads(written.read_text()) | {"num_hidden_layers": 10**6}))
+    with pytest.raises(AssetError, match="asks for 1,000,000 `num_hidden_layers`"):
+        read_config(recipe(model=tmp_path))
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "hidden_size"])
+def test_sizes_beyond_all_memory_are_an_asset_error(field):
+    with pytest.raises(AssetError, match="could not be loaded: .*long") as refused:
+        require_memory(recipe(model=TINY_LLAMA | {field: 10**20}))
+    assert "`model` section" in refused.value.hint
+
+
+def test_a_model_of_too_many_parts_is_not_built():
+    built_parts = []
+    with bounded(8):
+        torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(4)))
+    with pytest.raises(AssetError, match="more than 8 layers and weights; it was not built"), bounded(8):
+        torch.nn.ModuleList(built_parts.append(_) or torch.nn.Linear(1, 1) for _ in range(10**9))
+    assert len(built_parts) == 3
+    torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(9)))
 
 
 def test_memory_is_told_before_anything_is_loaded_and_a_gpu_holds_the_model_and_ram_the_rest(monkeypatch):

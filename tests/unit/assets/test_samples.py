@@ -60,7 +60,7 @@ def test_a_label_that_is_none_names_its_row_in_another_process_too(write_rows, b
     words = f"Row 3 of .* has the label {label!r}, and .* names 3 classes"
     with pytest.raises(AssetError, match=words) as caught:
         list(build("seq-cls", write_rows(rows), **how).train)
-    assert "a number from 0 to 2" in caught.value.hint
+    assert "its number from 0" in caught.value.hint
 
 
 @STREAMED
@@ -133,6 +133,95 @@ def test_a_row_that_trl_could_not_read_is_named(write_rows, build, task, row, br
     assert caught.value.hint == "Fix or remove that row."
 
 
+REFUSES = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{{ m.role + ': ' + m.content }}{% endfor %}"
+)
+KEEPS_THE_LAST = "{% set m = messages | last %}{{ m.role + ': ' + m.content }}"
+
+
+@STREAMED
+def test_a_row_that_the_template_refuses_is_named(write_rows, build, streaming):
+    asked = [{"role": "system", "content": "Be brief."}, *CHAT]
+    source, plain = write_rows([{"messages": CHAT}] * 1200 + [{"messages": asked}]), chat_tokenizer(REFUSES)
+    with pytest.raises(AssetError, match="Row 1,201 of .* by the chat template .*: no system role"):
+        list(build("sft", source, tokenizer=plain, streaming=streaming).train)
+
+
+def test_a_sum_that_fails_in_the_template_names_its_row(write_rows, build):
+    source = write_rows([{"messages": [*CHAT, *CHAT]}, {"messages": CHAT}])
+    with pytest.raises(AssetError, match="Row 2 of .* by the chat template .*: .*by zero"):
+        build("sft", source, tokenizer=chat_tokenizer("{{ 1 // (messages | length - 2) }}"))
+
+
+@STREAMED
+def test_a_message_that_the_template_loses_is_warned_of(write_rows, build, caplog, streaming):
+    source, tokenizer = write_rows([{"messages": CHAT}] * 3), chat_tokenizer(KEEPS_THE_LAST)
+    assert len(list(build("sft", source, tokenizer=tokenizer, streaming=streaming).train)) == 3
+    assert "Row 1 of" in caplog.text and "has a message of the user in 'messages' that" in caplog.text
+    assert streaming or "(3 rows: 1, 2, 3)" in caplog.text
+
+
+def test_all_kinds_of_broken_rows_are_told_at_once(write_rows, build):
+    broken = [[*CHAT[:1], CHAT[1] | {"content": None}], [CHAT[0] | {"role": "human"}, CHAT[1]], CHAT[:1]]
+    source = write_rows([{"messages": messages} for messages in (CHAT, *broken, broken[0])])
+    with pytest.raises(AssetError) as caught:
+        build("sft", source)
+    first, second, third = caught.value.message.splitlines()
+    assert first.startswith("Row 2 of") and first.endswith("(2 rows: 2, 5).")
+    assert "Row 3" in second and "'human'" in second and "Row 4" in third
+
+
+def test_rows_that_are_left_out_are_counted(write_rows, build, caplog):
+    rows = [{"text": text, "label": 0} for text in ("a", "", None, "b")]
+    assert len(build("seq-cls", write_rows(rows)).train) == 2
+    assert "2 of 4 rows of" in caplog.text
+
+
+OF_PARTS = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ PART }}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@STREAMED
+@pytest.mark.parametrize("written", [None, "part", "part | tojson", "part.text ~ part", "part.text | upper"])
+def test_parts_that_a_template_does_not_read_are_refused(write_rows, build, streaming, written):
+    whole = [CHAT[0], CHAT[1] | {"content": "Four."}]
+    parts = [CHAT[0] | {"content": [{"type": "text", "text": "2 + two?"}]}, whole[1]]
+    source = write_rows([{"messages": whole}, {"messages": parts}])
+    tokenizer = None if written is None else chat_tokenizer(OF_PARTS.replace("PART", written))
+    with pytest.raises(
+        AssetError, match="Row 2 of .* has a list as a message's 'content' in 'messages', not"
+    ):
+        list(build("sft", source, tokenizer=tokenizer, streaming=streaming).train)
+
+
+@STREAMED
+def test_parts_that_a_template_reads_are_trained(write_rows, build, streaming, caplog):
+    asked = [{"type": "text", "text": " 2 + "}, {"type": "text", "text": "2?"}]
+    talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Four."}]
+    source = write_rows([{"messages": talk}] * 2)
+    tokenizer = chat_tokenizer(OF_PARTS.replace("PART", "part.text | trim"))
+    assert len(list(build("sft", source, tokenizer=tokenizer, streaming=streaming).train)) == 2
+    assert not caplog.text
+
+
+def test_content_in_the_quotes_of_json_is_kept(write_rows, build, caplog):
+    source = write_rows([{"messages": [CHAT[0] | {"content": 'Say "é"\n'}, CHAT[1]]}])
+    build(
+        "sft", source, tokenizer=chat_tokenizer("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
+    )
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("role", ["user", "alice"])
+def test_roles_are_known_by_any_of_several_templates(write_rows, build, role):
+    source, tokenizer = write_rows([{"messages": [CHAT[0] | {"role": role}, CHAT[1]]}]), chat_tokenizer()
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ 'alice' }}"}
+    assert len(build("sft", source, tokenizer=tokenizer).train) == 1
+
+
 @STREAMED
 def test_the_form_of_a_conversation_does_not_matter(write_rows, build, streaming, tmp_path):
     message = {"role": Value("large_string"), "content": Value("large_string")}
@@ -154,7 +243,10 @@ def test_the_form_of_a_conversation_does_not_matter(write_rows, build, streaming
     [
         ({"prompt": "a", "completion": "b"}, "'messages' is List.* in the one and missing in the other"),
         ({"messages": CHAT, "tools": "[]"}, "'tools' is missing in the one and Value.*string"),
-        ({"messages": [CHAT[0] | {"weight": 1}]}, "'messages' is List.* in the one and List.*weight"),
+        (
+            {"messages": [one | {"weight": 1} for one in CHAT]},
+            "'messages' is List.* in the one and List.*weight",
+        ),
     ],
 )
 def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, message, streaming):

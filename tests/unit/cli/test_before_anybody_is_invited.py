@@ -16,7 +16,7 @@ import torch
 from transformers import trainer_optimizer
 
 from tests.kit.fakes import FakeNode
-from tests.kit.recipes import write_tiny
+from tests.kit.recipes import tiny_llama, write_tiny
 from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli import swarm
 from trahiv_cli.optim.history import History
@@ -43,6 +43,7 @@ def require_error(said, code, message, hint):
     assert re.search(message, error["message"]) and re.search(hint, error["hint"]), error
 
 
+MISFIT = tiny_llama(num_key_value_heads=3)
 SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
 
 
@@ -52,6 +53,7 @@ SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
         (SHORT, "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size"),
         ({"training__optim": "paged_adamw_8bit"}, "a package that is not installed", "pip .*bitsandbytes"),
         ({"training__fp16": True}, "float16 .* needs a GPU, and this machine has none", "fp16=false"),
+        ({"model__config": MISFIT}, "batch could not be trained in the rehearsal", "`model`"),
         ({"training__report_to": ["kubeflow"]}, "'kubeflow' .* is not installed here, or not set up", "pip"),
     ],
 )

@@ -39,6 +39,9 @@ DATA, COLUMNS = "data.datasets.0.path", "data.datasets.0.columns"
 BROKEN = [
     ("clm", {"text": "a"}, "clm.max_length=4096", "4096 tokens do not fit .* context of 64", "at most 64"),
     ("clm", {"text": "a"}, "model.config.model_type=lama", "knows no `model_type` 'lama'", "'llama'"),
+    ("clm", {"text": "a"}, "model.config.hidden_act=swiglu", "knows no 'swiglu' here", "did you mean 'silu'"),
+    ("clm", {"text": "a"}, "model.config.dtype=bf16", "knows no 'bf16' here", "bfloat16"),
+    ("clm", {"text": "a"}, "model.config.rope_scaling={rope_type: yarm}", "knows no 'yarm' here", "'yarn'"),
     ("clm", {"body": "a"}, "", "no column 'text'; it has body", "Set `clm.dataset_text_field`"),
     ("clm", {"text": 5}, "", "holds int, not text", "one of text"),
     ("clm", [], "", "is empty", "Check its files"),
@@ -58,6 +61,13 @@ BROKEN = [
     ("seq-cls", {"text": "a", "labels": 1}, "", "no column 'label'", "dataset_label_field` to 'labels'"),
     ("seq-cls", [{"text": "a", "label": 1}, {"text": "a"}], "", "Row 2 .* has no label", "mend the row"),
     ("seq-cls", [{"text": "a", "label": 2}], "", "Row 1 .* the label 2, .* 2 classes", "mend the row"),
+    ("seq-cls", [{"text": "a", "label": True}], "", "Row 1 .* the label true, .* classes", "mend the row"),
+    ("clm", [{"data": [{"text": "a"}], "n": 1}], "", "is one object, .*: its rows are in data", "jq -c"),
+    ("clm", [{str(n): {"text": "a"} for n in range(99)}], "", "one object, .* in 0, 1, .*, 9, [.]{3}", "jq"),
+    ("clm", [{"text": ["a"], "n": [1]}], "", "one object, .* its rows are in text, n", "one a line"),
+    ("clm", [{str(n): 1 for n in range(99)}] * 2, "", r"it has (\d, ){10}\.\.\.", "dataset_text_field"),
+    ("sft", [{"messages": TALK}] * 8 + [{"messages": TALK[:1]}], "", "Row 9 .* no message of the as", "Fix"),
+    ("sft", [{"messages": [{**TALK[0], "content": ["Hi"]}, TALK[1]]}], "", "Row 1 .* has a list as", "Fix"),
 ]
 
 
@@ -72,6 +82,34 @@ def test_check_and_init_say_what_is_wrong(write, events, here, task, row, settin
         assert re.search(message, event["message"]) and re.search(hint, event["hint"]), event
         assert event["file"] == (f"--set {setting}" if path != DATA else "tiny.yaml")
     assert set(here.iterdir()) == before
+
+
+def test_every_kind_of_broken_row_is_an_error(write, events):
+    broken = [TALK[0], {"role": "assistant", "value": "Yes."}], TALK[:1]
+    file = write("sft", [{"messages": messages} for messages in (TALK, *broken, TALK, *broken)])
+    code, told = events("check", file)
+    assert code == 2 and [event["message"][:5] for event in told] == ["Row 2", "Row 3"]
+    assert all(re.search(r"\(2 rows: \d, \d\)", event["message"]) for event in told)
+
+
+def test_doubtful_rows_are_a_warning(write, events):
+    rows = [TALK, [TALK[0], {**TALK[1], "content": ""}], TALK[::-1]]
+    code, told = events("check", write("sft", [{"messages": messages} for messages in rows]))
+    assert (code, [event["event"] for event in told]) == (0, ["warning", "warning", "checked"])
+    assert "Row 2 of" in told[0]["message"] and "Row 3 of" in told[1]["message"]
+    parts = [{"type": "text", "text": "Hi."}]
+    for message, said in (({"role": "human"}, "unknown role 'human'"), ({"content": parts}, "a list as a")):
+        code, (warning, _) = events("check", write("sft", [{"messages": [TALK[0] | message, TALK[1]]}]))
+        assert code == 0 and said in warning["message"]
+    code, (warning, _) = events("check", write("clm", [{"text": "a"}, {"text": ""}]))
+    assert code == 0 and "rows.jsonl' has no 'text' and is left out" in warning["message"]
+
+
+def test_one_budget_bounds_what_is_read_of_a_dataset(write, events, here):
+    file = write("clm", [{"text": "a" * 2**25}], data={"datasets": [{"path": "*.jsonl"}]})
+    for content, code in ((b"{\n", 0), ("{\n".encode("utf-16"), 2)):
+        (here / "s.jsonl").write_bytes(content)
+        assert events("check", file)[0] == code
 
 
 def test_a_row_that_may_not_be_trained_on_is_not_judged(write, events):

@@ -1,5 +1,6 @@
 """`init --dry-run` and `check --deep`: what a run will cost, said before it starts."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -78,6 +79,17 @@ def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
         peft={"r": 4},
         training__optim="paged_adamw_8bit",
     )
+
+
+def test_a_deep_check_tells_each_doubt_once(nothing_starts, here, events):
+    rows = [{"prompt": "a", "completion": "b" * (n != 1)} for n in range(8)]
+    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"datasets": [{"path": "rows.jsonl"}]}
+    code, told = events(
+        "check", write_tiny(here, task="sft", clm=None, sft={"max_length": 32}, data=data), "--deep"
+    )
+    doubts = [event["message"] for event in told if "has an empty 'completion'" in event.get("message", "")]
+    assert code == 0 and len(doubts) == 1
 
 
 def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahiv, monkeypatch):

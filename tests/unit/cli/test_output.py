@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -71,3 +73,10 @@ def test_a_terminal_without_room_gets_plain_lines(monkeypatch, tmp_path, lacking
     assert f"trahiv join --peer {INVITATION}" in lines
     assert "checkpoint: run-1/checkpoints/step-2" in lines
     assert lines[-2:] == ["done at step 2 (signal): run-1/final", "to go on: trahiv init r"]
+
+
+def test_libraries_find_no_package_of_hub_kernels(tmp_path):
+    (tmp_path / "kernels.py").touch()
+    code = "from trahiv_cli.cli.output import quiet_libraries; quiet_libraries(); import kernels"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert "ModuleNotFoundError: import of kernels halted" in ran.stderr

@@ -10,11 +10,21 @@ import pytest
 from hivemind.p2p import PeerID
 
 from tests.kit.recipes import write_tiny
-from trahiv_cli.cli.restarting import RESTARTS_VARIABLE, restart, restarts, seconds_spent
+from trahiv_cli.cli.restarting import (
+    RESTARTS_VARIABLE,
+    SPENT_VARIABLE,
+    restart,
+    restarts,
+    seconds_spent,
+    spent_before,
+)
+from trahiv_cli.cli.swarm import live
 from trahiv_cli.errors import PeerBroken, Unreachable
 from trahiv_cli.swarm import owning
 from trahiv_cli.swarm.invitation import INVITATION_FILE, Invitation, find_standing, keep_invitation
 from trahiv_cli.swarm.roll import write_down
+from trahiv_cli.train import peer as peer_module
+from trahiv_cli.train.leaving import Budget
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +88,27 @@ def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes
     with pytest.raises(PeerBroken, match="The DHT's process has ended. This peer had started again 3 times"):
         restart("trahiv init", failure)
     assert len(begun) == 1
+
+
+@pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "paused"])
+def test_a_restart_carries_what_was_spent(monkeypatch, is_broken):
+    def run_peer(recipe, text, options, events, leaving):
+        leaving.spent = Budget(7.0, 40, 3)
+        if is_broken:
+            raise PeerBroken("A worker process of the data loader was killed.")
+        return peer_module.Ended("pause")
+
+    def execv(*_):
+        raise SystemExit
+
+    monkeypatch.setattr(peer_module, "run_peer", run_peer)
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setenv(RESTARTS_VARIABLE, "")
+    monkeypatch.setenv(SPENT_VARIABLE, "100 5")
+    with pytest.raises(SystemExit):
+        live(object(), "", peer_module.PeerOptions(resume="trahiv init"))
+    assert spent_before() == (140, 8)
 
 
 def test_the_time_before_a_restart_counts_towards_a_budget(monkeypatch):

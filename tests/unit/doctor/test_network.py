@@ -48,11 +48,19 @@ def address(port):
 
 
 def test_a_port_that_is_taken_is_bad(listening):
-    taken = examine_ports([f"/ip4/127.0.0.1/tcp/{listening}"])
+    taken = examine_ports(DhtSection(host_maddrs=[f"/ip4/127.0.0.1/tcp/{listening}"]))
     assert taken.verdict == "bad" and f"port {listening} is already in use" in taken.found
     assert "--host-maddr" in taken.fix
     free = "/ip4/127.0.0.1/tcp/0"
-    assert examine_ports([free]) == Check("ports", "fine", f"{free} can be listened on")
+    fine = examine_ports(DhtSection(host_maddrs=[free]))
+    assert fine == Check("ports", "fine", f"{free} can be listened on.")
+    noted = examine_ports(DhtSection(host_maddrs=["/ip4/127.0.0.1/udp/0/quic"] * 2))
+    assert noted.verdict == "fine" and ". /ip4" in noted.found and ".." not in noted.found
+
+
+def test_an_address_that_can_t_be_announced_is_bad():
+    section = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=["/ip4/203.0.113.7"])
+    assert examine_ports(section).verdict == "bad"
 
 
 def test_one_member_that_answers_is_enough(listening):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 import tarfile
 
 import pytest
@@ -72,18 +73,60 @@ def test_it_has_what_tells_of_a_run_and_no_secret_and_no_path_of_home(run, tmp_p
             "trahiv join --peer trahiv1:abcdefghijklmnop\n  # qrstuvwxyz0123456789\nname: x\n",
             "trahiv1:...\nname: x",
         ),
-        ("--on-event 'curl https://hooks/T/B/S' --yes", "--on-event (left out) --yes"),
+        ("--on-event 'curl https://hooks/T/B/S' --yes", "--on-event (left out)"),
         ('{"resume": "trahiv init x --on-event ./tell", "step": 1}', '--on-event (left out)", "step": 1}'),
         ("https://ann:pw@host/x?X-Amz-Signature=abc&y=1", "https://host/x?(left out)"),
         (
             'api_key=abc "token": "xyz", tokens: 12, pad_token: <pad>',
             'api_key=(left out) "token": "(left out)"',
         ),
+        ("HF_TOKEN=abc WANDB_API_KEY: abc\n", "HF_TOKEN=(left out) WANDB_API_KEY: (left out)"),
+        ("hf_token: abc, hub_token='abc'", "hf_token: (left out), hub_token='(left out)'"),
+        ("authorization: Basic YW5uOnB3 x", "authorization: Basic (left out) x"),
+        ('{"Authorization": "token abcdefg"}', '"token (left out)"}'),
+        ("basic accuracy: 3", "basic accuracy: 3"),
+        ("curl -H 'authorization: bearer abcdef.g' x", "bearer (left out)' x"),
+        ("proxy http://ann:p@ss@host:3128/ failed", "proxy http://host:3128/ failed"),
+        ("https://hooks.slack.com/services/T/B/S x", "https://hooks.slack.com/(left out) x"),
+        ("https://discord.com/api/webhooks/1/S x", "https://discord.com/api/(left out) x"),
+        ("ghp_0123456789abc xoxb-0123456789 hf_a0123456789", "(left out) (left out) (left out)"),
     ],
 )
 def test_what_looks_like_a_secret_is_left_out_and_nothing_else(text, left):
     assert left in cleaned(text, [])
     assert "tokens: 12, pad_token: <pad>" in cleaned(text, []) or "pad_token" not in text
+
+
+COMMANDS = [
+    "curl --data @- https://host/1/S3CRET",
+    "curl -d 'it is' -H \"X: S3CRET\" --next https://host/S3CRET",
+    """sh -c 'a '"'"'S3CRET "b" S3CRET'"'"' --x'""",
+    "curl \\\n  --url S3CRET\n --x S3CRET",
+    'curl {S3CRET}, [\\"S3CRET\\"] é',
+    r"curl -H \'X: S3CRET\' https://host/S3CRET",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("is_one_word", [False, True])
+def test_no_quoting_lets_a_command_s_secret_out(command, is_one_word):
+    words = [f"--on-event={command}"] if is_one_word else ["--on-event", command]
+    words = ["trahiv", "init", "x", *words, "--yes", *words, "--name", "it's me"]
+    resume = shlex.join(words)
+    event = json.dumps({"event": "done", "resume": resume, "step": 1})
+    left = cleaned(f"{event}\n", [])
+    told = json.loads(left)
+    assert told["resume"].replace("'", "") == "trahiv init x --on-event (left out)" and told["step"] == 1
+    logged = f"Command {words!r} failed:\n{resume}\nTraceback"
+    for text in (left, cleaned(f"{event[:-30]}\n{event}\n", []), cleaned(logged, [])):
+        assert "S3CRET" not in text and "curl" not in text and "--on-event" in text
+
+
+def test_a_secret_of_the_environment_is_found_in_json():
+    assert (
+        cleaned(json.dumps({"message": 'my "secret" word'}), ['my "secret" word'])
+        == '{"message": "(left out)"}'
+    )
 
 
 def test_a_home_is_found_however_it_is_written(monkeypatch, tmp_path):

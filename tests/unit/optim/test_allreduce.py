@@ -36,8 +36,19 @@ def tensors_of(name):
 MEANS = [sum(WEIGHTS[name] * tensors_of(name)[index] for name in "ABC") / 4 for index in range(2)]
 
 
-def exchange(there="ABC", codec="none", tamper=None, group="ABC", **options):
+def exchange(
+    there="ABC",
+    codec="none",
+    tamper=None,
+    group="ABC",
+    buffers=None,
+    weights=WEIGHTS,
+    robust=False,
+    **options,
+):
     """Hold one exchange of a group, of which some are there; `tamper` changes what C returns.
+
+    `buffers` are a tensor of each, by name.
 
     Returns:
         Of each that is there its averages, or the exception that ended it; its runner.
@@ -55,14 +66,15 @@ def exchange(there="ABC", codec="none", tamper=None, group="ABC", **options):
     async def average(name):
         p2p = network.p2p_of(PEERS[name])
         runner = ExactAllReduce(
-            claims={PEERS[one].to_base58(): Claim(weight=WEIGHTS[one], norm=norms[one]) for one in group},
+            claims={PEERS[one].to_base58(): Claim(4, weights[one], norms[one]) for one in group},
             left_out={},
-            robust=False,
+            robust=robust,
             p2p=p2p,
             servicer_type=ExactAllReduce,
             prefix="run",
             group_id=b"group",
-            tensors=tensors_of(name),
+            tensors=[*tensors_of(name), *([buffers[name]] if buffers else [])],
+            first_buffer=2,
             ordered_peer_ids=tuple(PEERS[one] for one in group),
             compression=CODECS[codec](),
             reducer_timeout=2 * LIMIT_S,
@@ -103,6 +115,27 @@ def test_all_members_hold_the_same_bits_which_are_the_mean_and_what_was_lost_mak
         torch.testing.assert_close(average + lost, mean, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["none", "float16", "blockwise4"])
+def test_buffers_travel_verbatim_and_count_in_no_norm(name):
+    buffers = {one: torch.tensor([ord(one) * 1e6, 0.1, 1 / 3]) for one in "ABC"}
+    for averages, _ in (ends := exchange(codec=name, buffers=buffers)).values():
+        assert len(averages) == 3 and all(map(torch.equal, averages, ends["A"][0]))
+        assert averages[2].tolist() == [66e6, *buffers["A"][1:].tolist()], "equal values keep their bits"
+    torch.testing.assert_close(ends["A"][0][0], exchange(codec=name)["A"][0][0])
+
+
+@pytest.mark.parametrize("robust", [False, True])
+@pytest.mark.parametrize("name", CODECS)
+def test_members_without_trained_tokens_average_to_zero(name, robust):
+    for averages, runner in exchange(codec=name, weights=dict.fromkeys("ABC", 0.0), robust=robust).values():
+        assert runner.failure is None and not any(average.any() for average in averages)
+
+
+def test_the_only_member_with_trained_tokens_decides_the_average():
+    for averages, _ in exchange(weights={"A": 0.0, "B": 1.0, "C": 0.0}).values():
+        assert all(map(torch.equal, averages, tensors_of("B")))
+
+
 def damaged(number, message):
     message.tensor_part.buffer = bytes(len(message.tensor_part.buffer))
     return [message]
@@ -139,6 +172,16 @@ def test_an_average_that_nobody_can_use_fails_the_round_and_its_reducer_is_named
     assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), is_sure)
 
 
+def test_a_too_large_average_of_buffers_fails_the_round():
+    def lie(number, message):
+        is_of_buffers = tuple(message.tensor_part.size) == (3,)
+        return filled(1e30)(number, message) if is_of_buffers else [message]
+
+    buffers = dict.fromkeys("AC", torch.ones(3))
+    failure, runner = exchange("AC", group="AC", tamper=lie, buffers=buffers)["A"]
+    assert "buffers that are too large" in str(failure) and runner.blamed == PEERS["C"].to_base58()
+
+
 def test_a_member_that_is_not_there_fails_the_round_for_all_and_is_named():
     for failure, runner in exchange("AB", sender_timeout=0.2).values():
         assert str(failure) == f"peer {PEERS['C']} can't be reached"
@@ -149,12 +192,18 @@ def claims(*norms):
     return {f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}
 
 
-def reduce(parts, claimed, left_out=(), robust=False):
-    """Give a reducer `parts[sender][index]`, numbers; return its averages (or errors) and its notes."""
+def reduce(parts, claimed, left_out=(), robust=False, num_buffers=0):
+    """Give a reducer `parts[sender][index]`, numbers; return its averages (or errors) and its notes.
+
+    The last `num_buffers` parts are of buffers.
+    """
 
     async def scene():
         shapes = [torch.Size()] * len(parts[0])
-        reducer = SoundReducer(shapes, list(claimed), claimed, left_out, robust=robust)
+        gradients = len(shapes) - num_buffers
+        reducer = SoundReducer(
+            shapes, list(claimed), claimed, left_out, robust=robust, num_gradients=gradients
+        )
         averages = []
         for index, given in enumerate(zip(*parts, strict=True)):
             tensors = (None if part is None else torch.tensor(part) for part in given)
@@ -194,6 +243,27 @@ def test_senders_count_by_their_weight_as_long_as_they_keep_their_word(parts, cl
     assert noted.keys() == notes.keys() and all(words in noted[peer] for peer, words in notes.items())
 
 
+def test_a_sender_of_unusable_buffers_does_not_count():
+    for bad in (NAN, math.inf, 1e30):
+        averages, notes = reduce([[1.0, 4.0], [3.0, bad]], claims(2.0, 4.0), num_buffers=1)
+        assert averages == [2.0, 4.0] and notes == {"p1": "its parts are not finite"}
+
+
+def test_buffers_have_a_weighted_mean_or_a_median():
+    parts, claimed = [[0.0, 1e9], [4.0, 1.0], [9.0, 3.0]], CLAIMS | {"p2": Claim(weight=4.0, norm=9.0)}
+    averages, notes = reduce(parts, claimed, num_buffers=1)
+    assert averages == pytest.approx([6.0, (1e9 + 3 * 1 + 4 * 3) / 8]) and notes == {}
+    assert reduce(parts, claimed, robust=True, num_buffers=1)[0][1] == 3.0
+
+
+def test_no_mean_of_buffers_is_below_the_lowest():
+    chance = torch.Generator().manual_seed(0)
+    values = torch.rand(3, 1000, generator=chance) * torch.tensor([[1e-9], [1e9], [1.0]])
+    parts = [one.tolist() for one in values]
+    averages, _ = reduce(parts, claims(0.0, 0.0, 0.0), num_buffers=1000)
+    assert (torch.tensor(averages) >= values.amin(dim=0)).all()
+
+
 def test_those_who_are_left_out_do_not_count_and_somebody_must():
     parts, claimed = [[1.0], [3.0], [1e6]], claims(1.0, 3.0, 1e6)
     for robust in (False, True):  # a robust mean is of more than two
@@ -204,9 +274,22 @@ def test_those_who_are_left_out_do_not_count_and_somebody_must():
         assert isinstance(error, AllreduceException) and "nobody's contribution" in str(error)
 
 
+def test_round_without_samples_is_not_averaged():
+    [error], _ = reduce([[0.0], [0.0]], {name: Claim(samples=0, weight=0.0) for name in ("p0", "p1")})
+    assert isinstance(error, AllreduceException)
+
+
+def test_damaged_contribution_does_not_make_a_round_empty():
+    claimed = {"p0": Claim(samples=4, weight=0.0), "p1": Claim(samples=4, weight=2.0, norm=1.0)}
+    [error], notes = reduce([[0.0], [NAN]], claimed)
+    assert isinstance(error, AllreduceException) and "p1" in notes
+
+
 def test_a_sender_that_fails_half_way_or_sends_too_much_fails_what_is_not_averaged_yet():
     async def scene(end, words):
-        reducer = SoundReducer([torch.Size()] * 2, ["p0", "p1"], claims(2.0, 2.0), {}, robust=False)
+        reducer = SoundReducer(
+            [torch.Size()] * 2, ["p0", "p1"], claims(2.0, 2.0), {}, robust=False, num_gradients=2
+        )
         first = await asyncio.gather(*(reducer.accumulate_part(one, 0, torch.ones(())) for one in (0, 1)))
         waiting = asyncio.create_task(reducer.accumulate_part(0, 1, torch.ones(())))
         await asyncio.sleep(0)

@@ -13,6 +13,7 @@ from trahiv_cli.optim.auto import (
     START_CODEC,
     Adaptation,
     Measured,
+    idle_members,
     usual_rate,
 )
 from trahiv_cli.optim.pace import Pace, divide
@@ -66,6 +67,34 @@ def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, sta
         pace = after(pace, mbit, mbit)
     assert (pace.mode, pace.codec, pace.keeps_codec) == (mode, codec, start.keeps_codec)
     assert after(pace, mbit, mbit) == pace, "and stays there"
+
+
+SLOW = Measured(samples_per_second=0.02)  # and without samples: it can't keep up
+
+
+@pytest.mark.parametrize(
+    ("speeds", "samples", "is_local"),
+    [([5.0, 5.0], [50, 50, 0], True), ([4.0, 3.0, 3.0], [40, 30, 30, 0], False)],
+    ids=["one of three", "one of four"],
+)
+def test_peers_that_cannot_keep_up_call_for_local_steps(speeds, samples, is_local):
+    fast = [link(100, samples_per_second=speed, num_peers=3) for speed in speeds]
+    pace, _ = chosen(*fast, SLOW, samples=samples)
+    assert pace.has_local_steps is is_local
+    assert not is_local or pace.steps_per_round * 10.0 >= 2 / SLOW.samples_per_second, "a step takes 10 s"
+
+
+def test_member_that_only_downloaded_is_not_slow():
+    rates = {"A": 5.0, "B": 5.0, "C": 4.0, "D": 0.5}
+    measured = {peer: Measured(samples_per_second=rate) for peer, rate in rates.items()}
+    samples = {"A": 50, "B": 50, "C": 0, "D": 0}
+    assert idle_members(Outcome(samples, tuple(rates), {}, {}, proof=b"", measured=measured)) == {"D"}
+
+
+def test_peer_without_own_steps_does_not_lengthen_rounds():
+    pace = Pace("streaming", "uniform8", local_steps=10)
+    fast = [link(100, pace, num_peers=3)] * 2
+    assert chosen(*fast, SLOW, present=pace, samples=[150, 150, 0])[0].local_steps == 10
 
 
 def test_two_on_one_desk_or_with_steps_of_minutes_wait_for_each_other():

@@ -1,10 +1,12 @@
 """A peer goes through rounds that it missed; else it asks others for the state, and whether to believe it."""
 
 import concurrent.futures
+import threading
 from types import SimpleNamespace
 
 import pytest
 
+from tests.kit.commands import wait_until
 from tests.kit.stepping import Positions, Tracker, after, commits, of_one_weight, report
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import catch_up as catching_up
@@ -76,9 +78,22 @@ def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch)
     assert waits.gather(2, 10.0) and not waits.gather(3, 0.05)
     assert [event["what"] for event in peer.told] == ["3 peers to be there (peers here: 2)"]
     waits.wait_for(["QmB"], 60.0)
-    waits.wait_for_stragglers(60.0)
+    waits.wait_for_stragglers(60.0, 60.0)
     peer.leaves = True
     waits.wait_for(["QmC"], 60.0)
+
+
+@pytest.mark.parametrize(("fetches_until_s", "stays_s"), [(0, 60), (400, 480), (10**6, 3600)])
+def test_a_finished_peer_stays_for_a_download(passing, fetches_until_s, stays_s):
+    peer, _ = of_one_weight(Tracker([report("QmB", History())]))
+    peer.position.enter(after(3))
+    began = passing.now
+    peer.tracker.refresh = lambda: began + fetches_until_s > passing.now and peer.parts.interest.note()
+    peer.parts.interest = SimpleNamespace(note=lambda: noted.append(passing.now))
+    noted = [began - 1000.0]
+    peer.parts.interest.was_there_since = lambda when: noted[-1] >= when
+    peer.catch_up.wait_for_stragglers(60.0, 3600.0)
+    assert passing.now - began == pytest.approx(stays_s, abs=61.0)
 
 
 AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
@@ -137,6 +152,28 @@ def test_the_furthest_are_asked_first_and_none_who_can_not_help():
         assert peer.catch_up.load()
     assert all(set(donors[:3]) == set("BCD") and donors[3:] == ["A"] for donors in peer.donors)
     assert {donors[0] for donors in peer.donors} == set("BCD"), "not all joiners ask the same one"
+
+
+def test_a_state_that_comes_after_a_wish_to_leave_is_not_wanted():
+    begun, came = threading.Event(), threading.Event()
+    peer, _ = of_one_weight(Reports(peers("A", AHEAD)))
+    answers = []
+
+    def load(*, is_wanted, **_):
+        begun.set()
+        came.wait(10)
+        answers.append(is_wanted())
+        return False
+
+    peer.state.load_state_from_peers = load
+    loading = threading.Thread(target=peer.catch_up.load)
+    loading.start()
+    begun.wait(10)
+    peer.leaves = True
+    loading.join(10)
+    assert not loading.is_alive(), "it does not wait for the state"
+    came.set()
+    wait_until(lambda: answers == [False], 10)
 
 
 @pytest.mark.parametrize("fails", [lambda report: False, broken], ids=["nobody gives it", "it is of no use"])

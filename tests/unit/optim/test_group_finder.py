@@ -188,6 +188,35 @@ async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(pat
 
 
 @in_a_loop
+async def test_newer_view_is_left_out_of_one_group_only():
+    peers = await swarm(4)
+    peers[2].know(peers, quorum=6)  # it knows of two more than the others do
+    group, newer = (peers[0], peers[1], peers[3]), peers[2].look(SHORT_S)
+    await require(group, *look(group))
+    await require(None, newer)
+    for peer in peers:
+        peer.know(peers, suffix=b"next")
+    await require(peers, *look(peers))
+
+
+@in_a_loop
+async def test_leader_that_only_accepts_is_waited_for_once():
+    peers = await swarm(3, SHORT_S)
+
+    async def is_silent(request, context):
+        yield group_finder.MESSAGE(code=averaging_pb2.ACCEPTED)
+        await asyncio.sleep(LIMIT_S)
+
+    peers[0].rpc_join_group = is_silent
+    others, took = peers[1:], []
+    for _ in range(2):
+        began = asyncio.get_running_loop().time()
+        await require(others, *look(others))
+        took.append(asyncio.get_running_loop().time() - began)
+    assert took[0] >= SHORT_S and took[1] < 0.1 * SHORT_S
+
+
+@in_a_loop
 async def test_peers_at_different_steps_never_meet():
     peers = await swarm(4, SHORT_S)
     for peer, step in zip(peers, (b"1", b"2", b"1", b"3"), strict=True):

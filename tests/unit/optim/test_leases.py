@@ -145,6 +145,32 @@ def test_nothing_is_trained_that_nobody_knows_of_and_the_reason_is_said(board, m
     assert mending.take(1) == [0], "who waits may mend the DHT"
 
 
+def test_positions_of_before_a_restart_are_leased_again(board):
+    before = Peer(board)
+    trained = Spans.of_positions(before.take(40))
+    del board.reports["A"]
+    again, other = Peer(board), Peer(board, "B")
+    work = Work()
+    work.resume(trained)
+    assert not work.first(40), "the data is not divided"
+    work.leases = again.leases
+    work.resume(trained)
+    assert work.first(40) == trained
+    taken = Spans.of_positions(again.take(FREE_LEASES))
+    assert trained - board.reports["A"] == Spans()
+    assert not taken & trained and not Spans.of_positions(other.take(40)) & (trained | taken)
+    board.ledger = board.ledger.extend([trained])
+    work.settle(40, trained)
+    assert not work.first(40) and not again.leases.held & trained
+
+
+def test_positions_in_many_pieces_leave_room_for_more(board):
+    again, pieces = Peer(board), Spans.of_positions(range(0, 200, 2))
+    again.leases.resume(pieces)
+    assert not Spans.of_positions(again.take(40)) & pieces.lowest(FREE_LEASES)
+    assert len(board.reports["A"].spans) <= MOST_LEASES
+
+
 def test_blocks_follow_the_pace(board):
     for per_second in (0.001, 1.0, 16.0):
         one = Peer(board, count=10**6, samples_per_second=lambda pace=per_second: pace)
@@ -213,7 +239,7 @@ def test_what_a_peer_worked_on_is_brought_with_the_last_positions_of_its_shards(
     assert work.figures(board.ledger) is None and work.unit == 1
     work.leases = one.leases
     work.announce(one.read(2))
-    work.count_announced()
+    work.count_announced(4)
     brought = work.aside(4)
     assert brought == Spans.of_positions([0, 1, SHARD - 1, SHARD, SHARD + 1, 2 * SHARD - 1])
     board.ledger = board.ledger.extend([brought])

@@ -3,6 +3,7 @@
 Numbers are powers of two, and the inner learning rate is 1: what is expected is exact.
 """
 
+import copy
 import math
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from tests.kit import stepping
 from tests.kit.stepping import sgd
 from trahiv_cli.optim import method as methods
 from trahiv_cli.optim.local_steps import OuterState
-from trahiv_cli.optim.method import NORM_VALUES
+from trahiv_cli.optim.method import NORM_VALUES, OwnSteps
 from trahiv_cli.optim.pace import Pace
 
 torch.set_num_threads(1)
@@ -24,6 +25,7 @@ DILOCO = Pace(mode="diloco", local_steps=4, outer_learning_rate=1.0, outer_momen
 STREAMING = Pace(mode="streaming", local_steps=4, fragments=2, outer_learning_rate=1.0, outer_momentum=0.0)
 """Two steps of the swarm for a round, which exchanges one of two fragments."""
 
+LAYOUTS = torch.contiguous_format, torch.channels_last
 SYNC, OVERLAP = Pace(), Pace(mode="overlap")
 ADAPTIVE = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
@@ -39,8 +41,9 @@ def of(*paces):
 class Peer(stepping.Peer):
     """A peer of two weights of two values, at 0, whose rounds a test begins and ends."""
 
-    def __init__(self, pace, *, norm=0.0, make=sgd, shape=(2,), **settings):
-        self.weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    def __init__(self, pace, *, norm=0.0, make=sgd, shape=(2,), layout=torch.preserve_format, **settings):
+        zeros = torch.zeros(shape)
+        self.weights = [torch.nn.Parameter(zeros.clone(memory_format=layout)) for _ in range(2)]
         super().__init__(self.weights, make, pace=pace, max_grad_norm=norm, **settings)
         self.method, self._goes_on = self.position.method, pace.is_background
 
@@ -70,15 +73,15 @@ class Peer(stepping.Peer):
         with self.gradients.get_tensors() as averages:
             return [averages[place].flatten()[0].item() for place in self.method.places]
 
-    def end_with(self, average, *, is_followed=False):
+    def end_with(self, average, *, is_followed=False, is_empty=False):
         """Commit a round with this average, of this peer's or of others."""
         with self.gradients.get_tensors() as averages:
             for place in self.method.places:
                 averages[place].copy_(torch.as_tensor(average))
         if is_followed:
-            self.method.follow()
+            self.method.follow(is_empty=is_empty)
         else:
-            self.method.apply()
+            self.method.apply(is_empty=is_empty)
 
 
 def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
@@ -106,6 +109,47 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
         peer.train()
         assert before - peer.values[0] == rates[step], f"{peer.tracker.samples} samples: after step {step}"
         before = peer.values[0]
+
+
+@of(SYNC, OVERLAP)
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_empty_round_leaves_weights_and_optimizer_alone(pace, is_followed):
+    peer = Peer(pace, make=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
+    peer.train()
+    peer.set_aside()
+    peer.end_with(1.0)
+    before = repr(peer.state.optimizer.state_dict()), peer.values
+    peer.train(gradient=0.0)
+    if not is_followed:
+        peer.set_aside()
+    peer.end_with(0.0, is_followed=is_followed, is_empty=True)
+    assert (repr(peer.state.optimizer.state_dict()), peer.values) == before
+    assert peer.samples == (0, 0) and peer.method.last_grad_norm is None
+
+
+@of(DILOCO, STREAMING)
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_empty_round_leaves_agreed_weights_and_momentum_alone(pace, is_followed):
+    peer = Peer(replace(pace, outer_momentum=0.5))
+    for _ in range(2):
+        peer.train()
+        peer.set_aside()
+        peer.end_with(1.0)
+    before = repr(peer.method.outer.momentum), peer.anchors, peer.values
+    if not is_followed:
+        peer.set_aside()
+    peer.end_with(0.0, is_followed=is_followed, is_empty=True)
+    assert (repr(peer.method.outer.momentum), peer.anchors, peer.values) == before
+    assert peer.method.outer.rounds == 3, "the next fragment is due"
+
+
+def test_own_step_without_a_trained_token_is_none():
+    peer = Peer(DILOCO, make=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
+    peer.train()
+    before = peer.values
+    peer.gradients.expect_batch(8, 0.0, lend=False)
+    peer.train(gradient=0.0)
+    assert peer.values == before and peer.samples == (16, 0)
 
 
 @of(DILOCO, STREAMING)
@@ -191,13 +235,13 @@ def test_own_steps_and_the_pace_outlive_a_restart(pace):
     peer = Peer(pace)
     peer.train(num_batches=2)
     other = Peer(pace)
-    other.method.resume(peer.method.own_steps)
-    assert other.set_aside()[1] == 16.0
-    other.method.resume([1.0] * 7)  # of other fragments
-    assert other.method.own_steps == peer.method.own_steps
+    assert other.method.resume(peer.method.own_steps)
+    assert other.set_aside() == peer.set_aside() == (16, 16.0)
+    assert not other.method.resume(OwnSteps((1.0,) * 7, 1)), "they are of other fragments"
+    assert other.method.own_steps == peer.method.own_steps, "also of a round that runs"
     other.method.take_back()
     other.method.set_pace(Pace("streaming", local_steps=4, fragments=1))
-    assert other.method.own_steps == [16.0]
+    assert other.method.own_steps == OwnSteps((16.0,), 16)
 
 
 def drawn(seed):
@@ -221,6 +265,26 @@ def test_outer_steps_of_fragments_are_those_of_torch_but_for_rounding():
         for ours, momentum in zip(outer.momentum, momenta, strict=True):
             torch.testing.assert_close(ours, momentum.expand_as(ours), rtol=1e-6, atol=1e-6)
     assert outer.rounds == 8
+
+
+@of(SYNC, OVERLAP, DILOCO, STREAMING)
+def test_the_layout_of_weights_in_memory_changes_nothing(pace):
+    average = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(1))
+    peers = [Peer(pace, shape=(2, 3, 2, 2), layout=layout) for layout in LAYOUTS]
+    brought = []
+    for peer in peers:
+        with torch.no_grad():
+            for weight in peer.weights:
+                weight.copy_(average * 3)
+        peer.train(samples=16)
+        assert peer.set_aside()
+        peer.method.load()
+        with peer.gradients.get_tensors() as averages:
+            brought += [averages[place].clone() for place in peer.method.places]
+        peer.end_with(average)
+    half = len(brought) // 2
+    assert all(map(torch.equal, brought[:half], brought[half:]))
+    assert all(map(torch.equal, *(peer.weights for peer in peers)))
 
 
 @pytest.mark.parametrize(("norm", "threads"), [(0.5, 1), (0.5, 3), (100.0, 1), (0.0, 1)])
@@ -272,6 +336,25 @@ def test_a_peer_that_follows_keeps_its_own_steps_until_the_run_is_over(pace):
     follower.method.take_back()
     follower.end_with(0.25, is_followed=True)
     assert follower.values == follower.anchors, "at the end all hold what is agreed on"
+
+
+@pytest.mark.parametrize("name", ADAPTIVE)
+def test_a_guess_that_fails_leaves_the_optimizer_whole(name, monkeypatch):
+    peer = Peer(OVERLAP, make=ADAPTIVE[name])
+    peer.train()
+    inner = peer.state.optimizer
+    step, before = inner.step, copy.deepcopy(inner.state_dict())
+
+    def runs_out():
+        step()
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(inner, "step", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        peer.set_aside()
+    torch.testing.assert_close(inner.state_dict(), before, rtol=0, atol=0)
+    assert [agreed.tolist() for agreed in peer.state.agreed] == [[0.0, 0.0]] * 2
+    assert not peer.state.lock_state.is_torn
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])

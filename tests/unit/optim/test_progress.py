@@ -15,7 +15,7 @@ from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.optim import progress
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.progress import FETCH_EVERY_S_A_PEER, SwarmTracker
+from trahiv_cli.optim.progress import REPORT_EVERY_S_A_PEER, SwarmTracker
 from trahiv_cli.optim.reports import PeerProgress, Report
 
 KEY, TARGET = "run_progress", 100
@@ -226,21 +226,23 @@ def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monk
     assert [peer.samples for peer in tracker.others] == [40], "a silent DHT leaves the old reports"
 
 
-def test_the_more_peers_there_are_the_less_often_are_their_reports_fetched(swarm, tracker):
+def test_more_peers_report_less_often(swarm, tracker):
     tracker.refresh()
     assert tracker.global_progress.next_fetch_time > get_dht_time() + 1.0, "a lone peer looks at leisure"
     swarm.report("B", samples=99, rate=50.0)
     tracker.refresh()
     assert tracker.global_progress.next_fetch_time <= get_dht_time() + 1.0
-    assert tracker.fetch_every_s == FETCH_EVERY_S_A_PEER * 2
+    assert tracker.fetch_every_s == progress.REPORT_EVERY_S
+    tracker.others = 63 * tracker.others[:1]
+    assert tracker.fetch_every_s == tracker._report_every_s() == REPORT_EVERY_S_A_PEER * 64
     tracker.others = 1000 * tracker.others[:1]
-    assert tracker.fetch_every_s == tracker.metadata_expiration, "once in a report's life"
+    assert tracker.fetch_every_s == tracker.metadata_expiration / 2, "twice in a report's life"
 
 
 def test_where_reports_are_fetched_rarely_others_count_as_having_trained_on(swarm, tracker, monkeypatch):
     now = time.time()
     monkeypatch.setattr(progress, "swarm_time", lambda: now)
-    monkeypatch.setattr(progress, "FETCH_EVERY_S_A_PEER", progress.GUESSED_FROM_S)
+    monkeypatch.setattr(progress, "REPORT_EVERY_S_A_PEER", progress.GUESSED_FROM_S)
     swarm.move_to(after(1, samples=10**4))
     tracker.doubts.commit(1, dict.fromkeys((A, B, C, D), 500), TARGET)
     for name in "BCD":

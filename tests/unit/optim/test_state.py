@@ -1,7 +1,6 @@
 """What is given to joiners, and what they adopt of it: all, or nothing."""
 
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as module
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.codecs import EightBitStatistics, read_tensor
+from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.snapshot import views_of
 
 torch.set_num_threads(1)
@@ -28,7 +28,8 @@ def everything(averager):
     """What was committed, all tensors, and the learning rate."""
     [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
     assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
-    tensors = [one.tolist() for one in (*averager.main_parameters, *averager.extra_tensors, *held.values())]
+    buffers = averager.buffers.live.values()
+    tensors = [one.tolist() for one in (*averager.main_parameters, *buffers, *held.values())]
     return averager.history, averager.local_epoch, tensors, group["lr"]
 
 
@@ -101,10 +102,34 @@ BROKEN = {  # what is small: simulation/test_states_of_a_liar.py
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
     joiner, (metadata, tensors) = giving_averager(History()), state_of(giving_averager(AHEAD))
-    joiner.set_pace, before = partial(setattr, joiner, "pace"), everything(joiner)
+    before, joiner.set_pace = everything(joiner), lambda _: pytest.fail("its pace was taken over")
     with pytest.raises(RoundFailed):
         download(joiner, BROKEN[broken](metadata | {"pace": Pace("overlap").to_wire()}, tensors))
-    assert everything(joiner) == before and joiner.pace == DEFAULT_PACE
+    assert everything(joiner) == before
+
+
+@pytest.mark.parametrize("refusal", ["not believed", "not wanted"])
+def test_a_refused_state_of_another_pace_changes_nothing(download, refusal):
+    joiner = giving_averager(History(), has_local_steps=True)
+    before, outer = everything(joiner), joiner.outer
+    joiner.set_pace = lambda _: pytest.fail("its pace was taken over")
+    joiner.is_believed = lambda *_: refusal != "not believed"
+    state = state_of(giving_averager(AHEAD, fill=2.0))
+    assert download(joiner, state, is_wanted=lambda: refusal != "not wanted") is False
+    assert everything(joiner) == before and joiner.outer is outer and outer.anchor[0].tolist() == [1.0] * 3
+
+
+def test_a_state_that_grows_until_it_is_locked_is_whole():
+    donor, grown = giving_averager(AHEAD), giving_averager(AHEAD, has_local_steps=True)
+
+    class Changing(StateLock):
+        def __enter__(self):
+            super().__enter__()
+            donor.outer, donor.agreed, donor.pace = grown.outer, grown.agreed, grown.pace
+
+    donor.lock_state = Changing()
+    metadata, tensors = state_of(donor)
+    assert len(tensors) == len(state_of(grown)[1]) and metadata["outer_rounds"] == 0
 
 
 def test_a_state_of_fewer_samples_is_not_adopted_however_many_steps_it_has(download):

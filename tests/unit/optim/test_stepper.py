@@ -65,6 +65,16 @@ def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
     assert other.history.digest != peer.history.digest, "two that step alone have different histories"
 
 
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_lone_step_without_trained_tokens_changes_no_weight(mode):
+    weight = torch.nn.Parameter(torch.ones(2))
+    peer = Peer([weight], partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), pace=Pace(mode=mode))
+    for step in range(1, 4):
+        peer.gradients.expect_batch(8, 0.0, lend=False)
+        peer.train(gradient=0.0)
+        assert peer.history.step == step and weight.tolist() == [1.0, 1.0]
+
+
 def test_a_committed_round_is_stepped_with_and_becomes_history():
     most_ahead = MOST_ROUNDS_AHEAD * SETTINGS.target_batch_size
     trained = Spans.of([(0, 8)]), Spans.of([(8, 13), (2 * most_ahead - 4, MAX_POSITION)])
@@ -196,10 +206,10 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer.position.method.reset()
     peer.parts.work.announce([8])
     peer.parts.work.announce([9])
-    peer.stepper.start_batch_over()
+    peer.stepper.start_batch_over(1)
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
-    peer.stepper.start_batch_over()
-    peer.parts.work.count_announced()
+    peer.stepper.start_batch_over(1)
+    peer.parts.work.count_announced(1)
     assert leases.returned == [8, *EIGHT] and list(peer.parts.work.aside(9)) == [9], "once, in one batch"
 
 
@@ -263,7 +273,7 @@ def test_a_peer_alone_has_its_step_kept_while_somebody_fetches_its_state():
     assert weight.tolist() == [-0.75, -0.75] and peer.history.step == 2, "it steps if that can't be kept, too"
 
 
-def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
+def test_a_round_of_local_steps_is_several_steps_of_the_swarm(monkeypatch):
     pace = Pace(mode="diloco", local_steps=4, outer_learning_rate=1.0, outer_momentum=0.0)
     peer, weight = of_one_weight(with_b(), commits(0.25))
     peer.train()
@@ -280,11 +290,14 @@ def test_a_round_of_local_steps_is_several_steps_of_the_swarm():
         steps = [-0.25 - math.sqrt(0.5) - 0.5 * count] * 2  # the first one is clipped
         assert weight.tolist() == pytest.approx(steps), "its half of the batch is a step of its own"
     assert len(peer.gradients.claims) == 1 and peer.history == begun
-    peer.gradients.end = commits(0.25, states={"QmMe": b"x", "QmB": b"y"})
+    asked = []
+    monkeypatch.setattr(peer.catch_up, "load", lambda holders: asked.append(holders))
+    held = {"QmMe": b"x", "QmB": b"y", "QmC": b"y"}
+    peer.gradients.end = commits(0.25, states=held, group=tuple(held))
     peer.train(samples=4)
     assert peer.gradients.claims[-1].samples == 32 and weight.tolist() == [-0.5, -0.5]
     assert peer.history == begun.extend(samples=13, proof=b"proof", steps=4)
-    assert peer.codes == ["drift"], "somebody's memory failed, and nothing is loaded"
+    assert peer.codes == ["drift"] and asked == [{"QmB", "QmC"}], "it takes over what most hold"
     for _ in range(8):
         peer.train(samples=4)
     assert len({claim.state for claim in peer.gradients.claims}) == 3, "what is held is digested anew"

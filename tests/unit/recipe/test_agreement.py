@@ -1,6 +1,9 @@
 """What peers share, how it is hashed, and how local data takes part in it."""
 
+import copy
 import json
+from functools import reduce
+from operator import getitem
 
 import pytest
 
@@ -26,7 +29,7 @@ training.eval_steps training.save_steps training.save_total_limit training.datal
 training.report_to training.run_name training.trackio_space_id
 hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
 hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
-hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode hivemind_config.opt.averager_opts
+hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode
 hivemind_config.opt.tracker_opts hivemind_config.opt.performance_ema_alpha
 hivemind_config.opt.shutdown_timeout hivemind_config.opt.verbose swarm.public swarm.relay
 swarm.save_minutes
@@ -75,6 +78,18 @@ def test_shared_values_change_the_fingerprint_and_own_choices_do_not(override, i
     assert (fingerprint(one) == fingerprint(other)) is is_same
     changed = set() if is_same else {override.partition("=")[0], "hivemind_config.opt.run_id"}
     assert {path for path, _, _ in differences(one, other)} == changed
+
+
+@pytest.mark.parametrize("task", TASK_SECTIONS)
+def test_each_shared_value_changes_the_fingerprint(task):
+    more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
+    shared = agreement(recipe_with("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more))
+    before = fingerprint(shared)
+    for location, value in leaves(shared):
+        other = copy.deepcopy(shared)
+        holder = reduce(getitem, location[:-1], other)
+        holder[location[-1]] = "another"
+        assert value != "another" and fingerprint(other) != before, location
 
 
 def test_the_fingerprint_of_a_known_agreement_never_changes():

@@ -97,9 +97,9 @@ def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_nam
 
 def test_what_no_peer_would_take_is_refused_at_home():
     with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
-        pack(recipe_with("model.config._name_or_path=/home/me/model"))
+        pack(recipe_with("model.config.notes=/home/me/model"))
     (finding,) = refused.value.findings
-    assert (finding.path, finding.file) == ("model.config._name_or_path", "")
+    assert (finding.path, finding.file) == ("model.config.notes", "")
 
 
 def test_suggestions_arrive_and_secrets_do_not():
@@ -164,10 +164,10 @@ NAMED += [(("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]
 
 REFUSED = [
     *((*named, "names a place on this machine") for named in NAMED),
-    (("model", "trust_remote_code"), True, "would run code"),
-    (("model", "config"), {"model_type": "llama", "deep": [{"auto_map": "x"}]}, "would run code"),
+    (("model", "trust_remote_code"), True, "unknown key"),
+    (("model", "config"), {"model_type": "llama", "deep": [{"auto_map": "x"}]}, "which `config` must not do"),
     (("hivemind_config", "dht"), {"host_maddrs": {"x": 1}}, "this peer's own choice"),
-    (("hivemind_config", "opt", "averager_opts"), {"x": 1}, "this peer's own choice"),
+    (("hivemind_config", "opt", "tracker_opts"), {"x": 1}, "this peer's own choice"),
 ]
 
 
@@ -205,7 +205,7 @@ def test_what_a_stranger_says_is_bounded_and_said_where_it_is(put, place, value)
     assert any(finding.path.startswith(dotted(place)) or not finding.path for finding in findings)
 
 
-@pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "averager_opts")])
+@pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "tracker_opts")])
 def test_a_stranger_cannot_suggest_what_is_this_peer_s_own(section, key):
     sent = wire()
     sent["suggested"]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}

@@ -144,10 +144,6 @@ def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_o
         network.turn(acq.PUBLISH_EVERY_S)
         clock.now += acq.ADDRESSES_TTL_S - 1.0
         assert network.fetch(KEY) == {ME: network.addresses}, "it was published again"
-        del network.records[KEY][ME]  # with the peers that held it
-        network.turn()
-        network.turn(acq.PUBLISH_EVERY_S)
-        assert network.fetch(KEY) == {ME: network.addresses} and acq.PUBLISH_EVERY_S <= 10.0
     clock.now += acq.ADDRESSES_TTL_S
     network.addresses = []
     network.turn(acq.PUBLISH_EVERY_S)
@@ -158,35 +154,45 @@ def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_ab
     for number in (2, 3):
         network.tell(number)
     network.there = {2}
-    network.turn(acq.READ_EVERY_S)
+    network.turn(CHORES_EVERY_S)
     network.there = {1, 2}
-    for port, limit_s in ((1, acq.READ_AT_MOST_EVERY_S), (2, acq.READ_EVERY_S)):
+    for port in (1, 2):
         network.tell(1, port)
-        network.turn(limit_s)
+        network.turn(CHORES_EVERY_S)
         assert network.met.addresses == {PEER: (address(port=port),), OTHER: (address(2),)}
     called_on = {peer for _, peers in network.calls for peer in peers}
     assert called_on == {peer_id(3)}, "who publishes and is not there; who is there is left in peace"
 
 
-def test_of_more_peers_than_are_written_down_those_of_before_stay_and_none_is_read_sooner(network, clock):
+def test_of_more_peers_than_are_written_down_those_of_before_stay(network, clock):
     meet(network.met, *range(1, MAX_PEERS + 1))
     clock.now += 86400.0
     network.there = set(range(1, 2 * MAX_PEERS))
     for number in sorted(network.there, reverse=True):  # the others come first in the answer
         network.tell(number)
-    for port, seconds in ((1, 0.0), (1, acq.READ_EVERY_S - CHORES_EVERY_S), (2, CHORES_EVERY_S)):
-        network.turn(seconds)
+    for port in (1, 2):
+        network.turn()
         assert network.met.addresses.keys() == set(map(peer_id, range(1, MAX_PEERS + 1)))
         assert network.met.addresses[PEER] == (address(port=port),)
         network.tell(1, port=2)
 
 
+def test_who_was_there_lately_is_called_on_often(network, clock):
+    meet(network.met, 1, 2)
+    network.there = {2}
+    network.turn(2 * acq.LONGEST_PAUSE_S)
+    assert network.calls[0][0] == 0.0
+    assert max(network.pauses()) <= acq.LONGEST_PAUSE_LATELY_S + CHORES_EVERY_S
+
+
 def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock):
     meet(network.met, 1)
-    network.there = {2}
+    clock.now += 86400.0
+    meet(network.met, 2)
+    network.there, began = {2}, clock.now
     network.turn(8 * acq.LONGEST_PAUSE_S)
     pauses = network.pauses()
-    assert network.calls[0][0] == 0.0 and pauses == sorted(pauses) and pauses[0] <= 2 * CHORES_EVERY_S
+    assert network.calls[0][0] == began and pauses == sorted(pauses) and pauses[0] <= 2 * CHORES_EVERY_S
     assert acq.LONGEST_PAUSE_S <= max(pauses) <= acq.LONGEST_PAUSE_S + CHORES_EVERY_S
     for network.there in ({1, 2}, {2}):  # it was there again meanwhile
         network.turn()
@@ -197,7 +203,7 @@ def test_who_is_connected_and_has_been_dropped_is_called_on_and_is_written_down_
     """Both dropped each other while one stood still: neither would ask the other again by itself."""
     network.there, network.connected = {2}, {1, 2}
     network.tell(1)
-    network.turn(acq.READ_EVERY_S)
+    network.turn(60.0)
     assert network.met.addresses.keys() == {PEER}
     assert network.calls[0][1] == {PEER: (address(),)} and len(network.pauses()) > 3
     network.there = {1, 2}
@@ -212,7 +218,7 @@ def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(
     assert [peers for _, peers in network.calls] == [{PEER: [address(), address(port=2)]}]
     meet(network.met, 1)
     network.turn(600)
-    assert max(network.pauses()) <= acq.LONGEST_PAUSE_ALONE_S + CHORES_EVERY_S
+    assert max(network.pauses()) <= acq.LONGEST_PAUSE_LATELY_S + CHORES_EVERY_S
     meet(network.met, *range(1, 3 * acq.CALLS_AT_ONCE))
     network.turn(10 * CHORES_EVERY_S)
     assert max(len(peers) for _, peers in network.calls) == acq.CALLS_AT_ONCE
@@ -225,22 +231,6 @@ def test_a_visitor_publishes_nothing_and_calls_on_others_for_itself(network, clo
     network.run = lambda coroutine: ([], []) if coroutine is acq.peers_there else asked.append(coroutine.args)
     visit.turn()
     assert network.fetch(KEY) == {} and asked == [({PEER: [address()]}, True)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_told", "every_s"),
-    [("direct", 1, acq.READ_EVERY_S), ("punched", 1, acq.READ_AT_MOST_EVERY_S), ("punched", 33, 10.0)],
-)
-def test_who_can_t_be_dialled_reads_often_who_has_come_and_less_so_the_more_there_are(
-    network, kind, num_told, every_s
-):
-    read, fetch = [], network.fetch
-    network.reach, network.fetch = SimpleNamespace(kind=kind), lambda key: read.append(key) or fetch(key)
-    network.there = set(range(1, num_told + 1))
-    for number in network.there:
-        network.tell(number)
-    network.turn(2 * acq.READ_EVERY_S)
-    assert len(read) == 1 + 2 * acq.READ_EVERY_S / every_s
 
 
 class Daemon:

@@ -78,6 +78,18 @@ def test_the_peer_on_the_join_line_wins_over_any_number_and_others_that_disagree
             fetch_offer(node, named)
 
 
+def test_the_recipe_that_fits_the_invitation_wins():
+    node = FakeNode("QmA")
+    for peer, steps in (("QmA", 1), ("QmB", 2), ("QmC", 2)):
+        publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"))
+    marks = {steps: fingerprint(agreement(recipe(f"training.max_steps={steps}")))[:24] for steps in (1, 2)}
+    for steps, mark in marks.items():
+        for named in ([], ["QmA"], ["QmB", "QmA"], ["QmBootstrap"]):
+            assert accept_offer(fetch_offer(node, named, "run-1", mark)).training.max_steps == steps
+    with pytest.raises(RecipeMismatch, match="2 different recipes"):
+        fetch_offer(node, [], "run-1", "0" * 24)
+
+
 def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_nothing(node):
     publish(node, LONG)
     keys = [recipe_key("run-1", number) for number in range(3)]

@@ -70,6 +70,8 @@ def test_a_copy_has_the_values_of_the_moment_when_it_began_and_shares_nothing():
     flat, copies = snapshot.shared_bytes(snapshot.buffer_bytes(live)), HostCopies(live)
     snapshot.copy_into(flat, live)
     copies.begin(live)
+    with pytest.raises(ValueError, match="too few"):
+        snapshot.copy_into(flat[:-1], live)
     with torch.no_grad():
         for tensor in live:
             tensor.zero_()

@@ -85,6 +85,7 @@ SAID = [
     (EVAL, "eval at step 20: eval_loss=2 eval_runtime=1.235"),
     ({"event": "checkpoint", "step": 20, "path": "a/step-20"}, "checkpoint: a/step-20"),
     (WAITING, "waiting for a round: 5 s so far, at most 30 s"),
+    (SAMPLE | {"is_reply": True}, "at step 40 the model answers: def f\n(x):\n\x1b[2J"),
     (SAMPLE, r"at step 40 the model continues 'def f' with '(x):\n\x1b[2J'"),
     (PACE, "pace: From step 2 on."),
     (REACHED, "reach relayed: Through a member."),

@@ -20,7 +20,13 @@ from trahiv_cli.swarm.status import Status, fetch_statuses, publish_status
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import announcing
 from trahiv_cli.train.account import Account
-from trahiv_cli.train.announcing import announce, is_shown_to_a_person, published, reach_told
+from trahiv_cli.train.announcing import (
+    announce,
+    is_shown_to_a_person,
+    log_event,
+    published,
+    reach_told,
+)
 
 RECIPE = load_recipe("quickstart").recipe
 
@@ -94,11 +100,12 @@ def test_what_others_say_is_told_and_another_peer_with_this_one_s_identity_is_wa
 
 def test_a_peer_says_how_others_reach_it_and_by_whom_they_join(tmp_path):
     own, entrance = "/ip4/192.168.1.7/tcp/1", "/ip4/5.5.5.1/tcp/1"
-    node, told = SimpleNamespace(peer_id="QmPeer", standing=None), []
+    node, told = SimpleNamespace(peer_id="QmPeer", standing=None, notes=lambda: ["It listens elsewhere."]), []
     node.known_reach = lambda within_s: Reach("punched", "Hole punching works.")
     node.own_addresses, node.entrances = lambda: [own], lambda: [entrance, own]
     announce(node, tmp_path, Events(told.append))
-    [ready] = told
+    noted, ready = told
+    assert (noted["code"], noted["message"]) == ("addresses", "It listens elsewhere.")
     assert (ready["reached"], ready["reached_why"]) == ("punched", "Hole punching works.")
     assert (ready["maddrs"], ready["reach"]) == ([own], ["local network"])
     assert ready["join"] == f"trahiv join --peer {entrance}", "nobody can dial this peer"
@@ -139,3 +146,27 @@ def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, streams, 
     log.parent = logging.Logger("above")
     log.parent.handlers = [logging.StreamHandler(one) if one else logging.NullHandler() for one in streams]
     assert is_shown_to_a_person(log) == is_private
+
+
+def test_a_warning_is_logged_with_its_hint(caplog):
+    events = Events(log_event)
+    with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
+        events.emit("checkpoint", step=3, path="there")
+        events.warn("round", "The round failed.", "look at the link")
+    assert [record.getMessage() for record in caplog.records] == [
+        "warning [round]: The round failed. (look at the link)"
+    ]
+
+
+def test_a_run_without_a_recipe_is_announced_and_logged(tmp_path, caplog):
+    node = FakeNode("QmOwn")
+    node.known_reach = lambda *_: Reach("direct", "")
+    address = "/ip4/192.0.2.7/tcp/4321"
+    node.own_addresses = node.entrances = lambda: [address]
+    node.standing, told = None, []
+    with caplog.at_level(logging.INFO, logger="trahiv_cli"):
+        events = Events(log_event, told.append)
+        announce(node, tmp_path, events, "run-1", joined="initial_peers = [{!r}]".format, max_steps=5)
+    [ready] = told
+    assert (ready["run_id"], ready["fingerprint"], ready["max_steps"]) == ("run-1", None, 5)
+    assert ready["join"] == f"initial_peers = ['{address}']" and ready["join"] in caplog.text

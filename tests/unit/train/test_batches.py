@@ -3,6 +3,7 @@ does not suffice for it."""
 
 import contextlib
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.batches import split, weigh
+from trahiv_cli.train.hooks import put_in_swarm
 from trahiv_cli.train.settings import SwarmTrainingArguments
 from trahiv_cli.train.trainer import SwarmTrainer
 
@@ -23,13 +25,15 @@ LABELS = torch.tensor([[5, 6, 7, -100]])
     [
         ({"input_ids": torch.zeros(4, 2)}, 4, 4.0),
         ({"labels": LABELS, "position_ids": torch.tensor([[0, 1, 0, 1]])}, 4, 2.0),
-        ({"labels": LABELS, "shift_labels": torch.tensor([[6, 7, -100]])}, 1, 2.0),
+        ({"labels": LABELS, "shift_labels": torch.tensor([[6, 7, -100]])}, 4, 2.0),
     ],
     ids=["pairs", "one row", "shifted already"],
 )
 def test_rows_may_be_something_else_than_samples(batch, samples, weight):
     counted = weigh(batch, batch_size=4, is_shifted=True)
     assert (counted.samples, counted.weight) == (samples, weight)
+    rows = weigh({"labels": LABELS}, batch_size=4, is_shifted=True, counts_rows=True)
+    assert rows.samples == len(LABELS), "the size of a batch of a loader of the user's is not known"
 
 
 class Announced:
@@ -39,10 +43,14 @@ class Announced:
         self._model = trainer.model
         self.weights, self.lent, self.anchor = [], [], 0.0
         self.local_epoch, self.max_steps = 3, 9
-        self.positions = []
+        self.positions, self.started_over = [], []
+        self.samples_in_time, self.stepped = math.inf, []
         self.parts = SimpleNamespace(work=SimpleNamespace(announce=self.positions.append))
 
     agreed_weights = staticmethod(contextlib.nullcontext)
+
+    def step(self):
+        self.stepped.append(len(self.weights))
 
     def expect_batch(self, samples, weight, *, lend):
         self.anchor = self.anchor or weight
@@ -50,8 +58,9 @@ class Announced:
         self.lent.append(lend)
         return weight / self.anchor if self.anchor else 1.0
 
-    def start_batch_over(self):
+    def start_batch_over(self, num_samples):
         self.weights, self.anchor = [], 0.0
+        self.started_over.append(num_samples)
         self._model.zero_grad()
 
 
@@ -71,9 +80,11 @@ class Bench:
         self.plain = Trainer(model=copy.deepcopy(model), args=arguments(**sizes))
         args = arguments(SwarmTrainingArguments, hivemind_config=SWARM, **sizes)
         self.swarm = SwarmTrainer(model=copy.deepcopy(model), args=args, events=Events(self.told.append))
+        put_in_swarm(self.swarm)
         self.optimizer = self.swarm.swarm_optimizer = Announced(self.swarm)
         self.swarm.swarm_callback = SimpleNamespace(
-            add_loss=lambda loss, batch: self.losses.append((float(loss), batch))
+            add_loss=lambda loss, batch: self.losses.append((float(loss), batch)),
+            on_step_end=lambda *_: None,
         )
 
     def limit_memory(self, num_rows, failure=torch.OutOfMemoryError):
@@ -92,7 +103,8 @@ class Bench:
         taken, items = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
         trainer.current_gradient_accumulation_steps = len(taken)
         losses = [trainer.training_step(trainer.model, batch, items) for batch in taken]
-        return torch.stack(losses), torch.cat([param.grad.flatten() for param in trainer.model.parameters()])
+        gradients = [param.grad.flatten() for param in trainer.model.parameters() if param.grad is not None]
+        return torch.stack(losses), torch.cat([torch.empty(0), *gradients])
 
 
 @pytest.fixture
@@ -173,6 +185,42 @@ def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(benc
     it.limit_memory(0)
     with pytest.raises(torch.OutOfMemoryError):
         it.train(it.swarm, [batch])
+
+
+def test_batch_that_is_too_slow_is_stepped_in_parts(bench, llama):
+    it, batch = bench(llama(), batch=4), rows(8, 2, 0, 5)
+    it.optimizer.samples_in_time = 1
+    it.train(it.swarm, [batch])
+    assert it.optimizer.weights == [7.0, 1.0, 0.0, 4.0] and it.optimizer.stepped == [1, 2, 3]
+    assert [batch.weight for _, batch in it.losses] == it.optimizer.weights, "each loss counts once"
+    it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu")
+    it.train(it.swarm, [batch])
+    assert it.optimizer.stepped == [1, 2, 3], "scaled gradients are not stepped in between"
+
+
+def test_a_slow_window_is_stepped_after_each_batch(bench, llama, monkeypatch):
+    it = bench(llama(), batch=1)
+    it.optimizer.samples_in_time = 2
+    monkeypatch.setattr(type(it.swarm.accelerator), "sync_gradients", False)
+    it.train(it.swarm, [rows(9), rows(9), rows(9)])
+    assert it.optimizer.stepped == [1, 2, 3] and len(it.losses) == 3
+
+
+def test_memory_that_runs_out_between_steps_repeats_the_rest(bench, llama):
+    it = bench(llama(), batch=4)
+    it.optimizer.samples_in_time = 2
+    step = it.optimizer.step
+
+    def step_and_fail():
+        step()
+        it.limit_memory(1)
+
+    it.optimizer.step = step_and_fail
+    (loss,), _ = it.train(it.swarm, [rows(8, 2, 2, 5)])
+    mean = sum(one * batch.weight for one, batch in it.losses) / sum(it.optimizer.weights, 8.0)
+    assert float(loss) == pytest.approx(mean), "the parts before count in the logged loss"
+    assert it.optimizer.started_over == [2] and it.optimizer.weights == [1.0, 4.0]
+    assert [batch.weight for _, batch in it.losses] == [8.0, 1.0, 4.0]
 
 
 def evaluated(trainer, *lengths):

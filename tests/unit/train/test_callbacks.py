@@ -1,27 +1,47 @@
 """The swarm's step as the clock: what is due when, and what is told about it."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
+from trahiv_cli.optim.method import OwnSteps
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.batches import BatchWeight
-from trahiv_cli.train.callbacks import SwarmCallback, interval
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Left
 
 ROUND = Round({"QmA": 16}, 0.12345, 10, 20, True, "QmC did not vote", {"QmB": "too large"}, 0.12345)
 FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
 
+class Hearer(TrainerCallback):
+    """Stands for a user's callback, and notes each event with the step at which it came."""
+
+    def __init__(self):
+        self.heard = []
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.heard.append((name, state.global_step))
+
+    def steps_of(self, event):
+        return [step for name, step in self.heard if name == event]
+
+
 class Swarm:
     """A callback over an optimizer that is only its numbers, with everything that was published and saved."""
 
-    def __init__(self, monkeypatch, leave=lambda: False, budget=ENDLESS_BUDGET, **settings):
+    def __init__(
+        self, monkeypatch, leave=lambda: False, budget=ENDLESS_BUDGET, steps_per_pass=100, **settings
+    ):
         self.told, self.saved, self.taken_back = [], [], []
         self.control, self.clock = TrainerControl(), [0.0]
         monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
@@ -35,23 +55,38 @@ class Swarm:
             events=Events(self._hear),
             last_round=None,
             last_learning_rates=[0.5, 0.5],
+            last_grad_norm=None,
             forget_announced=lambda: self.taken_back.append(self.clock[0]),
             tracker=SimpleNamespace(others=()),
             data_figures=None,
+            own_steps=OwnSteps(),
         )
         self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
         swarm = SimpleNamespace(save_minutes=settings.pop("save_minutes", 0))
-        usual = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "steps")
-        usual |= dict.fromkeys(("logging_steps", "eval_steps", "save_steps"), 0)
-        trainer = SimpleNamespace(
+        usual = {"logging_first_step": False, "eval_delay": 0}
+        for kind in ("logging", "eval", "save"):
+            usual[f"{kind}_steps"] = settings.get(f"{kind}_steps")
+            usual[f"{kind}_strategy"] = "steps" if f"{kind}_steps" in settings else "no"
+        args = SimpleNamespace(**usual | settings)
+        self.args = args
+        self.state = TrainerState(max_steps=self.optimizer.max_steps)
+        self.state.compute_steps(args, self.optimizer.max_steps)
+        self.trainer = trainer = SimpleNamespace(
             plain_model=None,
             accelerator=self.accelerator,
-            eval_dataset=settings.pop("eval_dataset", []),
-            swarm_args=SimpleNamespace(**usual | settings),
+            swarm_args=args,
             swarm_settings=SimpleNamespace(swarm=swarm),
+            count_swarm_steps=self._count,
+            is_evaluating=True,
         )
-        checkpoints = SimpleNamespace(save_beside=self.saved.append)
-        self.callback = SwarmCallback(trainer, self.optimizer, checkpoints, leave, budget=budget)
+        self.checkpoints = SimpleNamespace(save_beside=self.saved.append)
+        self.callback = SwarmCallback(trainer, self.optimizer, self.checkpoints, leave, budget=budget)
+        self.user = Hearer()
+        before = CallbackHandler([DefaultFlowCallback(), self.user], None, None, None, None)
+        self.events = SwarmEvents(before, self.callback, steps_per_pass)
+
+    def _count(self):
+        self.state.global_step = self.optimizer.local_epoch
 
     def _hear(self, event):
         self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
@@ -61,8 +96,11 @@ class Swarm:
         self.callback.add_loss(torch.tensor(loss), BatchWeight(4, weight, None, tokens=40))
         vars(self.optimizer).update(changes)
         self.clock[0] += seconds
-        self.control = TrainerControl()
-        self.callback.on_step_end(None, None, self.control)
+        self.control = self.events.on_step_begin(self.args, self.state, TrainerControl())
+        self.state.global_step += 1  # as the Trainer does
+        self.control = self.events.on_step_end(self.args, self.state, self.control)
+        if self.control.should_save:
+            self.callback.save_checkpoint()
 
     def swarm_step(self, step, **changes):
         taken = {"step_taken": step, "step_samples": 64, "my_step_samples": 16}
@@ -77,31 +115,93 @@ def swarm(monkeypatch):
     return lambda **more: Swarm(monkeypatch, **more)
 
 
-@pytest.mark.parametrize(
-    ("steps", "strategy", "every"),
-    [(4, "steps", 4), (0.5, "steps", 20), (0.001, "steps", 1), (4, "no", 0), (4, "epoch", 0)],
-)
-def test_an_interval_may_be_a_share_of_the_run(arguments, steps, strategy, every):
-    assert interval(arguments(save_steps=steps, save_strategy=strategy), "save", 40) == every
-
-
-def test_what_is_due_is_not_lost_with_skipped_steps_and_a_checkpoint_also_by_the_clock(swarm):
-    it, asked = swarm(logging_steps=2, eval_steps=3, save_steps=4, max_steps=8), []
+def test_what_is_due_survives_steps_that_were_skipped(swarm):
+    it, asked = swarm(logging_steps=2, eval_steps=3, save_steps=4, max_steps=8, eval_delay=4), []
     for step in (1, 2, 3, 7, 7, 8):
         it.swarm_step(step)
-        asked.append((it.control.should_log, it.control.should_evaluate))
-    assert asked[:4] == [(False, False), (True, False), (False, True), (True, True)]
-    assert asked[4:] == [(False, False), (True, False)]
-    assert it.saved == [7], "the end is its caller's to save"
-    for strategy, saved in (("steps", [3, 6]), ("no", [])):
-        it = swarm(save_minutes=1, save_strategy=strategy, eval_dataset=None, eval_steps=1)
+        asked.append((it.control.should_log, it.control.should_evaluate, it.control.should_save))
+    assert asked[:3] == [(False,) * 3, (True, False, False), (False,) * 3]
+    assert asked[3:] == [(True, True, True), (False,) * 3, (True, True, True)]
+
+
+def test_a_checkpoint_is_due_by_the_clock_unless_refused(swarm):
+    for strategy, due in (("steps", [3, 6]), ("no", [])):
+        it = swarm(save_minutes=1, save_strategy=strategy, save_steps=50)
         for step in range(1, 7):
             it.swarm_step(step, seconds=25.0)
-            assert not it.control.should_evaluate, "there is nothing to evaluate on"
-        assert it.saved == saved
+        assert it.saved == due
 
 
-def test_the_swarm_or_a_wish_to_leave_ends_training_and_the_state_then_counts_steps_of_the_swarm(swarm):
+def test_strategies_by_epoch_are_due_after_each_pass(swarm):
+    by_epoch = {f"{kind}_strategy": "epoch" for kind in ("logging", "eval", "save")}
+    it, due = swarm(steps_per_pass=4, max_steps=10, **by_epoch), []
+    it.control = it.events.on_epoch_begin(it.args, it.state, it.control)
+    for step in (1, 3, 4, 5, 9, 10):
+        it.local_step()
+        it.control = it.events.on_epoch_end(it.args, it.state, it.control)  # of this peer's data
+        it.control = it.events.on_epoch_begin(it.args, it.state, it.control)
+        it.swarm_step(step)
+        if it.control.should_log and it.control.should_evaluate and it.control.should_save:
+            due.append(step)
+    assert due == it.user.steps_of("on_epoch_end") == [4, 9, 10]
+    assert it.user.steps_of("on_epoch_begin") == [0, 4, 9]
+
+
+def test_callbacks_hear_of_steps_of_the_swarm(swarm):
+    it = swarm()
+    for step in (1, 2):
+        it.local_step()
+        it.local_step()
+        it.swarm_step(step)
+    steps = [("on_step_begin", 0), *[("on_substep_end", 0)] * 2, ("on_step_end", 1)]
+    steps += [("on_step_begin", 1), *[("on_substep_end", 1)] * 2, ("on_step_end", 2)]
+    assert it.user.heard == steps
+
+
+def test_on_save_comes_once_a_checkpoint_is_written(swarm):
+    it = swarm()
+    written, failed, replaced, late = saves = [Future() for _ in range(4)]
+    for step, it.checkpoints.last in enumerate(saves, 1):
+        it.swarm_step(step)
+        it.events.on_save(it.args, it.state, it.control)
+    it.user.heard.clear()
+    written.set_result("checkpoints/step-1")
+    failed.set_result(None)
+    replaced.cancel()
+    it.local_step()
+    assert it.user.steps_of("on_save") == []
+    late.set_result("checkpoints/step-4")
+    it.swarm_step(5)
+    assert it.user.heard[-3:] == [("on_save", 1), ("on_save", 4), ("on_step_end", 5)]
+
+
+def test_another_run_of_the_trainer_keeps_the_callbacks(swarm):
+    it, other = swarm(), swarm()
+    again = SwarmEvents(it.events, other.callback, 5)
+    assert again.callbacks == [other.callback, *it.events.callbacks[1:]]
+
+
+@pytest.mark.parametrize(("own", "saved"), [(OwnSteps((8.0,), 8), [1, 1]), (OwnSteps(), [1])])
+def test_a_long_round_s_own_steps_are_saved(swarm, own, saved):
+    it = swarm(save_minutes=1, save_strategy="steps", save_steps=50)
+    it.swarm_step(1, seconds=70.0, own_steps=own)
+    for _ in range(3):
+        it.local_step(seconds=25.0)
+    assert it.saved == saved
+
+
+def test_a_wish_to_leave_ends_an_evaluation(swarm):
+    wish = []
+    it = swarm(leave=lambda: bool(wish))
+    it.callback.on_prediction_step(None, None, None)
+    wish.append(True)
+    with pytest.raises(Left):
+        it.callback.on_prediction_step(None, None, None)
+    it.trainer.is_evaluating = False
+    it.callback.on_prediction_step(None, None, None)  # of `predict`, whose result is wanted
+
+
+def test_training_ends_with_the_swarm_or_by_a_wish(swarm):
     wish = []
     it, over = swarm(leave=lambda: bool(wish), max_steps=9), swarm(max_steps=0)
     it.local_step(last_round=ROUND)
@@ -113,11 +213,8 @@ def test_the_swarm_or_a_wish_to_leave_ends_training_and_the_state_then_counts_st
     wish.append(True)
     it.local_step()
     assert it.control.should_training_stop
-    over.callback.on_train_begin(None, None, over.control)
-    assert over.control.should_training_stop, "before the first batch"
-    state = TrainerState(global_step=24, max_steps=2**31 - 1, num_train_epochs=10**7, epoch=0.15)
-    it.callback.on_train_end(None, state, it.control)
-    assert (state.global_step, state.max_steps, state.num_train_epochs) == (1, 9, 1)
+    control = over.events.on_train_begin(over.args, over.state, over.control)
+    assert control.should_training_stop, "before the first batch"
 
 
 def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
@@ -135,6 +232,19 @@ def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
     assert not it.callback.has_spent_budget
     it.swarm_step(17)
     assert it.callback.has_spent_budget
+
+
+@pytest.mark.parametrize(
+    ("weights", "logged"), [([4.0, 4.0], 9.0), ([4.0, 0.0, 12.0], 2.5), ([0.0, 0.0], None)]
+)
+def test_logged_loss_is_of_batches_with_trained_tokens(swarm, weights, logged):
+    it, logs = swarm(), {"loss": 9.0, "train_loss": 9.0}
+    for number, weight in enumerate(weights):
+        it.local_step(loss=1.0 + number, weight=weight)
+    it.callback.complete(logs)
+    losses = {name: logs[name] for name in ("loss", "train_loss") if name in logs}
+    assert losses == (dict.fromkeys(("loss", "train_loss"), logged) if logged else {})
+    assert logs["swarm/step"] == 0
 
 
 def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):

@@ -14,16 +14,20 @@ from transformers import get_scheduler
 
 from tests.unit.optim.test_assemble import OPTIMIZERS
 from trahiv_cli.errors import AssetError
+from trahiv_cli.optim.buffers import Buffers
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.optim.local_steps import LocalSteps, OuterState
+from trahiv_cli.optim.method import OwnSteps
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (
     MANIFEST,
     OPTIMIZER,
+    OWN,
     STATE,
     WEIGHTS,
     Checkpoint,
@@ -77,8 +81,10 @@ def at(step, branch=b"?"):
 
 def data_of(a_model, optimizer, history, outer=None, **swarm):
     """What is saved of a swarm's optimizer that is only these values."""
-    usual = {"ledger": Ledger(), "pace": DEFAULT_PACE, "agreed_values": {}, "own_steps": []}
-    averager = SimpleNamespace(outer=outer)
+    usual = {"ledger": Ledger(), "pace": DEFAULT_PACE, "agreed_values": {}, "own_steps": OwnSteps()}
+    averager = SimpleNamespace(
+        outer=outer, lock_state=StateLock(), weights=trained_of(a_model), buffers=Buffers(a_model)
+    )
     values = usual | {"opt": optimizer, "history": history, "state_averager": averager} | swarm
     return CheckpointData.of(a_model, SimpleNamespace(**values))
 
@@ -108,14 +114,14 @@ def test_going_on_equals_never_having_stopped(tmp_path, name):
     again = restored(store.newest(), name)
     names = [[*map(list, optimizer.state.values())] for _, optimizer in (again, trained)]
     assert names[0] == names[1], "nothing beside what the optimizer itself holds"
-    assert store.newest().load_own(again[0]) == [] and store.newest().state.history == at(3)
+    assert store.newest().state.history == at(3)
     assert bits(*again) == bits(*trained)
     for one in (again, trained):
         train(*one, range(100, 103))
     assert bits(*again) == bits(*trained)
 
 
-def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed_on(tmp_path):
+def test_random_numbers_are_kept_beside_the_agreed_state(tmp_path):
     def draw():
         return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
@@ -126,20 +132,57 @@ def test_steps_and_random_numbers_of_a_peer_s_own_are_kept_beside_what_is_agreed
     chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
     agreed = {param: torch.full_like(param, 7.0) for param in params}
     draw()  # numpy keeps a second normal number for the next call
-    own = {"agreed_values": agreed, "own_steps": [0.0, 30.0]}
-    store.save(data_of(trained, optimizer, at(1), outer, **own, **chosen))
+    store.save(data_of(trained, optimizer, at(1), outer, agreed_values=agreed, **chosen))
     drawn, _, newest = draw(), draw(), store.newest()
     set_random_states(newest.state.random)
     assert draw() == drawn
     assert {name: getattr(newest.state, name) for name in chosen} == chosen
     newest.load_weights(again)
     assert all(bool((param == 7.0).all()) for param in trained_of(again))
-    assert newest.load_own(again) == [0.0, 30.0] and bits(again, optimizer) == bits(trained, optimizer)
     newest.load_outer(fresh)
     assert fresh.rounds == 5 and all(bool((momentum == 2.0).all()) for momentum in fresh.momentum)
     with pytest.raises(AssetError, match="of another model"):
         newest.load_outer(theirs)
     assert theirs.rounds == 0
+
+
+class ResumingSteps(LocalSteps):
+    """Local steps that go on from any."""
+
+    def __init__(self):
+        pass
+
+    def resume(self, own):
+        return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agreed_buffers_and_a_peer_s_own_are_kept(tmp_path, dtype):
+    def normalized():
+        return torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)).to(dtype)
+
+    trained, again, store = normalized(), normalized(), Checkpoints(tmp_path)
+    optimizer = optimizer_of(trained)
+    buffers = Buffers(trained)
+    buffers.exchanged[0].copy_(torch.tensor([0.1, 2.0, 0.3, 4.0, 5.0]))
+    buffers.apply(keeps_own=False)
+    agreed = [one.clone() for one in trained.buffers()]
+    averager = SimpleNamespace(
+        outer=None, lock_state=StateLock(), weights=trained_of(trained), buffers=buffers
+    )
+    own = {"agreed_values": buffers.agreed, "own_steps": OwnSteps((30.0,), 8), "state_averager": averager}
+    with torch.no_grad():
+        trained(torch.ones(3, 4, dtype=dtype))
+    store.save(data_of(trained, optimizer, at(1), **own))
+    newest = store.newest()
+    newest.load_weights(again)
+    assert all(map(torch.equal, again.buffers(), agreed))
+    assert all(map(torch.equal, Buffers(again).common, buffers.common)), "peers agree on them after a resume"
+    averager = SimpleNamespace(weights=trained_of(again), buffers=Buffers(again))
+    position = SimpleNamespace(method=ResumingSteps())
+    newest.load_own_steps(SimpleNamespace(state_averager=averager, position=position))
+    assert all(map(torch.equal, again.buffers(), trained.buffers()))
+    assert not torch.equal(again[1].running_mean, agreed[0])
 
 
 def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is_left_as_it_is(tmp_path):
@@ -156,6 +199,34 @@ def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is
         pairs = zip(trained_of(half), expected, strict=True)
         assert all(torch.equal(ours, theirs.bfloat16()) for ours, theirs in pairs)
         assert store.newest().state.history == history
+
+
+def test_more_own_steps_replace_a_checkpoint_of_its_step(tmp_path):
+    trained, store = model(), Checkpoints(tmp_path)
+    optimizer = optimizer_of(trained)
+    few, many = OwnSteps((8.0,), 8, Spans(((0, 8),))), OwnSteps((16.0,), 16, Spans(((0, 16),)))
+    for own in (few, many, many):
+        train(trained, optimizer, [own.samples])
+        before = store.newest()
+        store.save(data_of(trained, optimizer, at(3), own_steps=own))
+        newest = store.newest()
+        assert newest.state.own_steps == own
+        kept = checkpoint.load_file(newest.path / OWN)["0"]
+        is_left = before is not None and before.state.own_steps == own
+        assert torch.equal(kept, trained_of(trained)[0]) is not is_left
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [20, 60]), (1, [60]), (2, [20, 60])])
+def test_steps_of_a_way_that_was_left_are_deleted(tmp_path, keep, left):
+    trained, store = model(), Checkpoints(tmp_path, keep)
+    optimizer = optimizer_of(trained)
+    for step in (20, 80, 100):
+        Checkpoints(tmp_path).save(data_of(trained, optimizer, at(step, branch=b"a")))
+    store.save(data_of(trained, optimizer, at(60, branch=b"s")))
+    assert [found.step for found in store.all()] == left
+    assert store.newest().state.history == at(60, branch=b"s")
+    store.save(data_of(trained, optimizer, at(70, branch=b"s")))
+    assert store.newest().step == 70
 
 
 def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_path):

@@ -36,6 +36,32 @@ def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_sch
     assert ours.schema == same.schema != theirs.schema
 
 
+def test_a_part_that_one_side_lacks_differs():
+    """One peer divides its data and the other does not: they would never average, and wait for each other."""
+    node = FakeNode("me")
+    undivided = {part: text for part, text in OURS.items() if part != SAMPLES}
+    ours = Comparison(node, "run", undivided)
+    theirs = Comparison(node.neighbour("one"), "run", OURS)
+    for one, other, row in ((ours, ONE, ("not set", "800")), (theirs, ME, ("800", "not set"))):
+        with pytest.raises(RecipeMismatch) as refused:
+            one.require_alike([other], has_begun=True)
+        assert refused.value.differences == ((SAMPLES, *row),)
+
+
+def test_a_traceback_shows_the_table_and_the_hint():
+    node = FakeNode("me")
+    ours = Comparison(node, "run", {"learning_rate": "0.01", "weight_decay": "0"})
+    Comparison(node.neighbour("one"), "run", {"learning_rate": "0.0001", "weight_decay": "0.1"})
+    with pytest.raises(RecipeMismatch) as refused:
+        ours.require_alike([ONE], has_begun=True)
+    _, head, *rows, hint = str(refused.value).splitlines()
+    assert [row.split() for row in rows] == [
+        ["learning_rate", "0.01", "0.0001"],
+        ["weight_decay", "0", "0.1"],
+    ]
+    assert "in the swarm" in head and hint.startswith("hint: give these the same values")
+
+
 def test_initial_weights_may_differ_in_a_run_that_has_begun():
     node = FakeNode("me")
     ours = Comparison(node, "run", OURS)
@@ -88,6 +114,22 @@ def test_adapters_count_by_their_shape_and_what_is_frozen_by_every_number(llama_
     assert other[FROZEN] != expected[FROZEN] and other[TRAINABLE] == expected[TRAINABLE]
     assert digests(llama_folder, dtype=torch.bfloat16)[FROZEN] != expected[FROZEN]
     assert digests(llama_folder, r=8)[TRAINABLE] != expected[TRAINABLE]
+
+
+def test_moving_buffers_count_like_trained_weights():
+    def digests_of(mask=0.0, mean=0.0, width=2):
+        model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
+        torch.nn.init.zeros_(model[0].weight)
+        torch.nn.init.zeros_(model[0].bias)
+        model[1].running_mean += mean
+        model.register_buffer("mask", torch.tensor([mask, -torch.inf]))
+        return likeness(model, None)
+
+    ours = digests_of()
+    assert digests_of() == ours
+    for other, part in ((digests_of(mask=1.0), FROZEN), (digests_of(mean=1.0), INITIAL)):
+        assert {name for name in ours if other[name] != ours[name]} == {part}
+    assert digests_of(width=3)[TRAINABLE] != ours[TRAINABLE]
 
 
 def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):

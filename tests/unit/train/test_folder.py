@@ -11,7 +11,6 @@ from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE, Invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.telemetry.events import PEERS_FILE, Events
-from trahiv_cli.train import folder as folders
 from trahiv_cli.train.folder import known_identity, owned, owned_to_join, recorded, require_free
 
 OWNER = Owner(bytes(KEY_BYTES))
@@ -88,11 +87,10 @@ def test_nobody_visits_as_a_peer_that_runs():
 
 
 def test_what_the_peers_say_is_in_a_file_of_its_own_and_what_ends_the_peer_in_the_record(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
-    monkeypatch.setattr(folders, "log_to", lambda *_, **__: None)
     events = Events()
-    with pytest.raises(SetupError), recorded(tmp_path, events, is_verbose=False):
+    with pytest.raises(SetupError), recorded(tmp_path, events):
         for name in ("Ann", "Bob"):
             events.emit("peers", run_id="run-1", peers=[{"peer_id": "QmA", "name": name}])
         raise SetupError("The disk is gone.", "look for it")

@@ -10,7 +10,10 @@ from transformers import Trainer, TrainingArguments
 
 from trahiv_cli.errors import FolderTaken, RecipeError, SwarmError
 from trahiv_cli.train import trainer as trainer_module
+from trahiv_cli.train.account import NOTHING_GIVEN
 from trahiv_cli.train.folder import owned
+from trahiv_cli.train.hooks import LOGS_KEPT, put_in_swarm
+from trahiv_cli.train.leaving import Left
 from trahiv_cli.train.settings import SwarmTrainingArguments
 from trahiv_cli.train.trainer import SwarmTrainer
 
@@ -35,8 +38,9 @@ def test_what_must_not_be_is_refused_before_a_node_is_started(trainer, tmp_path)
 
 
 def test_an_evaluation_draws_the_same_each_time_and_is_among_the_newest_logs(trainer, samples):
+    put_in_swarm(trainer)
     trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9, agreed_weights=nullcontext)
-    trainer.state.log_history[:] = [{"step": 0}] * trainer_module.LOGS_KEPT
+    trainer.state.log_history[:] = [{"step": 0}] * LOGS_KEPT
     collate, before, drawn = trainer.data_collator, torch.get_rng_state(), []
     trainer.data_collator = lambda rows: drawn.append(torch.rand(3).tolist()) or collate(rows)
     for _ in range(2):
@@ -44,7 +48,7 @@ def test_an_evaluation_draws_the_same_each_time_and_is_among_the_newest_logs(tra
     assert drawn[:2] == drawn[2:] and drawn[0] != drawn[1]
     assert torch.equal(torch.get_rng_state(), before), "training goes on with it"
     *_, log = history = trainer.state.log_history
-    assert len(history) == trainer_module.LOGS_KEPT and log["step"] == 7 and "eval_loss" in log
+    assert len(history) == LOGS_KEPT and log["step"] == 7 and "eval_loss" in log
 
 
 class Ending:
@@ -52,26 +56,47 @@ class Ending:
 
     def __init__(self):
         self.done, self.checkpoints = [], self
+        self.state_averager, self.lock_state, self.is_torn = self, self, False
 
     def __getattr__(self, name):
         return lambda: self.done.append(name)
 
 
-@pytest.mark.parametrize(("error", "is_saved"), [(SwarmError("lost"), True), (ValueError("a bug"), False)])
-def test_a_peer_that_its_swarm_leaves_no_way_on_saves_what_it_has(monkeypatch, trainer, error, is_saved):
+@pytest.mark.parametrize("error", [SwarmError("lost"), ValueError("of a callback"), MemoryError()])
+def test_a_failure_ends_training_after_a_checkpoint(monkeypatch, trainer, error):
     ending = Ending()
 
     def train(self, **_):
-        self.optimizer = self.swarm_optimizer = self.swarm_callback = ending
+        self.swarm_optimizer = self.swarm_callback = ending
+        self.has_entered = True
         raise error
 
-    monkeypatch.setattr(trainer_module, "start_node", lambda *_, **__: ending)
-    monkeypatch.setattr(trainer_module, "log_how_to_join", lambda *_: None)
+    monkeypatch.setattr(trainer_module, "started", lambda *_: ending)
+    monkeypatch.setattr(trainer_module, "told", lambda *_: nullcontext(NOTHING_GIVEN))
     monkeypatch.setattr(transformers.Trainer, "train", train)
     with pytest.raises(type(error)):
         trainer.train()
-    assert ending.done == ["save_checkpoint"] * is_saved + ["finish", "shutdown", "close"]
+    assert ending.done == ["save_checkpoint", "finish", "finish", "shutdown", "close"]
     trainer.close()
+
+
+def test_a_wish_to_leave_ends_only_this_evaluation(monkeypatch, trainer, samples):
+    put_in_swarm(trainer)
+    trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9, agreed_weights=nullcontext)
+
+    def train(self, **_):
+        self._leaving.leave("finish")
+        return self.evaluate(samples)
+
+    class Heeding(transformers.TrainerCallback):
+        def on_prediction_step(self, *_, **__):
+            if trainer._should_leave():
+                raise Left
+
+    trainer.add_callback(Heeding())
+    monkeypatch.setattr(type(trainer), "_train_in_swarm", train)
+    assert trainer.train() == {}
+    assert "eval_loss" in trainer.evaluate(samples)
 
 
 @pytest.mark.parametrize("args_class", [TrainingArguments, SwarmTrainingArguments])

@@ -36,18 +36,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Nodes nearest to a key that are asked for what is stored under it. Five have it, and whoever does not answer
-# is not among the nearest the next time.
-NODES_ASKED = 3
 HOSTING_END_S = 1.0  # the DHT's process waits so long for each of its averagers, which were told before it
 
 
 class CorrectedDHT(hivemind.DHT):
     """`hivemind.DHT` whose process serves averagers, too, and ends with its parent.
 
-    dht/node.py:597 asks the 20 nodes nearest to a key, in a swarm all of them, whenever it is looked up. Here
-    `NODES_ASKED` are. Each event loop of this peer has a `door` like that which is given; `signing_key` signs
-    its records, which stand in its `place`.
+    Each event loop of this peer has a `door` like that which is given; `signing_key` signs its records, which
+    stand in its `place`.
     """
 
     def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **more: Any) -> None:
@@ -118,10 +114,6 @@ class CorrectedDHT(hivemind.DHT):
                 self.kill()
                 self.join()
             raise
-
-    def get(self, *args: Any, **keywords: Any) -> Any:
-        """Look a key up; see `hivemind.DHT.get`."""
-        return super().get(*args, **{"beam_size": NODES_ASKED} | keywords)
 
 
 def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> None:

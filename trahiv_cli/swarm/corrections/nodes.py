@@ -1,16 +1,16 @@
 """What the nodes of the DHT ask each other, and what they believe.
 
-A node takes over the swarm's time, searches for nobody where it knows everybody, answers with no more than
-fits into a message, and keeps the good records of an answer that has bad ones.
+A node takes over the swarm's time, keeps the records of all (`copies`), answers with no more than fits into a
+message, and keeps the good records of an answer that has bad ones.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
-from itertools import accumulate
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,36 +21,41 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2PContext, P2PHandlerError, PeerID
-from hivemind.proto.dht_pb2 import NOT_FOUND, FindRequest, FindResponse, NodeInfo, PingRequest, PingResponse
+from hivemind.proto.dht_pb2 import (
+    NOT_FOUND,
+    FindRequest,
+    FindResponse,
+    NodeInfo,
+    PingRequest,
+    PingResponse,
+    StoreRequest,
+    StoreResponse,
+)
 from hivemind.utils import MSGPackSerializer, get_logger
+from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
 from trahiv_cli.swarm.clock import swarm_time, take_over
+from trahiv_cli.swarm.copies import MAX_ANSWER_BYTES, Copies
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
 from trahiv_cli.swarm.snapshot import unpacked
 
 logger = get_logger(__name__)
 
-# The most bytes of records in one message of the DHT: hivemind waits 3 s for an answer, in which an uplink of
-# 5 Mbit/s sends them.
-MAX_ANSWER_BYTES = 3 * 2**19
-# Records of one dictionary that are found to be bad before the rest is left out: who hands it on has judged
-# it. To judge one takes 0.3 ms.
+# Records of one answer that are found to be bad before the rest is left out: who hands them on has judged
+# them. To judge one takes 0.3 ms.
 MOST_FORGED = 32
 # That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once.
 MAX_KEYS = 16
 RECORDS_REMEMBERED = 2048
+MAX_RECORDS_ANSWERED = 2**12  # by one node at once
 
 # The peers through which the node that is being made enters a swarm.
 _initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
 
 
 class CorrectedNode(DHTNode):
-    """`DHTNode` that searches for nobody where it knows everybody, and says when it was refused.
-
-    dht/node.py:464 asks the 20 nodes nearest to a key which others they know, whenever a record is stored. A
-    routing table with fewer nodes than fit into a bucket has all that were ever heard of and still answer.
-    """
+    """`DHTNode` that has the records of all (`Copies`), and says when it was refused."""
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
@@ -65,14 +70,26 @@ class CorrectedNode(DHTNode):
                 raise
             raise door.why_refused() from error
 
-    async def find_nearest_nodes(self, queries: Collection[DHTID], *args: Any, **keywords: Any) -> Any:
-        """Search; see `DHTNode`. For a store where everybody is known, call back at once, find nothing."""
-        known, found = keywords.get("node_to_peer_id") or {}, keywords.get("found_callback")
-        if found is None or len(known) >= self.protocol.bucket_size:
-            return await super().find_nearest_nodes(queries, *args, **keywords)
-        for query in queries:
-            await found(query, sorted(known, key=query.xor_distance), set())
-        return {}
+    async def store(
+        self, key: Any, value: Any, expiration_time: float, subkey: bytes | None = None, **_: Any
+    ) -> bool:
+        """Store a record in the place of its owner; see `Copies.put`."""
+        assert subkey is not None, "a record is somebody's"
+        packed = self.protocol.serializer.dumps(value)
+        return await self.protocol.copies.put(DHTID.generate(source=key), subkey, packed, expiration_time)
+
+    async def get(self, key: Any, **_: Any) -> Any:
+        """Return the records under a key by their owners' places; see `Copies.read`."""
+        key_id = DHTID.generate(source=key)
+        is_answered = await self.protocol.copies.read(key_id)
+        if self.protocol.storage.get(key_id) is not None:
+            return await super().get(key)
+        return None if is_answered else await super().get(key, latest=True)
+
+    async def shutdown(self) -> None:
+        """Shut down; see `DHTNode`."""
+        self.protocol.copies.close()
+        await super().shutdown()
 
 
 class CorrectedProtocol(DHTProtocol):
@@ -93,6 +110,7 @@ class CorrectedProtocol(DHTProtocol):
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**keywords)
         self.quota = Quota()
+        self.copies = Copies(self)
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTProtocol:
@@ -160,7 +178,8 @@ class CorrectedProtocol(DHTProtocol):
                 disbelieve(str(peer), "it answers with ids that are none")
                 raise P2PHandlerError(f"peer {peer} answered with ids that are none")
 
-        return SimpleNamespace(rpc_ping=rpc_ping, rpc_store=stub.rpc_store, rpc_find=rpc_find)
+        others = {name: getattr(stub, name) for name in ("rpc_store", "rpc_compare")}
+        return SimpleNamespace(rpc_ping=rpc_ping, rpc_find=rpc_find, **others)
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Answer with what is stored under keys, as far as it fits; see `DHTProtocol`."""
@@ -173,15 +192,53 @@ class CorrectedProtocol(DHTProtocol):
                 result.type, result.value = NOT_FOUND, b""
         return response
 
+    async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
+        """Keep what another node sends; see `DHTProtocol`. Nothing is only cached."""
+        request.in_cache[:] = [False] * len(request.in_cache)
+        self.copies.hear(context.remote_id)
+        return await super().rpc_store(request, context)
+
     async def call_store(
         self, peer: PeerID, keys: Any, values: Any, expiration_time: Any, subkeys: Any = None, **options: Any
     ) -> list[bool] | None:
-        """Have another node store records; see `DHTProtocol`. A new one is handed as many keys as fit."""
-        if subkeys is None and len(keys) > 1:  # what is left out its owners bring: they publish it again
-            sizes = accumulate(len(self.serializer.dumps(value)) for value in values)
-            fits = sum(size <= MAX_ANSWER_BYTES for size in sizes)
-            keys, values, expiration_time = keys[:fits], values[:fits], expiration_time[:fits]
+        """Send records to another node; see `DHTProtocol`, which hands a new one more: `Copies` compares."""
+        if subkeys is None:
+            return None
         return await super().call_store(peer, keys, values, expiration_time, subkeys, **options)
+
+    async def call_compare(self, peer: PeerID, digests: Sequence[bytes]) -> bool:
+        """Keep what another node has beside the records with these digests; say whether it answered."""
+        try:
+            async with asyncio.timeout(self.wait_timeout):
+                found = await self.get_stub(peer).rpc_compare(FindRequest(keys=digests, peer=self.node_info))
+        except UNREACHABLE:
+            return False
+        num_bad = 0
+        for record in islice(
+            zip(found.keys, found.subkeys, found.values, found.expiration_time, strict=False),
+            MAX_RECORDS_ANSWERED,
+        ):
+            if not self._keep(*record):
+                num_bad += self.quota.has_room(DHTRecord(*record))  # so it was judged
+            if num_bad >= MOST_FORGED:
+                break
+        return True
+
+    def _keep(self, key: bytes, place: bytes, value: bytes, ends_at: float) -> bool:
+        """Keep a record that another node answered with; return whether it is a good one."""
+        is_owned = len(key) == DHTID.HASH_NBYTES and place not in (self.IS_DICTIONARY, self.IS_REGULAR_VALUE)
+        if is_good := is_owned and self._validate_record(key, place, value, ends_at):
+            self.storage.store_subkey(DHTID.from_bytes(key), unpacked(place), value, ends_at)
+        return is_good
+
+    async def rpc_compare(self, request: FindRequest, context: P2PContext) -> StoreRequest:
+        """Give a node the records that it lacks; the request has the digests of all others."""
+        return self.copies.lacking(context.remote_id, frozenset(request.keys))
+
+    async def serve_always(self) -> None:
+        """Serve other nodes in client mode, too: over the connections that this one has opened."""
+        if self.client_mode:
+            await self.add_p2p_handlers(self.p2p, AuthRPCWrapper(self, AuthRole.SERVICER, self.authorizer))
 
     def _validate_record(self, *content: Any) -> bool:  # key, subkey, value and when it expires
         record = DHTRecord(*content)

@@ -19,7 +19,7 @@ export function sentence(state, now) {
     case "failed":
       return ["Stopped by an error", `${at}: ${clean(state.why, 300)}`, "bad"];
     case "done":
-      return ["Done", `${at}, ${ended}. The model is in ${clean(state.ended.path ?? "its folder", 120)}.`, "done"];
+      return ["Done", `${at}, ${ended}. The model is in ${clean(state.ended.path ?? "the memory of its program", 120)}.`, "done"];
     case "stopped":
       return ["Stopped", `${at}, ${ended}: ${REASONS.get(state.ended.reason) ?? clean(state.ended.reason)}.`, "idle"];
   }

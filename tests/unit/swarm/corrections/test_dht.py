@@ -34,14 +34,11 @@ def dht():
     return CorrectedDHT(start=False, door=Door(), signing_key=key_of("peer"), place=b"")
 
 
-def test_a_forked_process_s_collector_leaves_alone_what_it_inherits_and_few_nodes_are_asked(monkeypatch, dht):
+def test_a_forked_process_s_collector_leaves_alone_what_it_inherits(monkeypatch, dht):
     left_alone, before = [], gc.get_freeze_count()
     monkeypatch.setattr(hivemind.DHT, "start", lambda self: left_alone.append(gc.get_freeze_count()))
     dht.start()
     assert left_alone[0] > before == gc.get_freeze_count()
-    dht.get("key", return_future=True)
-    _, _, keywords = dht._inner_pipe.recv()
-    assert keywords["beam_size"] == corrected.NODES_ASKED
 
 
 @pytest.mark.parametrize("answer", [None, OSError("no p2pd")], ids=["it has started", "it ends by itself"])

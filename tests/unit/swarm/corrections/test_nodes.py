@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import hivemind.dht.node
 import pytest
-from hivemind.dht import DHTNode
 from hivemind.dht.routing import DHTID, RoutingTable
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import CompositeValidator, DHTRecord, RecordValidatorBase
@@ -68,24 +67,12 @@ def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch,
     assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000
 
 
-def test_an_answer_about_many_keys_is_no_longer_and_a_new_node_is_handed_those_that_fit():
+def test_an_answer_about_many_keys_is_no_longer():
     protocol, keys = stored(200, num_keys=nodes.MAX_KEYS + 1)
     response = looked_up(protocol, keys)
     assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000 * nodes.MAX_KEYS
     types = [result.type for result in response.results]
     assert types == [dht_pb2.FOUND_DICTIONARY] * 2 + [dht_pb2.NOT_FOUND] * (nodes.MAX_KEYS - 2)
-    sent = []
-
-    async def rpc_store(request, timeout):
-        sent.append(request)
-        return dht_pb2.StoreResponse(store_ok=[True] * len(request.keys))
-
-    protocol.get_stub = lambda peer: SimpleNamespace(rpc_store=rpc_store)
-    values, expires = zip(*(protocol.storage.get(key) for key in keys), strict=True)
-    assert asyncio.run(protocol.call_store(None, keys, values, expires, in_cache=False)) == [True] * 2
-    [request] = sent
-    assert request.keys == [key.to_bytes() for key in keys[:2]]
-    assert request.ByteSize() < nodes.MAX_ANSWER_BYTES
 
 
 def received(receive, content):
@@ -157,6 +144,23 @@ def test_of_a_dictionary_no_more_forged_records_are_judged_than_it_takes_to_know
     assert [record.value for record in counted] == [b"good"] * 4
 
 
+def test_records_without_room_are_not_forged():
+    protocol, [key] = stored(0)
+    protocol.record_validator = SimpleNamespace(validate=lambda record: record.value == b"good")
+    protocol.quota = SimpleNamespace(has_room=lambda record: record.value != b"no room", count=print)
+    values = [b"no room"] * 100 + [b"good"] * 3 + [b"forged"] * nodes.MOST_FORGED + [b"good"]
+    answer = dht_pb2.StoreRequest(values=values, keys=[key.to_bytes()] * len(values))
+    answer.subkeys.extend(MSGPackSerializer.dumps(b"%d" % number) for number in range(len(values)))
+    answer.expiration_time.extend([get_dht_time() + 60] * len(values))
+
+    async def rpc_compare(request):
+        return answer
+
+    protocol.get_stub = lambda peer: SimpleNamespace(rpc_compare=rpc_compare)
+    assert asyncio.run(protocol.call_compare(None, []))
+    assert [value for _, (value, _) in protocol.storage.get(key).value.items()] == [b"good"] * 3
+
+
 class Judge(RecordValidatorBase):
     """Finds all records valid that are no lies, and counts."""
 
@@ -178,26 +182,6 @@ def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value):
     for one in (record, replace(record), replace(record, expiration_time=2.0)):
         assert validator.validate(one) == (value == b"truth")
     assert judge.judged == num_judged
-
-
-@pytest.mark.parametrize(("num_known", "is_for_a_store"), [(16, True), (20, True), (16, False)])
-def test_who_should_hold_a_record_is_told_at_once_where_all_are_known(monkeypatch, num_known, is_for_a_store):
-    async def search(self, queries, **keywords):
-        searched.extend(queries)
-        return {}
-
-    async def found(*told_of):
-        told.append(told_of)
-
-    known, key, searched, told = [DHTID.generate() for _ in range(num_known)], DHTID.generate(), [], []
-    monkeypatch.setattr(DHTNode, "find_nearest_nodes", search)
-    node = CorrectedNode(_initialized_with_create=True)
-    node.protocol = SimpleNamespace(bucket_size=20)
-    keywords = {"node_to_peer_id": dict.fromkeys(known), "found_callback": found if is_for_a_store else None}
-    assert asyncio.run(node.find_nearest_nodes([key], **keywords)) == {}
-    nearest = sorted(known, key=key.xor_distance)
-    is_told = is_for_a_store and num_known < 20
-    assert (searched, told) == (([], [(key, nearest, set())]) if is_told else ([key], []))
 
 
 def test_a_node_that_enters_a_swarm_is_asked_for_records_once_it_is_listed_and_not_before(monkeypatch):

@@ -18,8 +18,8 @@ CORRECTED = {
     "signal.signal(signal.SIGINT, signal.SIG_IGN)\n        self.start()": ("averaging/averager.py",),
     # It holds the state that it gave last
     "state_metadata, state_tensors, tensor_infos = state\n": ("averaging/averager.py",),
-    # It asks everybody before a record is stored, and sends whatever is stored
-    "store_task = asyncio.create_task(\n            self.find_nearest_nodes(": ("dht/node.py",),
+    # It stores a record where nodes say that its key is theirs, and sends whatever is stored
+    "num_successful_stores < self.num_replicas": ("dht/node.py",),
     "for key, (value, expiration_time) in self.items()]": ("dht/storage.py",),
     "self.call_store(peer_id, *zip(*data_to_send), in_cache=False)": ("dht/protocol.py",),
     # It believes whatever length a message claims, and puts its sockets into one shared folder

@@ -1,0 +1,85 @@
+"""Nodes of the DHT as the product has them, over a network in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import hivemind.dht.node
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.p2p import PeerID
+
+from tests.simulation.board import key_of
+from tests.simulation.network import Message, Network, VirtualLoop, with_the_swarm_s_time
+from trahiv_cli.swarm import clock
+from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
+from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
+
+
+class Member:
+    """A node, and what it stores and reads."""
+
+    def __init__(self, network: Network, name: str, **options: Any) -> None:
+        self.network, self.options = network, options
+        self.key = key_of(name)
+        self.place = own_place(self.key)
+        self.id = PeerID.from_base58(str(owner_of(self.place)))
+        self.p2p = network.p2p_of(self.id)
+        self.node: Any = None
+
+    async def enter(self, *initial: Member) -> Member:
+        """Enter a swarm through members, or start one."""
+        validators = [RSASignatureValidator(self.key), OwnersOnly(), Readable()]
+        self.node = await CorrectedNode.create(
+            p2p=self.p2p,
+            initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{one.id}" for one in initial],
+            record_validator=RememberingValidator(validators),
+            **self.options,
+        )
+        self.node.protocol.list_node(is_listed=not self.options.get("client_mode"))
+        return self
+
+    async def put(self, key: str, value: Any, lives_s: float = 20.0) -> bool:
+        """Store a record."""
+        ends_at = clock.swarm_time() + lives_s
+        stored: bool = await self.node.store(key, value, ends_at, subkey=self.place)
+        return stored
+
+    async def read(self, key: str) -> dict[PeerID, Any]:
+        """Return the records under a key by their owners' ids."""
+        found = await self.node.get(key)
+        entries = found.value.items() if found else ()
+        return {PeerID.from_base58(str(owner_of(place))): entry.value for place, entry in entries}
+
+
+class Traffic:
+    """Counts what each peer sends and receives, in calls and bytes: a `Network.tamper`."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[PeerID] = Counter()
+        self.sent: Counter[PeerID] = Counter()
+        self.received: Counter[PeerID] = Counter()
+
+    def __call__(self, message: Message) -> list[bytes]:
+        self.calls[message.sender] += not message.is_answer
+        self.sent[message.sender] += len(message.content)
+        self.received[message.receiver] += len(message.content)
+        return [message.content]
+
+
+@contextlib.contextmanager
+def virtual_time(loop: VirtualLoop) -> Iterator[None]:
+    """Have nodes go by the loop's clock, and by the product's protocol, within the block."""
+    began = clock.swarm_time()
+    times = SimpleNamespace(clock_gettime=lambda _: loop.now)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(clock, "time", times))
+        stack.enter_context(mock.patch.object(clock, "_began", began))
+        stack.enter_context(mock.patch.object(hivemind.dht.node, "DHTProtocol", CorrectedProtocol))
+        for module in with_the_swarm_s_time():
+            stack.enter_context(mock.patch.object(module, "get_dht_time", clock.swarm_time))
+        yield

@@ -1,0 +1,42 @@
+"""A peer whose batches take longer than the swarm's steps: it counts with smaller ones, or says so once."""
+
+from collections import Counter
+
+import pytest
+
+from tests.kit.faulty_peer import BATCH, Settings
+from tests.simulation.swarm import Plan, simulate
+from trahiv_cli.optim.pace import Pace
+
+pytestmark = pytest.mark.usefixtures("undisturbed")
+
+SLOW = "2"
+"""The name of the peer that is slow."""
+
+
+def play(mode, batch_s, smallest_batch, rounds=100):
+    """Play a run of three, of which two train a batch in 0.1 s and one in `batch_s`."""
+    settings = Settings(pace=Pace(mode=mode), smallest_batch=smallest_batch)
+    slowness = {int(SLOW): batch_s / settings.seconds_per_batch}
+    return simulate(Plan(3, rounds, slowness=slowness, settings=settings, patience_s=120.0), seed=1)
+
+
+def said(run, *peers):
+    """Count warnings of some peers by code."""
+    return Counter(event["code"] for event in run.said("notice", *peers))
+
+
+@pytest.mark.parametrize(("mode", "batch_s"), [("sync", 3.0), ("sync", 6.0), ("overlap", 6.0)])
+def test_slow_peer_with_smaller_batches_counts(mode, batch_s):
+    run = play(mode, batch_s, smallest_batch=1)
+    steps = run.steps(SLOW)
+    assert 2 * len(steps) >= run.world.furthest
+    assert sum(not step["my_samples"] for step in steps) <= 1, "that by which others learn its speed"
+    assert said(run, SLOW)["slow"] == 1 and not said(run)["too-slow"]
+
+
+def test_peer_that_is_too_slow_says_so_once():
+    run = play("sync", 6.0, smallest_batch=BATCH, rounds=120)
+    assert said(run, SLOW)["too-slow"] == 1
+    assert [said(run, name)["slow-peer"] for name in ("0", "1")] == [1, 1]
+    assert len(run.said("loaded", SLOW)) <= 6, "it does not fetch the state in vain"

@@ -1,0 +1,83 @@
+"""When a peer is too slow for the swarm's steps, and what it does and says then."""
+
+import math
+
+import pytest
+
+from trahiv_cli.optim.lateness import ENOUGH_IN_TIME, FIRST_PAUSE_S, Lateness
+from trahiv_cli.telemetry.events import Events
+
+
+@pytest.fixture
+def told():
+    return []
+
+
+@pytest.fixture
+def lateness(told):
+    return Lateness(Events(told.append))
+
+
+def late(lateness, samples=8, times=2, seconds=6.0, usual_s=6.0, missed=5):
+    for _ in range(times):
+        lateness.note_late(samples, seconds, usual_s, missed)
+
+
+def codes(told):
+    return [event["code"] for event in told]
+
+
+def test_two_late_batches_make_the_next_smaller(lateness, told):
+    late(lateness, times=1)
+    assert lateness.samples_in_time == math.inf and not told
+    lateness.note_in_time()
+    late(lateness, times=1, missed=1)
+    assert lateness.samples_in_time == 1 and codes(told) == ["slow"]
+    assert "8 sample(s) takes 6.0 s here, a step of the swarm 2.0 s" in told[0]["message"]
+
+
+@pytest.mark.parametrize(("missed", "samples"), [(1, 4), (2, 2), (100, 1)])
+def test_several_smaller_batches_fit_into_a_step(lateness, missed, samples):
+    late(lateness, missed=missed)
+    assert lateness.samples_in_time == samples
+
+
+def test_small_batches_grow_again_after_many_in_time(lateness, told):
+    late(lateness, missed=2)
+    for size in (2, 4):
+        assert lateness.samples_in_time == size
+        for _ in range(ENOUGH_IN_TIME):
+            lateness.note_in_time()
+    late(lateness, missed=2)
+    assert lateness.samples_in_time == 2 and codes(told) == ["slow"], "it is said once"
+
+
+def test_late_batches_far_apart_change_nothing(lateness, told):
+    for _ in range(3):
+        late(lateness, times=1)
+        for _ in range(4):
+            lateness.note_in_time()
+    assert lateness.samples_in_time == math.inf and not told
+
+
+def test_long_evaluations_do_not_make_batches_smaller(lateness, told):
+    late(lateness, usual_s=0.5)
+    assert lateness.samples_in_time == math.inf and not told
+
+
+@pytest.mark.parametrize("samples", [1, 8], ids=["one sample", "cannot be divided"])
+def test_hopeless_peer_says_so_once(lateness, told, samples):
+    lateness.samples_in_time = 1
+    for _ in range(3):
+        late(lateness, samples=samples, times=9)
+        assert lateness.is_hopeless and lateness.batch_s == 6.0
+        for _ in range(4):
+            lateness.note_in_time()
+        assert not lateness.is_hopeless
+    assert codes(told) == ["too-slow"] and "come too late to count" in told[0]["message"]
+
+
+def test_pauses_of_a_hopeless_peer_double(lateness):
+    late(lateness, samples=1)
+    pauses = [lateness.next_pause_s() for _ in range(3)]
+    assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]

@@ -1,0 +1,126 @@
+"""Local steps of a peer that stops before their round: they count in the next round after it is back."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.kit import stepping
+from tests.kit.stepping import commits, sgd
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.optim.rounds import Outcome
+from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
+
+DILOCO = Pace("diloco", local_steps=4)
+STREAMING = Pace("streaming", local_steps=8, fragments=2)
+
+
+class Peer(stepping.Peer):
+    """A peer of two weights of two values in a module, which leases its positions."""
+
+    def __init__(self, pace=DILOCO):
+        self.model = torch.nn.ParameterDict({name: torch.zeros(2) for name in "ab"})
+        super().__init__([*self.model.values()], sgd, end=commits(), pace=pace)
+        self.resumed = []
+        leases = stepping.Positions(self)
+        leases.resume = self.resumed.append
+
+    @property
+    def values(self):
+        return [value for weight in self.model.values() for value in weight.tolist()]
+
+    @property
+    def optimizer(self):
+        """The parts of the swarm's optimizer that a checkpoint reads and writes."""
+        state = self.state
+        agreed = {} if state.agreed is None else dict(zip(self.model.values(), state.agreed, strict=True))
+        return SimpleNamespace(
+            opt=state.optimizer,
+            state_averager=state,
+            position=self.position,
+            agreed_values=agreed,
+            own_steps=self.position.method.own_steps,
+            history=state.history,
+            ledger=state.ledger,
+            pace=state.pace,
+        )
+
+    def save(self, folder):
+        Checkpoints(folder).save(CheckpointData.of(self.model, self.optimizer))
+
+
+def resumed(folder, pace=DILOCO):
+    """Make a peer that goes on from the newest checkpoint."""
+    peer, newest = Peer(pace), Checkpoints(folder).newest()
+    newest.load_weights(peer.model)
+    if (outer := peer.state.outer) is not None:
+        for anchor, weight in zip(outer.anchor, peer.model.values(), strict=True):
+            anchor.copy_(weight.detach())
+        newest.load_outer(outer)
+    newest.load_own_steps(peer.optimizer)
+    peer.position.enter(newest.state.history, newest.state.ledger)
+    return peer
+
+
+@pytest.mark.parametrize("pace", [DILOCO, STREAMING], ids=["diloco", "streaming"])
+def test_short_lives_add_up_to_a_round(tmp_path, pace):
+    stayed = Peer(pace)
+    for life in range(3):
+        peer = resumed(tmp_path, pace) if life else Peer(pace)
+        for one in (peer, stayed):
+            one.train(positions=range(8 * life, 8 * life + 8))
+        assert peer.values == stayed.values
+        assert peer.tracker.samples == 8 * (life + 1)
+        peer.save(tmp_path)
+    again = resumed(tmp_path, pace)
+    for one in (again, stayed):
+        assert one.history == History()
+        one.train(positions=range(24, 32))
+        assert one.history.step and list(one.state.ledger.covered) == list(range(32))
+    assert again.values == stayed.values
+    assert again.history.samples == stayed.history.samples == 32
+    assert again.resumed == [Spans(((0, 24),))]
+
+
+def test_own_steps_of_a_running_round_are_saved(tmp_path):
+    peer = Peer(STREAMING)
+    peer.train(positions=range(8))
+    peer.position.method.set_aside(goes_on=True)
+    peer.train(positions=range(8, 16))
+    peer.save(tmp_path)
+    method = resumed(tmp_path, STREAMING).position.method
+    assert method.own_steps.samples == 16 and list(method.own_steps.positions) == list(range(16))
+
+
+@pytest.mark.parametrize("pace", [DEFAULT_PACE, STREAMING], ids=["sync", "other fragments"])
+def test_another_mode_leaves_own_steps_out(tmp_path, pace):
+    peer = Peer()
+    peer.train(positions=range(8))
+    peer.save(tmp_path)
+    other = resumed(tmp_path, pace)
+    assert other.values == [0.0] * 4 and not other.position.method.own_steps
+
+
+@pytest.mark.parametrize(("members", "left"), [(("QmMe", "QmB"), 0), (("QmB", "QmC"), 8)])
+def test_a_followed_round_takes_the_own_steps_it_has(members, left):
+    peer = Peer()
+    peer.train(positions=range(8))
+    with peer.gradients.get_tensors() as averages:
+        for average in averages:
+            average.fill_(0.25)
+    outcome = Outcome(dict.fromkeys(members, 8), members, left_out={}, states={}, proof=b"", trained=())
+    peer.position.follow(peer.position.after(16, b""), outcome)
+    assert peer.position.method.own_steps.samples == left
+    agreed = [value for weight in peer.state.agreed for value in weight.tolist()]
+    assert (peer.values == agreed) is not bool(left)
+
+
+def test_a_newer_state_replaces_own_steps(tmp_path):
+    peer = Peer()
+    peer.train(positions=range(8))
+    peer.save(tmp_path)
+    again = resumed(tmp_path)
+    again.position.adopt()
+    assert not again.position.method.own_steps and again.parts.work.leases.returned == list(range(8))

@@ -1,0 +1,231 @@
+"""What only training and saving can raise is raised before others are invited, and leaves no trace."""
+
+import inspect
+import json
+
+import pytest
+import torch
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+from tests.kit.fakes import FakeNode
+from tests.kit.recipes import tiny_llama
+from tests.kit.stand_ins import chat_tokenizer, write_bert, write_llama
+from trahiv_cli.assets.data import build_datasets
+from trahiv_cli.assets.model import build_tokenizer
+from trahiv_cli.errors import AssetError, RecipeError
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.upstream import BORDERLESS, SCHEDULES
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train import trainer as trainer_module
+from trahiv_cli.train.rehearsal import excerpt, rehearse
+from trahiv_cli.train.tasks import build_trainer
+from trahiv_cli.train.trainer import SwarmTrainer
+
+LLAMA = tiny_llama(vocab_size=384)
+HEADS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 384}
+OTHERS = {
+    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2},
+    "mamba": HEADS,
+    "opt": HEADS | {"ffn_dim": 32, "word_embed_proj_dim": 32},
+}
+ENDLESS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Make the trainer of a recipe and its tokenizer, and collect warnings: `prepared("sft", ...)`."""
+
+    def prepare(task="clm", model=LLAMA, rows=None, training=None, data=None, **sections):
+        rows = rows or [
+            {"text": f"sample {number} has some words " * (1 + number % 3)} for number in range(24)
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        source = {"model_name_or_path": str(model)}
+        if isinstance(model, dict):
+            source = {"config": model, "tokenizer_name_or_path": "builtin/bytes"}
+        recipe = Recipe.model_validate(
+            {
+                "name": "test",
+                "task": task,
+                "model": source,
+                "data": {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], **(data or {})},
+                "training": {"max_steps": 4, "per_device_train_batch_size": 2, **(training or {})},
+                "hivemind_config": {"opt": {"run_id": "test", "target_batch_size": 8}},
+                **sections,
+            }
+        )
+        tokenizer = build_tokenizer(recipe)
+        splits = build_datasets(recipe, tokenizer, seed=1, peer_seed=1)
+        trainer = build_trainer(recipe, tmp_path / "run", tokenizer, splits, node=FakeNode())
+        told, events = [], Events()
+        events.add(lambda event: told.append(event.get("code")))
+        return trainer, told, lambda: rehearse(trainer, recipe, tokenizer, events)
+
+    return prepare
+
+
+def test_rehearsal_leaves_the_trainer_unchanged(prepared):
+    trainer, _, rehearsed = prepared("sft", LLAMA | {"attention_dropout": 0.1}, sft={"max_length": 64})
+    trainer.model.register_buffer("seen", torch.ones(2))
+
+    def count_batch(model, _):
+        model.seen += 1
+
+    trainer.model.register_forward_pre_hook(count_batch)
+    trainer.model.eval()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    generator, figures = torch.get_rng_state(), dict(vars(trainer))
+    rehearsed()
+    assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert not trainer.model.training
+    assert all(weight.grad is None for weight in trainer.model.parameters())
+    assert vars(trainer).items() >= figures.items()
+    assert not any(trainer._metrics.values())
+
+
+@pytest.mark.parametrize("task", ["clm", "dpo", "mlm", "seq-cls"])
+def test_every_task_can_be_rehearsed(prepared, tmp_path, task):
+    pairs = [{"prompt": "Say it", "chosen": "yes", "rejected": "no", "text": "a b c", "label": 1}] * 8
+    model = write_bert(tmp_path / "model") if task in ("mlm", "seq-cls") else LLAMA
+    sections = {"seq_cls": {"labels": ["bad", "good"]}} if task == "seq-cls" else {}
+    length = {task.replace("-", "_"): {"max_length": 32, **sections.get("seq_cls", {})}}
+    prepared(task, model, pairs if task != "clm" else None, **length)[2]()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (LLAMA | {"num_key_value_heads": 3}, "batch could not be trained .* RuntimeError: .* size of tensor"),
+        ({"model_type": "bert", **HEADS, "intermediate_size": 32}, "sees the tokens that it is to predict"),
+    ],
+)
+def test_model_that_cannot_train_is_refused(prepared, model, message):
+    with pytest.raises(AssetError, match=message):
+        prepared(model=model, clm={"max_length": 32})[2]()
+
+
+def test_out_of_memory_tries_one_sample(prepared, monkeypatch):
+    trainer, _, rehearsed = prepared(clm={"max_length": 32})
+    compute, tried = trainer.compute_loss, []
+
+    def compute_small(model, inputs):
+        tried.append(len(inputs["input_ids"]))
+        if tried[-1] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(model, inputs)
+
+    monkeypatch.setattr(trainer, "compute_loss", compute_small)
+    rehearsed()
+    assert tried == [2, 1]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_packing_without_borders_is_refused(prepared, kind):
+    model = {"model_type": kind, "vocab_size": 384} | OTHERS[kind]
+    assert kind in BORDERLESS
+    _, _, rehearsed = prepared("sft", model, sft={"max_length": 96, "packing": True})
+    with pytest.raises(AssetError, match=f"'{kind}' have no borders"):
+        rehearsed()
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
+def test_packing_with_borders_or_wanted_without_is_allowed(prepared, strategy):
+    model = {"bfd": LLAMA, "wrapped": {"model_type": "bloom", "vocab_size": 384} | OTHERS["bloom"]}[strategy]
+    prepared("sft", model, sft={"max_length": 128, "packing": True, "packing_strategy": strategy})[2]()
+
+
+def test_an_excerpt_of_packed_samples_keeps_their_borders():
+    row = {"input_ids": list(range(10)), "labels": list(range(10)), "seq_lengths": [2, 3, 5]}
+    cut = {"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "seq_lengths": [1, 3, 1]}
+    assert excerpt(row, 1, 6) == cut and excerpt(row, 0, 99) == row
+
+
+def test_generation_config_that_cannot_be_saved_is_replaced(prepared, tmp_path):
+    folder = write_llama(tmp_path / "model")
+    wrong = {"do_sample": False, "temperature": 0.9, "eos_token_id": [2, 3]}
+    (folder / "generation_config.json").write_text(json.dumps(wrong))
+    trainer, told, rehearsed = prepared(model=folder, clm={"max_length": 32})
+    rehearsed()
+    assert told == ["generation"]
+    trainer.model.save_pretrained(tmp_path / "final")
+    assert trainer.model.generation_config.eos_token_id == [2, 3]
+
+
+def test_tokenizer_that_cannot_be_saved_is_refused(prepared, monkeypatch):
+    def save(*_):
+        raise TypeError("Object of type function is not JSON serializable")
+
+    trainer, _, rehearsed = prepared(clm={"max_length": 32})
+    monkeypatch.setattr(type(trainer.processing_class), "save_pretrained", save)
+    with pytest.raises(AssetError, match="could not be saved .* TypeError"):
+        rehearsed()
+
+
+@pytest.mark.parametrize("of_generation", [False, True])
+def test_config_that_cannot_be_saved_or_loaded_is_refused(prepared, of_generation):
+    trainer, _, rehearsed = prepared(clm={"max_length": 32})
+    config = trainer.model.generation_config if of_generation else trainer.model.config
+    config.id2label = {"bad": object()} if of_generation else {"bad": 0}
+    with pytest.raises(AssetError, match="could not be saved .* (Type|Value)Error"):
+        rehearsed()
+
+
+def test_weights_that_share_memory_are_refused(prepared):
+    trainer, _, rehearsed = prepared(clm={"max_length": 32})
+    first, second = trainer.model.model.layers[:2]
+    second.mlp.up_proj.weight = torch.nn.Parameter(first.mlp.up_proj.weight.data[:-1])
+    second.mlp.down_proj.weight = torch.nn.Parameter(second.mlp.down_proj.weight.data[:, :-1].contiguous())
+    second.mlp.gate_proj.weight = torch.nn.Parameter(second.mlp.gate_proj.weight.data[:-1].contiguous())
+    with pytest.raises(AssetError, match="could not be saved .* shared"):
+        rehearsed()
+
+
+@pytest.mark.parametrize(("template", "ends"), [(None, [2]), (ENDLESS, None)])
+def test_token_that_ends_a_turn_is_listed(prepared, tmp_path, template, ends):
+    folder = write_llama(tmp_path / "model")
+    tokenizer = chat_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(folder)
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    data = {"chat_template": template} if template else None
+    trainer, told, rehearsed = prepared(
+        "sft", folder, [{"messages": talk}] * 8, data=data, sft={"max_length": 64}
+    )
+    rehearsed()
+    assert told == ([] if ends else ["no-end"])
+    if ends:
+        assert trainer.model.generation_config.eos_token_id == ends
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"lr_scheduler_kwargs": {"eta_min": 0.1}},
+        {"adam_beta1": 2.0},
+        {"optim": "rmsprop_bnb", "optim_args": "beta=3"},
+        {"optim": "rmsprop_bnb", "optim_args": "centered=true"},
+    ],
+)
+def test_optimizer_that_cannot_be_built_is_refused(prepared, arguments):
+    trainer, _, rehearsed = prepared(clm={"max_length": 32})
+    for name, value in arguments.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(RecipeError, match="optimizer or its schedule can't be made"):
+        rehearsed()
+
+
+def test_drop_in_tries_its_optimizer_before_a_node(llama, samples, arguments, monkeypatch):
+    monkeypatch.setattr(trainer_module, "started", lambda *_, **__: pytest.fail("a node was started"))
+    config = {"opt": {"run_id": "test", "target_batch_size": 8}}
+    args = arguments(lr_scheduler_type="cosine_with_min_lr")
+    trainer = SwarmTrainer(llama(), args, train_dataset=samples, hivemind_config=config)
+    with pytest.raises(RecipeError, match="min_lr or min_lr_rate"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_keywords_of_schedules_are_the_installed_ones(name):
+    ours = set(inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters)
+    ours -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+    assert set(SCHEDULES[name]) == ours

@@ -1,0 +1,105 @@
+"""A peer notices when its batches take longer than the swarm's steps, so that their gradients come too late.
+
+1. A batch is late if it began with the swarm's newest state, and others had left that state when it ended.
+2. If two of the last four were late, smaller ones are asked for (`samples_in_time`), which count as before.
+   After many batches in time they may be twice as large: the machine may have been busy only for a while.
+3. Where none can be smaller, the others learn how slow this peer is: they may wait for it. If the next batch
+   is late all the same, a warning gives the figures, and the swarm's state is fetched ever less often.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from trahiv_cli.telemetry.events import Events
+
+LATE, OF_THE_LAST = 2, 4
+"""Late batches before anything is done: one alone may have slept with its machine."""
+
+ENOUGH_IN_TIME = 64
+"""Batches in time after which larger ones are tried: if these are late, one in thirty is lost."""
+
+FIRST_PAUSE_S = 60.0
+
+
+class Lateness:
+    """Counts late batches of one peer, and says how large its batches may be."""
+
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self.samples_in_time = math.inf
+        """The most samples that this peer trains in time for a step, as far as is known."""
+        self.batch_s = 0.0
+        """How long the batch took that came too late, in seconds."""
+        self._last: deque[tuple[int, float]] = deque(maxlen=OF_THE_LAST)  # steps missed in so many seconds
+        self._num_in_time = self._num_pauses = 0
+        self._told_samples = math.inf
+        self._figures = ""
+        self._has_warned = False
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether even this peer's smallest batches come too late."""
+        return self._num_pauses > 0
+
+    def note_in_time(self) -> None:
+        """Take note of a batch that came in time."""
+        self._last.append((0, 0.0))
+        if not any(missed for missed, _ in self._last) and len(self._last) == OF_THE_LAST:
+            self._num_pauses = 0
+        self._num_in_time += 1
+        if self._num_in_time == ENOUGH_IN_TIME:
+            self._num_in_time = 0
+            self.samples_in_time *= 2
+
+    def note_late(self, samples: int, seconds: float, usual_s: float, steps_missed: int) -> bool:
+        """Take note of a late batch of so many samples, which took so many seconds.
+
+        Such a batch usually takes `usual_s`; the swarm took `steps_missed` steps meanwhile. Returns whether
+        the others should now learn how slow this peer is.
+        """
+        if self.is_hopeless:
+            self._warn_once()
+            return False
+        self._num_in_time = 0
+        self._last.append((max(1, steps_missed), seconds))
+        late = [one for one in self._last if one[0]]
+        missed = sum(steps for steps, _ in late)
+        step_s = sum(took_s for _, took_s in late) / missed
+        if len(late) < LATE or usual_s < step_s:
+            return False
+        self._last.clear()
+        self.batch_s = usual_s
+        self._figures = (
+            f"A batch of {samples} sample(s) takes {usual_s:.1f} s here, a step of the swarm {step_s:.1f} s"
+        )
+        if samples == 1 or samples > self.samples_in_time:  # which had no effect
+            self._num_pauses = 1
+            return True
+        # So that several are done within a step.
+        self.samples_in_time = max(1, samples * len(late) // (2 * missed))
+        if self.samples_in_time < self._told_samples:
+            self._told_samples = self.samples_in_time
+            self._events.warn(
+                "slow",
+                f"{self._figures}: its gradients came too late to count. Where this peer's batches can be "
+                f"divided, it tries {self.samples_in_time} sample(s) at a time.",
+                hint=f"nothing to do; begin so with per_device_train_batch_size: {self.samples_in_time}",
+            )
+        return False
+
+    def _warn_once(self) -> None:
+        """Warn that this peer is too slow, although the others know how slow it is."""
+        if not self._has_warned:
+            self._has_warned = True
+            self._events.warn(
+                "too-slow",
+                f"{self._figures}: this peer's gradients come too late to count. It tries again at times.",
+                hint="per_device_train_batch_size: 1, a faster device, or swarm.mode: diloco for all",
+            )
+
+    def next_pause_s(self) -> float:
+        """Return how long to wait before the state is fetched again: twice as long each time."""
+        self._num_pauses += 1
+        return FIRST_PAUSE_S * 2 ** (self._num_pauses - 2)

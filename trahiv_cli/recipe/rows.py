@@ -1,0 +1,245 @@
+"""Errors in the rows of a dataset, whichever reader they come from; rows are counted from 1.
+
+An error is certain damage: training would teach something that the row does not say. A warning may be meant
+so. Nothing here knows a tokenizer: `assets/samples.py` also asks the chat template.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trahiv_cli.errors import AssetError
+from trahiv_cli.recipe.document import kind_of
+
+OPTIONAL = ("tools", "chat_template_kwargs")
+"""Columns that TRL hands to the chat template."""
+
+CHATML = ("role", "content")
+SHAREGPT = ("from", "value")
+"""Keys of a message in the two ways of writing conversations."""
+
+KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
+
+ROLES = {"human": "user", "gpt": "assistant"}
+"""ShareGPT's names of the roles that chat templates know; others are the same."""
+
+LISTED = 10
+"""The number of rows, problems, columns or classes that a message names."""
+
+MEND_A_ROW = "Fix or remove that row."
+"""The hint for a row that no trainer could read."""
+
+LABEL_HINT = (
+    "A label is one of these names, or its number from 0 unless names are numbers: mend the row, "
+    "`seq_cls.labels`, or `seq_cls.dataset_label_field`."
+)
+"""The hint for a class that is none of the recipe's."""
+
+_KNOWN_ROLES = frozenset(
+    "system developer user assistant tool function function_call observation ipython".split()
+)
+_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
+
+
+@dataclass(frozen=True)
+class Form:
+    """The columns that a row must have, and the keys of a message in them; none if they hold texts."""
+
+    columns: tuple[str, ...]
+    keys: tuple[str, str] | None
+
+    def error(self, row: Mapping[str, Any], template: str | None = None) -> str:
+        """Return the error in a row, as words to follow its number, or nothing.
+
+        A role that the chat `template` names is known; what only an unknown template could tell is a `doubt`.
+        """
+        if "chat_template_kwargs" in row and row["chat_template_kwargs"] is None:
+            return "has no 'chat_template_kwargs'"
+        for column in self.columns:
+            if problem := self._error_in(column, row.get(column), template):
+                return problem
+        return ""
+
+    def doubt(self, row: Mapping[str, Any], template: str | None = None) -> str:
+        """Return what a row without an error has that not every chat template knows, or nothing."""
+        _, key = self.keys or CHATML
+        for column, messages in self.conversations(row):
+            for message in messages:
+                if template is None and message["role"] not in _KNOWN_ROLES:
+                    return _unknown_role(message["role"], column)
+                if isinstance(message.get("content"), list):
+                    return _no_text(message["content"], key, column)
+        return ""
+
+    def warning(self, row: Mapping[str, Any]) -> str:
+        """Return the doubt about a row without an error, as words to follow its number, or nothing."""
+        for column in self.columns:
+            if self.keys is None and column != "prompt" and not row[column].strip():
+                return f"has an empty {column!r}"
+        for column, messages in self.conversations(row):
+            before = "system"
+            for message in messages:
+                role = message["role"]
+                if role == "assistant" and not _says_something(message):
+                    return f"has an empty answer in {column!r}"
+                if role == before and role in ("user", "assistant"):
+                    return f"has two messages of the {role} in a row in {column!r}"
+                if role == "assistant" and before in ("system", "developer"):
+                    return f"begins with the assistant in {column!r}"
+                before = role
+        return ""
+
+    def conversations(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Yield each conversation of a sound row, as messages of role and content, and its last column."""
+        if self.keys is not None:
+            prompt = row["prompt"] if "prompt" in self.columns else []
+            for column in self.columns:
+                if column != "prompt":
+                    yield column, [chatml(message) for message in (*prompt, *row[column])]
+
+    def _error_in(self, column: str, value: Any, template: str | None) -> str:
+        if value is None:
+            return f"has no {column!r}"
+        if self.keys is None:
+            return "" if isinstance(value, str) else f"has {type(value).__name__} in {column!r}, not text"
+        if not _has_speakers(value, self.keys[0]):
+            return f"has something else in {column!r} than messages of {self.keys[0]} and {self.keys[1]}"
+        messages = [chatml(message) for message in value]
+        for message in messages:
+            if problem := _error_of(message, self.keys, column, template):
+                return problem
+        roles = {message["role"] for message in messages}
+        if column != "prompt" and "assistant" not in roles and roles <= _KNOWN_ROLES:
+            return f"has no message of the assistant in {column!r}"
+        return ""
+
+
+@dataclass
+class Tally:
+    """Errors in the rows of a dataset and doubts about them, each with its rows, counted from 1."""
+
+    name: str
+    errors: dict[str, list[int]] = field(default_factory=dict)
+    warnings: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, row: int, error: str, warning: str) -> None:
+        """Note the problems of a row; an empty one is none."""
+        for found, problem in ((self.errors, error), (self.warnings, warning)):
+            if problem:
+                found.setdefault(problem, []).append(row)
+
+    def sentences(self, found: dict[str, list[int]]) -> list[str]:
+        """Return a sentence for each of the first ten errors or warnings, with its first rows."""
+        return [
+            f"Row {rows[0]:,} of {self.name} {problem}"
+            + (f" ({len(rows):,} rows: {listed(f'{row:,}' for row in rows)})." if len(rows) > 1 else ".")
+            for problem, rows in list(found.items())[:LISTED]
+        ]
+
+
+def chatml(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the keys and roles that chat templates know, whichever way it is written."""
+    if message.get("role") is not None:
+        return dict(message)
+    named = {KEYS.get(key, key): value for key, value in message.items() if key not in CHATML}
+    return {**named, "role": ROLES.get(named["role"], named["role"])}
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Return the texts of a sound message: its content, or the texts of its parts; none without a content."""
+    content = message.get("content") or []
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
+    """Tell whether `value` is a list of messages; a message may have no content, as one that calls tools."""
+    return _has_speakers(value, keys[0]) and any(keys[1] in message for message in value)
+
+
+def class_of(said: Any, labels: Sequence[str]) -> int | None:
+    """Return the number of the class that a row names, or None if the row names none for certain.
+
+    A class is written as its name, or as its number from 0. Where a name is a number, only names count: in
+    `labels: ["1", "2"]`, 1 is the first class. JSON's true and false are the names that read so.
+    """
+    if isinstance(said, bool):
+        named = [number for number, name in enumerate(labels) if name.lower() == str(said).lower()]
+        return named[0] if len(named) == 1 else None
+    if not isinstance(said, int | float | str):
+        return None
+    whole = int(said) if isinstance(said, float) and said.is_integer() else said
+    for text in (str(said), str(whole)):
+        if text in labels:
+            return labels.index(text)
+    written = re.fullmatch(r"(0|[1-9]\d{0,8})(\.0+)?", str(whole))
+    if written is None or any(map(_reads_as_number, labels)) or int(written[1]) >= len(labels):
+        return None
+    return int(written[1])
+
+
+def label_error(said: Any, labels: Sequence[str]) -> str:
+    """Return the error in a row's class, as words to follow the row's number, or nothing."""
+    if class_of(said, labels) is not None:
+        return ""
+    written = "no label" if said is None else f"the label {kind_of(said)}"
+    return f"has {written}, and `seq_cls.labels` names {len(labels)} classes: {listed(labels)}"
+
+
+def broken_row(name: str, row: int, problem: str, hint: str = MEND_A_ROW) -> AssetError:
+    """Make the error of a row, counted from 1, that a trainer could not read."""
+    return AssetError(f"Row {row:,} of {name} {problem}.", hint)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Write names for a message, the first ten of them."""
+    names = list(names)
+    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+
+
+def _has_speakers(value: Any, key: str) -> bool:
+    """Tell whether `value` is a list of mappings, at least one, that all name a speaker."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value)
+
+
+def _error_of(message: dict[str, Any], keys: tuple[str, str], column: str, template: str | None) -> str:
+    role, content = message["role"], message.get("content")
+    is_named = template is None or re.search(f"['\"]{re.escape(role)}['\"]", template)
+    if role not in _KNOWN_ROLES and not is_named:
+        return _unknown_role(role, column)
+    if not isinstance(content, str | None) and not _are_parts(content):
+        return _no_text(content, keys[1], column)
+    if content is None and not _says_something(message):
+        said = [key for key, value in message.items() if value is not None and key not in CHATML]
+        instead = f" but with {listed(said)}" if said else ""
+        return f"has a message without {keys[1]!r}{instead} in {column!r}"
+    return ""
+
+
+def _unknown_role(role: str, column: str) -> str:
+    return f"has an unknown role {role!r} in {column!r} (known: system, user, assistant, tool)"
+
+
+def _no_text(content: Any, key: str, column: str) -> str:
+    return f"has {kind_of(content)} as a message's {key!r} in {column!r}, not text"
+
+
+def _are_parts(content: Any) -> bool:
+    """Tell whether a content is a list of `{type: text, text: ...}`, which some chat templates read."""
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
+        and all(isinstance(part.get("text"), str) for part in content)
+    )
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    return any(map(str.strip, texts_of(message))) or any(message.get(key) for key in _INSTEAD_OF_CONTENT)
+
+
+def _reads_as_number(name: str) -> bool:
+    return re.fullmatch(r"[-+]?\d+(\.\d*)?", name.strip()) is not None

@@ -1,0 +1,285 @@
+"""Every member keeps every record of its swarm: a member that stores one sends it to all others.
+
+hivemind stores a record at the five nodes nearest to its key, and a node chooses its id: five nodes of one
+member could hide everything under a key. From twenty nodes on, each store searches all of them.
+
+1. A record is kept here and sent to each connected peer (`put`). Records are read from those kept here.
+2. Peers compare their records, when they meet and then in rotation. Each asks for the records that it lacks.
+   So a record also reaches members that its owner is not connected with.
+3. A missing record proves nothing. Its owner is asked for a new one before the old one ends: `read` leaves an
+   owner out only if it did not answer.
+
+All of it runs in the event loop of the DHT's process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.proto.dht_pb2 import StoreRequest
+from hivemind.utils import MSGPackSerializer
+
+from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.records import owner_of
+
+LOOK_EVERY_S = 1.0  # at the connected peers, and at the records that are about to end
+COMPARE_EVERY_S = 5.0  # with one peer after the other, and with each silent one
+ASKED_FIRST = 3  # connected peers that a node compares with before its first answer
+# An owner is asked for a new record when its last one ends within this time: by then it should have published
+# another one.
+ENDS_SOON_S = 6.0
+DIGEST_BYTES = 8
+# The most bytes of records in one message: hivemind waits 3 s for an answer, in which an uplink of 5 Mbit/s
+# sends them. On average a peer is given less.
+MAX_ANSWER_BYTES, GIVEN_BYTES_A_SECOND = 3 * 2**19, 2**18
+
+
+class Record(NamedTuple):
+    """A signed record, as it is kept and sent."""
+
+    key: DHTID
+    place: bytes  # of its owner
+    value: bytes
+    ends_at: float  # in the swarm's time
+
+    @property
+    def digest(self) -> bytes:
+        """Stands for this version of a record where two peers compare."""
+        version = MSGPackSerializer.dumps([self.key.to_bytes(), self.place, self.ends_at])
+        return hashlib.sha256(version).digest()[:DIGEST_BYTES]
+
+
+def _owners(places: Iterable[bytes]) -> set[PeerID]:
+    return {PeerID.from_base58(owner) for place in places if (owner := owner_of(place))}
+
+
+class _Outbox:
+    """Records to send to one peer, of each the newest version."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[DHTID, bytes], Record] = {}
+        self._is_sent: asyncio.Future[bool] = asyncio.Future()
+
+    def add(self, record: Record) -> asyncio.Future[bool]:
+        """Add a record; return a future of whether the peer has taken it, or a later version."""
+        self._waiting[record.key, record.place] = record
+        return self._is_sent
+
+    def take(self) -> tuple[list[Record], asyncio.Future[bool]]:
+        """Take all records out, with the future to set once they are sent."""
+        taken, is_sent = list(self._waiting.values()), self._is_sent
+        self._waiting, self._is_sent = {}, asyncio.Future()
+        return taken, is_sent
+
+
+class Copies:
+    """Keeps, sends and compares the records of a node.
+
+    Args:
+        protocol: the node's, a `CorrectedProtocol`, which calls other nodes and serves them.
+    """
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+        self._outboxes: dict[PeerID, _Outbox] = {}
+        self._silent: set[PeerID] = set()  # peers that did not answer: they are sent nothing until they do
+        self._connected: tuple[PeerID, ...] = ()
+        self._asked: dict[PeerID, float] = {}  # when each peer was last asked for records
+        self._answered: dict[PeerID, float] = {}  # when it answered; no peer that was away since
+        self._known: set[PeerID] = set()  # peers that have answered, and are connected or have had records
+        self._asking: dict[PeerID, asyncio.Task[None]] = {}
+        self._may_ask_at: dict[PeerID, float] = {}  # when each may have others' records from this node again
+        # When the records under each key ended, by place, as they were last read.
+        self._read: dict[DHTID, dict[bytes, float]] = {}
+        self._is_member = False  # this node has stored something of its own
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def close(self) -> None:
+        """End all tasks."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _start(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    @property
+    def _own_id(self) -> PeerID:
+        return self._protocol.p2p.peer_id
+
+    # -- this node's records -------------------------------------------------------------------------
+
+    def _kept(self) -> Iterator[Record]:
+        for key, (entries, _) in list(self._protocol.storage.items()):
+            if isinstance(entries, DictionaryDHTValue):
+                for place, (value, ends_at) in entries.items():
+                    yield Record(key, place, value, ends_at)
+
+    def _ends(self, key: DHTID) -> dict[bytes, float]:
+        found = self._protocol.storage.get(key)
+        entries = found.value.items() if found and isinstance(found.value, DictionaryDHTValue) else ()
+        return {place: ends_at for place, (_, ends_at) in entries}
+
+    async def put(self, key: DHTID, place: bytes, value: bytes, ends_at: float) -> bool:
+        """Sign and keep a record (MessagePack), and send it to all connected peers, waiting for each.
+
+        Return whether it is kept: not if other nodes would refuse it, or a later version is there.
+        """
+        if not self._is_member:
+            self._is_member = True
+            self._start(self._run())
+            await self._protocol.serve_always()
+        parts = key.to_bytes(), MSGPackSerializer.dumps(place)
+        signed = self._protocol.record_validator.sign_value(DHTRecord(*parts, value, ends_at))
+        if not self._protocol._validate_record(*parts, signed, ends_at):
+            return False
+        if not self._protocol.storage.store_subkey(key, place, signed, ends_at):
+            return False
+        await self._look_who_is_connected()
+        record = Record(key, place, signed, ends_at)
+        if sent := [self._send(peer, record) for peer in self._connected if peer not in self._silent]:
+            await asyncio.wait(sent, timeout=self._protocol.wait_timeout)
+        return True
+
+    def _send(self, peer: PeerID, record: Record) -> asyncio.Future[bool]:
+        if is_new := peer not in self._outboxes:
+            self._outboxes[peer] = _Outbox()
+        is_sent = self._outboxes[peer].add(record)
+        if is_new:
+            self._start(self._empty(peer, self._outboxes[peer]))
+        return is_sent
+
+    async def _empty(self, peer: PeerID, box: _Outbox) -> None:
+        """Send the records in an outbox until there are none, or the peer takes none."""
+        is_sent: asyncio.Future[bool] = asyncio.Future()
+        try:
+            while True:
+                records, is_sent = box.take()
+                if not records:
+                    return
+                keys, places, values, ends = zip(*records, strict=True)
+                does_answer = await self._protocol.call_store(peer, keys, values, ends, places) is not None
+                is_sent.set_result(does_answer)
+                self._note(peer, does_answer=does_answer)
+                if not does_answer:
+                    _, is_sent = box.take()
+                    return
+        finally:
+            del self._outboxes[peer]
+            if not is_sent.done():
+                is_sent.set_result(False)
+
+    def _note(self, peer: PeerID, *, does_answer: bool) -> None:
+        if does_answer:
+            self._silent.discard(peer)
+        else:
+            self._silent.add(peer)
+            self._answered.pop(peer, None)
+
+    # -- other nodes' records ------------------------------------------------------------------------
+
+    async def read(self, key: DHTID) -> bool:
+        """Have all records under a key here, as far as connected peers have them.
+
+        Return whether a connected peer has answered: one that speaks protocol 2 does not.
+        """
+        if not (self._is_member and self._answered):  # nothing is sent to a node that only visits
+            await self._look_who_is_connected()
+            for peer in self._in_turn()[: 1 if self._answered else ASKED_FIRST]:
+                await self._ask(peer)
+        there = self._ends(key)
+        ended = {place: at for place, at in self._read.get(key, {}).items() if place not in there}
+        if unasked := self._unasked_owners(ended):
+            await asyncio.gather(*map(self._ask, unasked))
+        self._read[key] = self._ends(key)
+        return bool(self._answered)
+
+    def _in_turn(self) -> list[PeerID]:
+        """List the peers to ask: first those without an answer since they came."""
+        listening = [peer for peer in self._connected if peer not in self._silent]
+        return sorted(listening, key=lambda peer: self._answered.get(peer, -math.inf))
+
+    def _unasked_owners(self, ends: Mapping[bytes, float]) -> set[PeerID]:
+        """Return known owners of records that end soon, or have ended, if they were not asked in time."""
+        ends_at = {peer: at for place, at in ends.items() for peer in _owners([place])}
+        known = self._known & ends_at.keys()
+        return {peer for peer in known if self._asked[peer] < ends_at[peer] - ENDS_SOON_S}
+
+    async def _ask(self, peer: PeerID) -> None:
+        """Ask a peer for the records that this node lacks."""
+        if (asking := self._asking.get(peer)) is None:
+            asking = self._asking[peer] = self._start(self._compare(peer))
+            asking.add_done_callback(lambda _: self._asking.pop(peer))
+        await asyncio.shield(asking)
+
+    async def _compare(self, peer: PeerID) -> None:
+        does_answer = await self._protocol.call_compare(peer, [record.digest for record in self._kept()])
+        self._asked[peer] = swarm_time()
+        self._note(peer, does_answer=does_answer)
+        if does_answer:
+            self._answered[peer] = self._asked[peer]
+            self._known.add(peer)
+
+    def hear(self, peer: PeerID) -> None:
+        """Note that a peer has called this one: it is silent no more."""
+        self._silent.discard(peer)
+
+    def lacking(self, peer: PeerID, digests: frozenset[bytes]) -> StoreRequest:
+        """Return the records that a peer lacks; only this node's own if it has had many others lately."""
+        self.hear(peer)
+        answer, size, now = StoreRequest(), 0, asyncio.get_running_loop().time()
+        own_id = self._own_id.to_base58()
+        gives_all = self._may_ask_at.get(peer, 0.0) <= now
+        for record in self._kept():
+            if not (gives_all or owner_of(record.place) == own_id) or record.digest in digests:
+                continue
+            size += len(record.value) + len(record.place)
+            if size > MAX_ANSWER_BYTES:
+                break
+            answer.keys.append(record.key.to_bytes())
+            answer.subkeys.append(MSGPackSerializer.dumps(record.place))
+            answer.values.append(record.value)
+            answer.expiration_time.append(record.ends_at)
+        if gives_all:
+            self._may_ask_at[peer] = now + size / GIVEN_BYTES_A_SECOND
+        return answer
+
+    # -- in the background ---------------------------------------------------------------------------
+
+    async def _look_who_is_connected(self) -> None:
+        there = [one.peer_id for one in await self._protocol.p2p.list_peers()]
+        self._connected = tuple(dict.fromkeys((*there, *self._protocol.routing_table.peer_id_to_uid)))
+        for kept in (self._answered, self._may_ask_at):
+            for left in kept.keys() - set(self._connected):
+                del kept[left]
+        self._silent.intersection_update(self._connected)
+
+    async def _run(self) -> None:
+        """Ask owners whose records end, silent peers, and one peer after the other."""
+        compare_at = 0.0
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            with contextlib.suppress(P2PDaemonError, OSError, EOFError):
+                await self._look_who_is_connected()
+            now, kept = swarm_time(), list(self._kept())
+            places = {one.place for one in kept}.union(*self._read.values())
+            self._known &= _owners(places).union(self._connected)
+            ending = {one.place: one.ends_at for one in kept if one.ends_at < now + ENDS_SOON_S}
+            silent = {peer for peer in self._silent if self._asked.get(peer, 0.0) + COMPARE_EVERY_S <= now}
+            for peer in self._unasked_owners(ending) | silent:
+                self._start(self._ask(peer))
+            turns = self._in_turn()
+            if turns and (now >= compare_at or turns[0] not in self._answered):
+                await self._ask(turns[0])
+                compare_at = now + COMPARE_EVERY_S

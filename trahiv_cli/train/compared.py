@@ -1,0 +1,222 @@
+"""The settings of a drop-in that peers compare, as short texts by their names.
+
+A recipe's peers compare their agreement before they load anything. A drop-in's peers have no recipe: their
+scripts or notebooks may differ in any line. Compared are all arguments but those in `MAY_DIFFER`, the shared
+fields of `hivemind_config.opt` and `swarm`, the results of several arguments (the last step, the precision,
+the seed of the data's order), the loss and the data collator by name, an optimizer that the arguments do not
+tell, the configurations of the model and its adapters, and some samples.
+
+An argument at its default is left out: a peer whose version of a library does not have it computes the same.
+`ALWAYS` are the exceptions. A test fails if a library has a new argument, or another default.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase, Trainer, set_seed
+
+from trahiv_cli.optim.assemble import UPSTREAM
+from trahiv_cli.recipe.schema import OWN, OptSection, Section, SwarmSection, TrainingSection, marks_of
+from trahiv_cli.train.checkpoint import random_states, set_random_states
+from trahiv_cli.train.comparison import VALUES, likeness
+from trahiv_cli.train.division import Divided, DividedSampler
+
+MAY_DIFFER = frozenset(
+    # Where this peer keeps and publishes its files; the model and the tokenizer are compared themselves.
+    "output_dir resume_from_checkpoint hivemind_config model_init_kwargs trust_remote_code "
+    "chat_template_path push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
+    "hub_revision "
+    # How much of a step this peer computes, and how its device does that.
+    "per_device_train_batch_size gradient_accumulation_steps auto_find_batch_size use_cpu tf32 "
+    "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing "
+    "gradient_checkpointing_kwargs activation_offloading torch_compile torch_compile_backend "
+    "torch_compile_mode torch_empty_cache_steps use_liger_kernel liger_kernel_config use_cache "
+    "full_determinism padding_free pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size "
+    # How it reads its data; `dataloader_drop_last` has no effect in a swarm.
+    "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers "
+    "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc "
+    # Its logs and reports.
+    "logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level log_level_replica "
+    "log_on_each_node disable_tqdm include_num_input_tokens_seen report_to run_name project trackio_space_id "
+    "trackio_bucket_id trackio_static_space_id debug skip_memory_metrics "
+    # Its evaluations and files.
+    "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start eval_packing "
+    "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size "
+    "prediction_loss_only batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval "
+    "save_strategy save_steps save_total_limit save_only_model save_on_each_node enable_jit_checkpoint "
+    "load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip "
+    "restore_callback_states_from_checkpoint "
+    # These are refused in a swarm, or have no effect in a single process.
+    "fsdp fsdp_config deepspeed parallelism_config local_rank ddp_find_unused_parameters ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
+    # Their results are compared: `max_steps`, `precision` and `seed of the data's order`.
+    "max_steps num_train_epochs bf16 fp16 seed data_seed".split()
+)
+"""Arguments of Trainers that each peer may choose for itself."""
+
+ALWAYS = frozenset(
+    name for name in TrainingSection.model_fields if OWN not in marks_of(("training", name))
+) | {"loss_type", "router_aux_loss_coef"}
+"""Arguments that are compared also at their defaults, which depend on the class or the version."""
+
+CONFIG_MAY_DIFFER = frozenset(
+    "transformers_version architectures output_hidden_states return_dict dtype use_cache label2id "
+    "problem_type "  # which a model sets at its first batch
+    # Of adapters.
+    "base_model_name_or_path revision inference_mode auto_mapping peft_version runtime_config".split()
+)
+"""Fields of a model's or an adapter's configuration that say where it comes from, or how it is computed."""
+
+LONGEST_TEXT = 48
+
+
+def compared_by(
+    trainer: Trainer, max_steps: int, divided: Divided | None, *, has_recipe: bool
+) -> dict[str, str]:
+    """Return all that a peer compares with the others, for `Comparison`; its model is ready to train.
+
+    The run ends at `max_steps` of the swarm. Peers divide the data in the order of `divided`. With a recipe
+    they have compared the settings already.
+    """
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    own = likeness(trainer.plain_model, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
+    if divided is not None:
+        own |= divided.size
+    return own if has_recipe else own | settings_of(trainer, max_steps, divided)
+
+
+def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> dict[str, str]:
+    """Return the settings that a drop-in's peers must have in common, by name; see `compared_by`."""
+    settings, args, model = trainer.swarm_settings, trainer.swarm_args, trainer.plain_model
+    own = {field.name for field in fields(args) if field.metadata.get("may_differ")}
+    told = _changed(args, MAY_DIFFER | own, ALWAYS) | {
+        "max_steps": max_steps,
+        "precision": args.mixed_precision,
+        "loss": [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)],
+        "loss function": trainer.compute_loss_func,
+        "data collator": trainer.data_collator,
+    }
+    told |= trainer.own_optimizer()
+    if divided is not None:
+        told["seed of the data's order"] = divided.seed
+    if isinstance(divided, DividedSampler):
+        told[VALUES] = digest_of_samples(trainer.train_dataset)
+    told |= _shared(OptSection, ("hivemind_config", "opt"), settings.options)
+    told |= _shared(SwarmSection, ("swarm",), settings.swarm.model_dump())
+    configs = [("config", getattr(model, "config", None))]
+    configs += [("peft", adapter) for adapter in getattr(model, "peft_config", {}).values()]
+    for kind, config in configs:
+        if is_dataclass(config):
+            told |= {f"{kind}.{name}": value for name, value in _changed(config, CONFIG_MAY_DIFFER).items()}
+    return {name: text_of(value) for name, value in told.items()}
+
+
+def text_of(value: object) -> str:
+    """Write a setting as one short line, alike on all peers; of a long one the end is a digest."""
+    plain = _plain(value)
+    text = plain if isinstance(plain, str) and plain.isprintable() else repr(plain)
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[: LONGEST_TEXT // 2]}... {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def digest_of_samples(samples: Any) -> str:
+    """Digest 16 to 31 samples of the data, in hexadecimal.
+
+    Each is read twice: one that is drawn anew each time says nothing, and then the result is `random`. The
+    random generators are left as they were.
+    """
+    samples = copy.copy(samples)  # a file that this one opens is not handed on to workers
+
+    def digest(seed: int) -> str:
+        set_seed(seed)
+        positions = range(0, len(samples), max(1, len(samples) // 16))
+        read = [_outline(samples[position]) for position in positions]
+        return hashlib.sha256(repr(read).encode()).hexdigest()[:16]
+
+    before = random_states()
+    try:
+        first, again = digest(0), digest(1)
+    finally:
+        set_random_states(before)
+    return first if first == again else "random"
+
+
+def _outline(value: Any) -> Any:
+    """Reduce a sample, or a part of it, to plain data that is alike on unlike machines.
+
+    Of numbers that are computed, and of pixels, only the mean size counts: processors and libraries round
+    them differently. Of an absolute path only the last part does, and of an object that is neither data nor a
+    picture its class.
+    """
+    if hasattr(value, "__array_interface__"):  # a picture of PIL's
+        value = np.asarray(value)
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.double() if value.is_floating_point() else value).numpy()
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind != "f" and value.dtype != np.uint8:
+            return _outline(value.tolist())
+        return value.shape, f"{np.abs(value).mean(dtype=float):.2g}" if value.size else ""
+    if isinstance(value, Mapping):
+        return {str(key): _outline(value[key]) for key in sorted(value, key=str)}
+    if isinstance(value, list | tuple):
+        return [_outline(part) for part in value]
+    if isinstance(value, str) and os.path.isabs(value):
+        return os.path.basename(value)
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Reduce a setting to plain data; a function or another object to a name."""
+    value = UPSTREAM.get(type(value), value)
+    if isinstance(value, np.generic | Enum):
+        value = value.item() if isinstance(value, np.generic) else value.value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {type(value).__name__: _plain(_changed(value))}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key]) for key in sorted(value, key=str)} or None
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=str)
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value] or None
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, int | float | str):
+        return value
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def _changed(
+    holder: Any, may_differ: frozenset[str] = frozenset(), always: frozenset[str] = frozenset()
+) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not at their defaults, and all that `always` names."""
+    changed: dict[str, Any] = {}
+    for field in fields(holder):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        value = getattr(holder, field.name)
+        is_changed = field.name in always or _plain(value) != _plain(default)
+        if is_changed and field.name not in may_differ:
+            changed[field.name] = value
+    return changed
+
+
+def _shared(section: type[Section], location: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shared fields of a recipe's section that are not at their defaults."""
+    defaults = section().model_dump()
+    return {
+        f"{location[-1]}.{name}": value
+        for name, value in values.items()
+        if OWN not in marks_of((*location, name)) and _plain(value) != _plain(defaults.get(name))
+    }

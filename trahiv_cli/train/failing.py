@@ -1,0 +1,80 @@
+"""A failure that ends training leaves a checkpoint behind, and a sentence about it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from trahiv_cli.assets.memory import is_out_of_memory
+from trahiv_cli.errors import NotFinite, PeerBroken, TrahivError
+from trahiv_cli.telemetry.events import Events
+
+LOADER = "DataLoader "
+"""Torch begins its errors about a worker process so; errors of the user's code in one begin otherwise."""
+
+LOADER_FILE = "torch/utils/data/dataloader.py"
+
+WITHOUT_WORKERS = (
+    "if it repeats, give this machine more memory or a larger /dev/shm, or set dataloader_num_workers to 0 "
+    "(in a recipe: training.dataloader_num_workers)"
+)
+
+
+@contextmanager
+def leaving_a_checkpoint(trainer: Any, events: Events) -> Iterator[None]:
+    """Save a checkpoint of the last step if a failure ends the block; wait until checkpoints are written.
+
+    `trainer` is a `SwarmTrainerMixin`.
+    None is saved if weights are not finite, or if the failure came while the state was being changed. A note
+    on the failure says what `train()` resumes from.
+
+    Raises:
+        PeerBroken: a worker of the data loader was killed, or hangs; torch raises a `RuntimeError` there.
+    """
+    try:
+        yield
+    except Exception as failure:
+        note = _save(trainer, failure) if trainer.has_entered else "Nothing was trained."
+        failure.add_note(note)
+        if isinstance(failure, RuntimeError) and str(failure).startswith(LOADER):
+            reason = str(failure).strip().rstrip(".")
+            message = f"A worker process of the data loader was killed, or hangs: {reason}. {note}"
+            events.warn("worker", message, WITHOUT_WORKERS)
+            raise PeerBroken(message, WITHOUT_WORKERS) from failure
+        raise
+    finally:
+        if trainer.has_entered:
+            trainer.swarm_callback.checkpoints.finish()
+
+
+def _save(trainer: Any, failure: Exception) -> str:
+    """Save a checkpoint if the state is whole; return a sentence about it."""
+    callback, optimizer, path = trainer.swarm_callback, trainer.swarm_optimizer, None
+    is_torn = optimizer is None or optimizer.state_averager.lock_state.is_torn
+    if not is_torn and not isinstance(failure, NotFinite):
+        with suppress(RuntimeError, MemoryError):  # memory may have run out, and a copy needs some
+            callback.save_checkpoint()
+            path = callback.checkpoints.finish()
+    if path is None:
+        return "No checkpoint of the last step could be saved; the earlier ones are untouched."
+    return f"The swarm's last step is saved: `train()` resumes from {path}."
+
+
+@contextmanager
+def explaining_the_data() -> Iterator[None]:
+    """Turn an error of the data that is read while training into a `TrahivError`, with what to look at."""
+    try:
+        yield
+    except Exception as failure:
+        frames = traceback.extract_tb(failure.__traceback__)
+        is_of_data = any(frame.filename.endswith(LOADER_FILE) for frame in frames)
+        if is_of_data and not isinstance(failure, TrahivError) and not is_out_of_memory(failure):
+            *_, reason = str(failure).strip().split("\n")  # of a worker's error, after its traceback
+            said = [f"The data could not be read further: {reason} ({type(failure).__name__})."]
+            raise TrahivError(
+                " ".join(said + getattr(failure, "__notes__", [])),
+                hint="mend the data, and run the same command again: it resumes from its checkpoint",
+            ) from failure
+        raise

@@ -1,0 +1,376 @@
+"""The hooks of a Trainer in a swarm: one class in front of all others.
+
+`InSwarm` comes first in the method resolution order of a trainer that trains with a swarm. Its `super()`
+reaches the user's own methods, wherever they are defined or assigned, and in the end those of `Trainer`.
+
+1. `create_optimizer` enters the swarm (`entry.py`) with an optimizer around the one that `super()` makes.
+2. The Trainer runs local batches without an end. `training_step` computes each for the swarm's optimizer
+   (`batches.py`), which decides when the whole swarm takes a step.
+3. `SwarmCallback` says when it has, and `SwarmEvents` tells the user's callbacks (`callbacks.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.recipe.forms import require_a_batch
+from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
+from trahiv_cli.train.checkpoint import (
+    CHECKPOINTS,
+    Checkpoint,
+    Checkpoints,
+    derive_peer_seed,
+    set_random_states,
+)
+from trahiv_cli.train.compared import compared_by
+from trahiv_cli.train.comparison import Comparison
+from trahiv_cli.train.division import DividedSampler, DividedStream, divide
+from trahiv_cli.train.entry import enter
+from trahiv_cli.train.inner import (
+    change_to_float32,
+    copied,
+    described,
+    move,
+    require_schedule,
+    require_steppable,
+)
+from trahiv_cli.train.leaving import Left
+from trahiv_cli.train.settings import naming_packages
+
+DIGESTS_S = 120.0
+WORKER_SILENCE_S = 600.0  # after this time without data, a worker of the data loader is taken to hang
+LOGS_KEPT = 20_000
+"""Entries of `state.log_history`, about 1 kB each: a run goes on for weeks."""
+
+ENDLESS = 2**31 - 1
+"""Local steps that the Trainer plans for: the swarm decides when the run ends."""
+
+INSTEAD = {
+    "train": "define it in a class below the mixin: `class T(SwarmTrainerMixin, Yours)`",
+    "create_optimizer_and_scheduler": "override `create_optimizer` and `create_scheduler`",
+    "_clip_grad_norm": "`max_grad_norm` clips the average of all peers' gradients",
+    "_get_grad_norm": "logs have the norm of the average of all peers' gradients",
+    "_save_checkpoint": "`on_save` of a callback, which is called after each of the swarm's own checkpoints",
+}
+"""Maps each method that a swarm replaces to the hint for a user who overrides it."""
+
+# At run time it is put in front of a class with `SwarmTrainerMixin`; to the type checker it is a Trainer.
+_Host: Any = Trainer if TYPE_CHECKING else object
+
+
+def definer(trainer: type, name: str) -> type:
+    """Return the class whose `name` the trainer calls: `Trainer` itself where nobody overrides it."""
+    return next(cls for cls in trainer.__mro__ if cls is not InSwarm and name in vars(cls))
+
+
+def require_no_replaced(trainer: type, mixin: type) -> None:
+    """Raise `RecipeError` if the trainer's class overrides a method that a swarm replaces.
+
+    The overrides in transformers and TRL only add a model card to a checkpoint.
+    """
+    for name, instead in INSTEAD.items():
+        by = definer(trainer, name)
+        if by is not mixin and by.__module__.partition(".")[0] not in ("transformers", "trl"):
+            raise RecipeError(
+                f"In a swarm, `{by.__name__}.{name}` can't be used.", hint=f"instead: {instead}"
+            )
+
+
+def put_in_swarm(trainer: Any) -> None:
+    """Put `InSwarm` in front of the trainer's class, and of methods that were assigned to the trainer itself.
+
+    A later call finds methods that were assigned since the last one.
+    """
+    names = vars(trainer).keys() & (vars(InSwarm).keys() | INSTEAD.keys())
+    own = {name: staticmethod(vars(trainer)[name]) for name in names}
+    for name in own:
+        delattr(trainer, name)
+    below = next(cls for cls in type(trainer).__mro__ if not issubclass(cls, InSwarm))
+    if own:
+        below = type(below.__name__, (below,), own)
+    trainer.__class__ = type(below.__name__, (InSwarm, below), {"__module__": below.__module__})
+
+
+class InSwarm(_Host):
+    """Overrides the methods that the Trainer's loop calls, in a trainer that trains with a swarm."""
+
+    optimizer: Any
+    train_dataset: Any
+    callback_handler: Any
+    control: Any
+    swarm_callback: SwarmCallback
+    swarm_optimizer: SwarmOptimizer | None
+    _divided: DividedSampler | DividedStream | None = None
+    _resumes_from: Checkpoint | None = None
+    _batches_stepped = 0  # as the Trainer counts its own steps
+    is_evaluating = False
+    """Whether an evaluation runs, which a wish to leave may end."""
+
+    # -- data ----------------------------------------------------------------------------------------
+
+    @property
+    def divides_data(self) -> bool:
+        """Whether peers divide the data, so that a batch has `per_device_train_batch_size` samples."""
+        return self._divided is not None
+
+    def divide_data(self) -> None:
+        """Have peers divide the data, unless the user wants that otherwise or has a loader or sampler.
+
+        Called before a node is started. Raises `AssetError` if the data fills no local batch.
+        """
+        hooks = ("get_train_dataloader", "_get_train_sampler")
+        own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
+        args, samples, is_wanted = self.args, self.train_dataset, self.swarm_settings.swarm.divide_data
+        if not own and has_length(samples):
+            # With fewer the Trainer would end at once and say nothing.
+            require_a_batch(len(samples), self._samples_per_step)
+        self._divided = divide(samples, args, self._should_leave) if is_wanted and not own else None
+        self._undivided_for = ""
+        if is_wanted and self._divided is None:
+            kind = args.train_sampling_strategy
+            if not has_length(samples):
+                kind = "a stream of one shard, or with workers"
+            self._undivided_for = ", ".join(own) or kind
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Read this peer's part of the data, in an order of its own; after a run, as `Trainer` does."""
+        if self.node is None:
+            self._divided = None
+            return super().get_train_dataloader()
+        args, samples = self.args, self.train_dataset
+        # The seed is for the order of the data and for dropout: the same after a restart.
+        seed = derive_peer_seed(args.seed if args.data_seed is None else args.data_seed, self.node.peer_id)
+        self.accelerator.dataloader_config.data_seed = seed
+        torch.manual_seed(seed)
+        # `weigh` can't see the samples of every batch, so each is full: less than a batch at the end of a
+        # pass is not trained. Evaluations leave no sample out.
+        drops_last, args.dataloader_drop_last = args.dataloader_drop_last, True
+        if isinstance(self._divided, DividedStream):
+            self.train_dataset = self._divided
+        try:
+            loader = super().get_train_dataloader()
+        finally:
+            args.dataloader_drop_last, self.train_dataset = drops_last, samples
+        # Each iterator draws a number for its workers: not from the generator that dropout goes on with.
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell around it
+        if isinstance(inner, DataLoader):
+            inner.generator = torch.Generator().manual_seed(seed)
+            if inner.num_workers and not inner.timeout:
+                inner.timeout = WORKER_SILENCE_S
+        return loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        # Not public, but TRL's trainers override it, too: the one place where the Trainer asks for an order.
+        is_order = isinstance(self._divided, DividedSampler)
+        return self._divided if is_order else super()._get_train_sampler(train_dataset)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetch the batches of one window; where a stream has ended, its next pass begins."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if not batches:
+            self.control.should_epoch_stop = True  # the Trainer would ask an ended stream `ENDLESS` times
+        return batches, num_items
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Plan for local batches without an end, and for the steps of the swarm in all that is shown."""
+        endless = copy.copy(args)
+        endless.max_steps = ENDLESS
+        values = super().set_initial_training_values(endless, dataloader)
+        passes, updates, samples, _, batch_size, batches, _ = values
+        planned = self._max_steps * batch_size
+        return passes, updates, samples, planned, batch_size, batches, self._max_steps
+
+    # -- the optimizer -------------------------------------------------------------------------------
+
+    def make_inner_optimizer(self) -> None:
+        """Make the optimizer and the schedule that the swarm's optimizer will step, as `super()` does.
+
+        Called before a node is started. Raises `RecipeError` if a swarm can't use them, and `SetupError` if
+        their package is not installed.
+        """
+        change_to_float32(self.plain_model)
+        self.optimizer, self.lr_scheduler = self._given_optimizer.as_given()
+        with naming_packages(self.args):
+            super().create_optimizer()
+            require_steppable(self.optimizer, self.plain_model)
+            super().create_scheduler(num_training_steps=self._max_steps)
+            require_schedule(self.lr_scheduler, self.optimizer, self._max_steps)
+        self._schedule = self.lr_scheduler  # the Trainer forgets its own when it trains
+
+    def own_optimizer(self) -> dict[str, Any]:
+        """Return the settings of an optimizer that the arguments do not tell, for peers to compare them."""
+        definers = {definer(type(self), hook) for hook in ("create_optimizer", "create_scheduler")}
+        if definers == {Trainer} and not self._given_optimizer:
+            return {}
+        return described(self.optimizer, self._schedule, self.plain_model, self._max_steps)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
+        """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
+        if self.swarm_optimizer is not None:
+            return self.optimizer
+        settings, args, plain, events = self.swarm_settings, self.swarm_args, self.plain_model, self._events
+        inner = self.optimizer
+        with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
+            own = compared_by(self, self._max_steps, self._divided, has_recipe=self._has_recipe)
+        comparison = Comparison(self.node, settings.run_id, own)
+        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events)
+        newest = checkpoints.newest()
+        if newest is not None:
+            newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
+        optimizer: SwarmOptimizer
+        self.swarm_optimizer = optimizer = build_optimizer(
+            settings.options,
+            dht=self.node.dht,
+            home=self.node,
+            schema=comparison.schema,
+            samples_per_step=self._samples_per_step,
+            only_dials=self.node.only_dials(),
+            params=copied(inner.param_groups),
+            model=plain,
+            optimizer=partial(move, inner),
+            scheduler=lambda _: self._schedule,
+            max_grad_norm=args.max_grad_norm or 0.0,
+            max_steps=self._max_steps,
+            **settings.round_keywords(),
+            events=events,
+            when_no_group_is_found=lambda: comparison.repeat(optimizer.tracker.others),
+            should_leave=self._should_leave,
+        )
+        if self._divided is not None:
+            self._divided.lease_from(optimizer)
+        elif self._undivided_for:
+            events.warn(
+                "not-divided",
+                f"The data is not divided ({self._undivided_for}): each peer goes through all of it.",
+                hint="have each peer read it in another order; swarm.divide_data: false silences this",
+            )
+        waits = self._reached_step, settings.swarm.min_peers, self._wait_s
+        entry = enter(optimizer, checkpoints, newest, comparison, *waits)
+        if newest is not None and entry.source == "checkpoint":
+            self._resumes_from = newest
+        gives = self._budget, self._given_before
+        self.swarm_callback = SwarmCallback(
+            self, optimizer, checkpoints, self._should_leave, comparison.publish, *gives
+        )
+        self.callback_handler = SwarmEvents(self.callback_handler, self.swarm_callback, self._steps_per_pass)
+        self.state.num_train_epochs = math.ceil(self._max_steps / self._steps_per_pass)
+        self.state.global_step = optimizer.local_epoch
+        self._batches_stepped = 0
+        self.has_entered = True
+        # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer
+        # prepares it again, and two wrappers would step the gradient scaler twice.
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+        self.optimizer._is_accelerate_prepared = True
+        return self.optimizer
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in a scheduler that only reports; the real one counts swarm steps."""
+        swarm = self.swarm_optimizer
+        if swarm is None:
+            return super().create_scheduler(*args, **kwargs)
+        self._created_lr_scheduler = True
+        self.lr_scheduler = SimpleNamespace(
+            step=lambda *_: None,
+            get_last_lr=lambda: swarm.last_learning_rates,
+            state_dict=dict,
+            load_state_dict=lambda _: None,
+        )
+        return self.lr_scheduler
+
+    # -- a batch -------------------------------------------------------------------------------------
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Run one local batch forward and backward; see `Batches`."""
+        assert self.swarm_optimizer is not None
+        if self._resumes_from is not None:  # here: all that draws numbers before the first batch has done so
+            set_random_states(self._resumes_from.state.random)
+            self._resumes_from = None
+        if self._divided is not None:
+            self.swarm_optimizer.parts.work.announce(self._divided.next_batch())
+        self._batches_stepped += self.accelerator.sync_gradients
+        train_one = partial(super().training_step, model)
+        return self._batches.train(inputs, num_items_in_batch, train_one)
+
+    def end_part(self) -> None:
+        """Tell the callbacks that the swarm's optimizer has counted a part of a batch."""
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> None:
+        """Leave each batch's gradient as it is: the average of all peers' is clipped."""
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> None:
+        """Spare the norm of each batch's gradient, 2 % of a small model's time: no step is taken with it."""
+
+    # -- a step of the swarm -------------------------------------------------------------------------
+
+    def count_swarm_steps(self) -> None:
+        """Have the Trainer's state count steps of the swarm, after it has counted a local batch."""
+        assert self.swarm_optimizer is not None
+        step = self.swarm_optimizer.local_epoch
+        # The Trainer logs a mean over the batches since the last log: this difference is their number.
+        self._globalstep_last_logged += step - self.state.global_step
+        self.state.global_step = step
+        self.state.epoch = step / self._steps_per_pass
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log under the swarm's step, as all peers do, and beside a training loss the swarm's figures."""
+        swarm = self.swarm_optimizer
+        if swarm is None:
+            return super().log(logs, *args, **kwargs)
+        self.state.global_step = swarm.local_epoch
+        if "loss" in logs or "train_loss" in logs:
+            self.swarm_callback.complete(logs)
+        if logs.get("train_runtime"):  # the Trainer counted local steps
+            steps = swarm.local_epoch - self.swarm_callback.began_at_step
+            logs["train_steps_per_second"] = round(steps / logs["train_runtime"], 3)
+        super().log(logs, *args, **kwargs)
+        del self.state.log_history[:-LOGS_KEPT]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the weights that all peers agree on; a wish to leave ends it, without a figure."""
+        evaluate = partial(super().evaluate, *args, **kwargs)
+        if self.swarm_optimizer is None:
+            return evaluate()
+
+        def evaluate_alike() -> Any:
+            torch.default_generator.manual_seed(self.swarm_args.seed)  # `mlm` hides the same words each time
+            return evaluate()
+
+        agreed = self.swarm_optimizer.agreed_weights()
+        self.is_evaluating = True
+        try:
+            with agreed, torch.random.fork_rng([]), contextlib.suppress(Left):
+                return self._batches.evaluate(evaluate_alike)
+        finally:
+            self.is_evaluating = False
+        return {}
+
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        # Not public: the Trainer looks for its metric also after an evaluation that was left.
+        return bool(metrics) and super()._determine_best_metric(metrics=metrics, trial=trial)
+
+    def _save_checkpoint(self, *_: Any) -> None:
+        """Begin to write a checkpoint of the swarm's step, in the form that a swarm resumes from."""
+        self.swarm_callback.save_checkpoint()
+
+    def _finalize_training(self, *args: Any) -> Any:
+        # The Trainer divides the sum of the losses by its steps, which are this peer's batches.
+        self.state.global_step = self._batches_stepped
+        self._initial_global_step = 0
+        return super()._finalize_training(*args)

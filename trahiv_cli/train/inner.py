@@ -1,0 +1,153 @@
+"""The optimizer and the schedule of the trainer's own classes, which the swarm's optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.optim.assemble import require_usable
+from trahiv_cli.optim.inner import initialize_state
+
+HALVES = torch.bfloat16, torch.float16
+
+
+def change_to_float32(model: torch.nn.Module) -> None:
+    """Change the trained weights to float32, in which peers average and step them, and the buffers beside.
+
+    Where frozen layers hold the model's computations to half precision, its forward pass casts from now on.
+    """
+    trained = {param.dtype for param in model.parameters() if param.requires_grad}
+    frozen = {param.dtype for param in model.parameters() if not param.requires_grad}
+    for module in model.modules():
+        if own := [param for param in module.parameters(recurse=False) if param.requires_grad]:
+            for tensor in (*own, *module.buffers(recurse=False)):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.float()
+    for dtype in HALVES:
+        if dtype in trained & frozen:
+            device = next(model.parameters()).device.type
+            model.forward = torch.autocast(device, dtype)(model.forward)
+
+
+def require_steppable(optimizer: Any, model: torch.nn.Module) -> None:
+    """Raise `RecipeError` if the swarm can't step this optimizer in place of the Trainer.
+
+    Frozen weights are taken out of its groups, and each lists its weights in the model's order: peers average
+    them by their places. It takes its first step with small stand-ins for the weights, and raises whatever it
+    does then.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(
+            f"{type(optimizer).__name__} can't be used in a swarm: it is no torch.optim.Optimizer.",
+            hint="adamw_torch, adafactor, sgd and others that step once can",
+        )
+    places = {id(param): place for place, param in enumerate(model.parameters())}
+    for group in optimizer.param_groups:
+        own = [param for param in group["params"] if param.requires_grad]
+        group["params"] = sorted(own, key=lambda param: places.get(id(param), -1))
+    stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    trained = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
+    if missing := [name for key, name in trained.items() if key not in stepped]:
+        raise RecipeError(
+            f"The optimizer steps {len(trained) - len(missing)} of {len(trained)} trained weights; "
+            f"{missing[0]} is not in it.",
+            hint="give it all of them, or freeze the others: weight.requires_grad_(False)",
+        )
+    if stepped - trained.keys():
+        raise RecipeError(
+            "The optimizer steps weights that are not the model's; a checkpoint would lack them.",
+            hint="make them part of the model: model.head = head",
+        )
+    weights = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        devices = {param.device for param in group["params"]}
+        group["params"] = [torch.nn.Parameter(torch.zeros(2, 2, device=device)) for device in devices]
+    try:
+        initialize_state(optimizer)
+        require_usable(optimizer)
+    finally:
+        optimizer.state.clear()
+        for group, params in zip(optimizer.param_groups, weights, strict=True):
+            group["params"] = params
+
+
+def require_schedule(schedule: Any, optimizer: torch.optim.Optimizer, max_steps: int) -> None:
+    """Raise `RecipeError` if the schedule is not one of the optimizer, for peers that begin at any step.
+
+    It gives its learning rates for five steps of the run, and raises whatever it does then.
+    """
+    if not isinstance(schedule, LambdaLR):
+        raise RecipeError(
+            f"{type(schedule).__name__} can't be used in a swarm: its learning rate does not follow from the "
+            "step alone, and a peer that joins begins in the middle of a run.",
+            hint="torch.optim.lr_scheduler.LambdaLR, as transformers.get_scheduler makes them",
+        )
+    if schedule.optimizer is not optimizer:
+        raise RecipeError(
+            "The schedule is made for another optimizer than the one that trains.",
+            hint="optimizers=(optimizer, schedule), and the schedule made for that optimizer",
+        )
+    factors_of(schedule, max_steps)
+
+
+def factors_of(schedule: LambdaLR, max_steps: int) -> list[list[str]]:
+    """Return by how much a schedule multiplies each group's learning rate at five steps of the run."""
+    places = [max_steps * quarter // 4 for quarter in range(5)]
+    return [[f"{factor(place):.4g}" for place in places] for factor in schedule.lr_lambdas]
+
+
+def described(
+    optimizer: torch.optim.Optimizer, schedule: LambdaLR, model: torch.nn.Module, max_steps: int
+) -> dict[str, Any]:
+    """Return an optimizer's class, numbers and weights, and its learning rates at five steps of the run.
+
+    Flags, by which each device may compute in its own way, are left out.
+    """
+    numbers = [
+        {key: value for key, value in group.items() if type(value) in (int, float, tuple) and key != "lr"}
+        for group in optimizer.param_groups
+    ]
+    names = {id(param): name for name, param in model.named_parameters()}
+    return {
+        "optimizer": [type(optimizer), numbers],
+        "weights of the optimizer": [
+            [names[id(param)] for param in group["params"]] for group in optimizer.param_groups
+        ],
+        "schedule": factors_of(schedule, max_steps),
+    }
+
+
+def move(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Have a new optimizer step the tensors of these groups, which are like its own; return it."""
+    for own, given in zip(optimizer.param_groups, groups, strict=True):
+        own["params"] = list(given["params"])
+    return optimizer
+
+
+class GivenOptimizer:
+    """The optimizer and the schedule that a user gave to a trainer; None for one that the trainer makes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: Any) -> None:
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._groups = [] if optimizer is None else copied(optimizer.param_groups)
+
+    def __bool__(self) -> bool:
+        """Whether the user gave one of them."""
+        return self._optimizer is not None or self._schedule is not None
+
+    def as_given(self) -> tuple[torch.optim.Optimizer | None, Any]:
+        """Return both as they were given, whatever an earlier run made of them."""
+        if self._optimizer is not None:
+            self._optimizer.param_groups[:] = copied(self._groups)
+            self._optimizer.state.clear()
+        return self._optimizer, self._schedule
+
+
+def copied(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copy an optimizer's groups, but no weight."""
+    return [group | {"params": list(group["params"])} for group in groups]

@@ -1,0 +1,231 @@
+"""Rehearse training and saving before others are invited: mistakes show while they harm no one.
+
+1. The optimizer and its schedule are made, and step stand-ins of a few values.
+2. Real samples run forward and backward. Packed ones must not see each other.
+3. The tokenizer and the configs of `final/` are saved and loaded.
+
+The trainer, the model's weights and all generators are left as they were. A run that resumes rehearses, too:
+it costs one batch.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from trahiv_cli.assets.collators import IGNORED_LABEL
+from trahiv_cli.assets.memory import checkpoint_activations, is_out_of_memory
+from trahiv_cli.errors import AssetError, TrahivError
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.checkpoint import random_states, set_random_states
+
+NUM_SAMPLES = 64
+"""The longest of this many samples are rehearsed, and all of them are searched for tokens that end a turn."""
+
+NEAR = 128
+"""The most tokens that are looked at on either side of a border: logits of a long sample fill much memory."""
+
+LEAK = 1e-4
+"""The share of the largest logit by which one may change with a token that it must not depend on. In float32
+with random weights, models that keep samples apart gave at most 1e-7, and the others at least 2e-4."""
+
+
+def rehearse(trainer: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, events: Events) -> None:
+    """Try what training and saving will do with the `trainer`, a `SwarmTrainerMixin`.
+
+    It may correct the model's generation config, which then names the tokens that end a turn.
+
+    Raises:
+        AssetError: something can't work; nothing was trained, and nothing is changed.
+        RecipeError, SetupError: see `SwarmTrainerMixin.plan_run`.
+        OutOfMemory: not even one sample fits into memory.
+    """
+    with left_as_it_was(trainer), attempting("A batch could not be trained"):
+        trainer.plan_run()
+        samples = list(islice(iter(trainer.train_dataset), NUM_SAMPLES))
+        longest = sorted(samples, key=lambda sample: len(str(sample)))
+        rehearse_batch(trainer, longest[-min(2, trainer.args.per_device_train_batch_size) :])
+        if recipe.clm is not None or recipe.sft is not None:
+            require_blind(trainer, recipe, samples)
+    has_adapters = recipe.peft is not None
+    base = trainer.plain_model.get_base_model() if has_adapters else trainer.plain_model
+    with attempting("The model could not be saved"):
+        if base.can_generate():
+            correct_generation(base, events)
+            if recipe.clm is None:
+                teach_end(trainer, base, tokenizer, samples, events)
+        rehearse_saving(base, tokenizer, is_whole=not has_adapters)
+
+
+@contextmanager
+def attempting(failed: str) -> Iterator[None]:
+    """Turn whatever a library raises while it rehearses into an `AssetError` that begins with `failed`."""
+    try:
+        yield
+    except TrahivError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - whatever a library raises is about the model or the data
+        if is_out_of_memory(failure):
+            raise
+        said = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+        raise AssetError(
+            f"{failed} in the rehearsal: {said}. Nothing was trained.",
+            "Check the sections `model`, `data` and `training`.",
+        ) from failure
+
+
+@contextmanager
+def left_as_it_was(trainer: Any) -> Iterator[None]:
+    """Undo what a batch changes: gradients, buffers, generators, the mode and the trainer's figures."""
+    model = trainer.model
+    was_training = model.training
+    attributes = dict(vars(trainer))
+    states = random_states()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        for buffer, value in buffers:
+            buffer.data.copy_(value)
+        model.zero_grad()
+        vars(trainer).update(attributes)
+        for figures in getattr(trainer, "_metrics", {}).values():  # of TRL's trainers
+            figures.clear()
+        set_random_states(states)
+        clear_device_cache(garbage_collection=True)
+
+
+def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
+    """Run samples forward and backward as training does, or the first alone if memory runs out."""
+    model = trainer.model.train()
+    if getattr(trainer.args, "activation_checkpointing", trainer.args.gradient_checkpointing):
+        checkpoint_activations(model)
+    try:
+        inputs = trainer._prepare_inputs(trainer.data_collator(samples))
+        with trainer.accelerator.autocast():
+            loss = trainer.compute_loss(model, inputs)
+        loss.backward()
+        return
+    except (RuntimeError, MemoryError) as failure:
+        if not is_out_of_memory(failure) or len(samples) == 1:
+            raise
+    rehearse_batch(trainer, samples[:1])
+
+
+def require_blind(trainer: Any, recipe: Recipe, rows: list[Any]) -> None:
+    """Raise `AssetError` if a token's logits depend on later tokens, or on another sample in the row."""
+    kind = trainer.plain_model.config.model_type
+    if sees(trainer, excerpt(rows[0], 0, 2 * NEAR), slice(-1, None), slice(-1)):
+        said = f"As this model ({kind}) is set, it sees the tokens that it is to predict."
+        raise AssetError(said, "Set `is_decoder: true` in its config, or choose a causal model.")
+    if recipe.sft is None or not recipe.sft.sees_borders:
+        return
+    for row in rows:
+        if len(row["seq_lengths"]) > 1:
+            border = row["seq_lengths"][0]
+            start = max(0, border - NEAR)
+            near = excerpt(row, start, border + NEAR)
+            if sees(trainer, near, slice(border - start), slice(border - start, None)):
+                said = (
+                    f"Packed samples would see each other: models of type {kind!r} have no borders for them."
+                )
+                raise AssetError(
+                    said, "Set `sft.packing: false`, or `packing_strategy: wrapped` if they may."
+                )
+            return
+
+
+def excerpt(row: Any, start: int, stop: int) -> dict[str, Any]:
+    """Cut the tokens from `start` to `stop` out of a row, with all that is said of each."""
+    length = len(row["input_ids"])
+    cut = {name: value[start:stop] for name, value in row.items() if len(value) == length}
+    if "seq_lengths" in row:
+        ends = list(accumulate(row["seq_lengths"]))
+        sizes = [min(end, stop) - max(begin, start) for begin, end in pairwise([0, *ends])]
+        cut["seq_lengths"] = [size for size in sizes if size > 0]
+    return cut
+
+
+@torch.no_grad()
+def sees(trainer: Any, row: Any, changed: slice, looked_at: slice) -> bool:
+    """Tell whether the logits at `looked_at` depend on the tokens of a sample at `changed`."""
+    model = trainer.model.eval()
+    inputs = trainer._prepare_inputs(trainer.data_collator([row])) | {"use_cache": False}
+    del inputs["labels"]
+    other = inputs["input_ids"].clone()
+    other[:, changed] = (other[:, changed] + 1) % model.config.get_text_config().vocab_size
+    with trainer.accelerator.autocast():
+        before = model(**inputs).logits[:, looked_at]
+        after = model(**inputs | {"input_ids": other}).logits[:, looked_at]
+    share = max(LEAK, 4 * torch.finfo(before.dtype).eps)
+    return bool((before - after).abs().max() > share * before.abs().max())
+
+
+def correct_generation(base: Any, events: Events) -> None:
+    """Replace a generation config that can't be saved by one with its tokens alone, and say so."""
+    try:
+        base.generation_config.validate(strict=True)
+    except ValueError as failure:
+        fields = base.generation_config.to_dict().items()
+        tokens = {name: value for name, value in fields if name.endswith("token_id")}
+        base.generation_config = GenerationConfig(**tokens)
+        said = " ".join(str(failure).split())[:300]
+        events.warn(
+            "generation",
+            f"The model's generation config can't be saved; final/ gets its tokens alone. {said}",
+            hint="nothing to do, or correct generation_config.json",
+        )
+
+
+def teach_end(
+    trainer: Any,
+    base: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: list[Any],
+    events: Events,
+) -> None:
+    """Have the generation config list the special token that most samples train as their last, space aside.
+
+    It warns if no sample trains one: the model would learn no end.
+    """
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    ends: list[int] = []
+    for sample in samples:
+        batch = trainer.data_collator([sample])
+        trained = batch["labels"] != IGNORED_LABEL if "labels" in batch else batch["completion_mask"].bool()
+        words = [one for one in batch["input_ids"][trained].tolist() if tokenizer.decode([one]).strip()]
+        ends += special.intersection(words[-1:])
+    if not ends:
+        events.warn(
+            "no-end",
+            "No sample trains a token that ends an answer: the model does not learn to end one.",
+            hint="raise max_length, or end turns with a special token (`data.chat_template`)",
+        )
+        return
+    known = base.generation_config.eos_token_id
+    tokens = [*(known if isinstance(known, list) else [known]), max(ends, key=ends.count)]
+    base.generation_config.update(eos_token_id=[one for one in dict.fromkeys(tokens) if one is not None])
+
+
+def rehearse_saving(base: Any, tokenizer: PreTrainedTokenizerBase, *, is_whole: bool) -> None:
+    """Save and load what `final/` holds beside weights; where `is_whole`, see whether they can be saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        base.config.save_pretrained(folder)
+        AutoConfig.from_pretrained(folder)
+        if base.can_generate():
+            base.generation_config.save_pretrained(folder)
+            GenerationConfig.from_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(folder)
+        if is_whole:
+            remove_tied_weights_from_state_dict(base.state_dict(), base)
