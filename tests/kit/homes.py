@@ -9,6 +9,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from hivemind.utils import MPFuture
+
 from tests.kit.nat import UDP
 from tests.kit.wan import Wan, routers_of
 from trahiv_cli.doctor.network import connections
@@ -83,6 +85,7 @@ class Home:
 
 def be_node(key: Path, peers: tuple[str, ...], reach: ReachRules, ahead_s: float, pipe: Connection) -> None:
     """Be a node that answers questions until it is asked nothing."""
+    MPFuture.reset_backend()  # its locks would be those of all nodes: one that is killed may hold them
     clock._ahead.value = ahead_s
     with Node(DhtSection(), key, peers, met=Acquaintances(None), reach=reach) as node:
         pipe.send(node.peer_id)
