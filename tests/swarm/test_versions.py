@@ -14,11 +14,11 @@ import pytest
 from tests.kit import recipes
 from tests.kit.commands import LOOPBACK, ROOT
 
-LAST_RELEASE = "9c457df"
+LAST_RELEASE = "5276e49"
 """The newest release's tag, once there is one; until then, the commit with which peers last became able to
 train together."""
 
-OTHER_PROTOCOL = "54ff365"
+OTHER_PROTOCOL = "05bac3e"
 """The last commit that spoke protocol 2."""
 
 
