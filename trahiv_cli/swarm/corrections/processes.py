@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import fcntl
 import multiprocessing.util
 import os
 import shutil
@@ -24,7 +25,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import torch
 from hivemind.utils import MPFuture
 
@@ -172,27 +172,45 @@ def close_event_loop() -> None:
 def private_folder(pid: int) -> Path:
     """Return the folder for the sockets of this process, by its id, which goes when the process ends.
 
-    The first call makes it, and removes what belonged to processes that are gone.
+    The first call makes it, and removes the folders of processes that have ended. A process locks its folder:
+    two containers that share /tmp have processes with the same ids.
     """
     for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
         other = stale.name.removeprefix(PREFIX).partition("-")[0]
-        if other.isdigit() and not psutil.pid_exists(int(other)):
+        if other.isdigit() and (lock := _lock(stale)) is not None:
             _sweep(stale, int(other))
+            os.close(lock)
     for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
         with socket.socket(socket.AF_UNIX) as one, contextlib.suppress(OSError):
             if one.connect_ex(str(address)) == errno.ECONNREFUSED:  # torch's process there was killed
                 shutil.rmtree(address.parent)
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{pid}-", dir="/tmp"))
+    unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{pid}-", dir="/tmp"))
+    _lock(unlocked)
+    folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix(".")))
     cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))
     # After all else: multiprocessing removes its sockets, then its own folder, at -100.
     multiprocessing.util.Finalize(None, _sweep, args=(folder, pid), exitpriority=-100)
     return folder
 
 
+def _lock(folder: Path) -> int | None:
+    """Lock a private folder until this process ends; None if another process has, or it is another user's."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+    return None
+
+
 def _sweep(folder: Path, pid: int) -> None:
-    """Remove a private folder, and the shared memory of its process."""
+    """Remove a private folder, and the shared memory of its process, unless another one may have made it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if any(Path("/tmp").glob(f"{PREFIX}{pid}-*")):
+        return
     for memory in Path("/dev/shm").glob(f"torch_{pid}_*"):  # lib/libshm/alloc_info.h
         with contextlib.suppress(OSError):  # it is gone, or another user's
             memory.unlink()
-    shutil.rmtree(folder, ignore_errors=True)

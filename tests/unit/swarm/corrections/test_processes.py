@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import fcntl
 import gc
 import importlib.util
 import multiprocessing
@@ -29,6 +30,7 @@ from trahiv_cli.swarm.corrections import processes
 from trahiv_cli.swarm.corrections.processes import ControlPipe, private_folder, return_freed_memory
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
+IN_A_CONTAINER = DEAD_PID + 2  # this one's process lives, with an id that says nothing here
 
 
 def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
@@ -135,11 +137,13 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
     at_end, left, own_pid = [], {}, DEAD_PID + 1
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr("multiprocessing.util.Finalize", lambda _, do, args, **_k: at_end.append((do, args)))
-    for pid in (DEAD_PID, os.getppid(), "scout"):
+    for pid in (DEAD_PID, IN_A_CONTAINER, "scout"):
         name = f"{pid}_{os.getpid()}_0"
         left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
         left[pid][0].mkdir()
         left[pid][1].touch()
+    lock = os.open(left[IN_A_CONTAINER][0], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     keepers = {"alive": socket.socket(socket.AF_UNIX), "killed": socket.socket(socket.AF_UNIX)}
     for name, one in keepers.items():  # torch's processes that keep shared memory, whose folder is elsewhere
@@ -152,16 +156,21 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
     stuck.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
     keepers["alive"].close()
+    os.close(lock)
     there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
     for one, its_memory in left.values():
         shutil.rmtree(one, ignore_errors=True)
         its_memory.unlink(missing_ok=True)
-    assert there == {DEAD_PID: [False] * 2, os.getppid(): [True] * 2, "scout": [True] * 2}
+    assert there == {DEAD_PID: [False] * 2, IN_A_CONTAINER: [True] * 2, "scout": [True] * 2}
     assert private_folder(own_pid) == folder and folder.name.startswith(f"trahiv-{own_pid}-")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
     memory.touch()
     [(sweep, swept)] = at_end
+    (of_another := folder.with_name(f"trahiv-{own_pid}-container")).mkdir()
     sweep(*swept)
-    assert not folder.exists() and not memory.exists()
+    assert not folder.exists() and memory.exists(), "another container's process may have made it"
+    of_another.rmdir()
+    sweep(*swept)
+    assert not memory.exists()
