@@ -104,6 +104,18 @@ def addresses_of(node: Node) -> list[str]:
     return node.own_addresses()
 
 
+def answering(node: Node) -> list[str]:
+    """Return the peers, by ids, that are connected with a node and answer it."""
+    found: list[str] = node.run(pinged)
+    return found
+
+
+async def pinged(dht: Any, node: Any) -> list[str]:
+    del dht
+    peers = [one.peer_id for one in await node.protocol.p2p.list_peers()]
+    return [peer.to_base58() for peer in peers if await node.protocol.call_ping(peer) is not None]
+
+
 def reached(node: Node) -> str:
     """Return how others reach a node."""
     return node.reach.kind

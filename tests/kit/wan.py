@@ -53,6 +53,7 @@ READS_AT_ONCE = 256
 
 START_LIMIT_S, END_LIMIT_S = 20.0, 10.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
+SYN = 0x02  # of TCP's flags (RFC 9293)
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
 IS_POSSIBLE = os.geteuid() == 0 and Path("/dev/net/tun").exists() and shutil.which("ip") is not None
 """Whether this machine can simulate a network, as far as is known before it is tried."""
@@ -145,6 +146,8 @@ class Router:
         self._host_of = {socket.inet_aton(self._outside(host)): host for host in range(hosts)}
         self._cut: set[tuple[int, int]] = set()
         """Senders and receivers between which nothing gets through."""
+        self._opened: set[frozenset[bytes]] | None = None
+        """TCP connections that were opened after the others were forgotten; None: all get through."""
         self._loss, self._random, self._numbers = loss, random.Random(0), itertools.count()
 
     def _make_host(self, host: int, congestion: str) -> None:
@@ -200,10 +203,24 @@ class Router:
                     packet = packet and packet[0] >> 4 == 4 and router.out(packet) or b""
                 if packet[16:20] not in host_of:  # multicast, IPv6
                     continue
+                if self._opened is not None and not self._is_known(packet, self._opened):
+                    continue
                 left_at = take(now, len(packet))
                 if left_at is not None:
                     event = left_at + self._delay_s, next(self._numbers), False, host, packet
                     heapq.heappush(self._due, event)
+
+    @staticmethod
+    def _is_known(packet: bytes, opened: set[frozenset[bytes]]) -> bool:
+        """Say whether a packet is of an opened connection, or opens one, or is not TCP."""
+        if packet[9] != TCP:
+            return True
+        start = 4 * (packet[0] & 15)
+        ports = packet[start : start + 2], packet[start + 2 : start + 4]
+        connection = frozenset((packet[12:16] + ports[0], packet[16:20] + ports[1]))
+        if packet[start + 13] & SYN:
+            opened.add(connection)
+        return connection in opened
 
     def _move(self, now: float) -> float:
         """Bring every packet as far as it has come by `now`; return when to look again."""
@@ -251,6 +268,9 @@ class Router:
     def restart_router(self, host: int) -> None:
         for router in self._homes[host]:
             router.restart()
+
+    def forget_connections(self) -> None:
+        self._opened = set()
 
     def sent_bytes(self) -> int:
         return self._sent_bytes
@@ -372,6 +392,10 @@ class Wan:
     def restart_router(self, host: int) -> None:
         """Have the routers of a home forget whom they let in."""
         self._ask("restart_router", host)
+
+    def forget_connections(self) -> None:
+        """Drop all packets of the present TCP connections, without a word; new ones get through."""
+        self._ask("forget_connections")
 
     def sent_bytes(self) -> int:
         """Return what all uplinks have carried, IP headers included, also what was lost behind them."""

@@ -29,6 +29,7 @@ from hivemind.proto.dht_pb2 import StoreRequest
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.links import close_dead
 from trahiv_cli.swarm.records import owner_of
 
 LOOK_EVERY_S = 1.0  # at the connected peers, and at the records that are about to end
@@ -258,7 +259,10 @@ class Copies:
     # -- in the background ---------------------------------------------------------------------------
 
     async def _look_who_is_connected(self) -> None:
-        there = [one.peer_id for one in await self._protocol.p2p.list_peers()]
+        connections = await self._protocol.p2p.list_peers()
+        for peer in await close_dead(self._protocol.p2p, connections):
+            self._start(self._ask(peer))
+        there = [one.peer_id for one in connections]
         self._connected = tuple(dict.fromkeys((*there, *self._protocol.routing_table.peer_id_to_uid)))
         for kept in (self._answered, self._may_ask_at):
             for left in kept.keys() - set(self._connected):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit import homes
 from tests.kit.commands import wait_until
-from tests.kit.homes import Home, addresses_of, network, reached, ways_of
+from tests.kit.homes import Home, addresses_of, answering, network, reached, ways_of
 from tests.kit.upnp import be_gateway
 from tests.kit.wan import IS_POSSIBLE, NEEDS, PROCESSES, home_address_of, public_address_of
 
@@ -19,7 +19,7 @@ pytestmark = [
 EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")
 PAIRS = list(combinations(range(8), 2))
 PUNCHED = {"port", "two", "no UDP"}  # any two of these
-MEET_S, REPLACED_S = 60.0, 30.0
+MEET_S, REPLACED_S, REDIALLED_S = 60.0, 30.0, 15.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,3 +104,15 @@ def test_a_member_that_relays_and_is_killed_is_replaced(tmp_path):
             return gone and are_connected(*pair, other)
 
         wait_until(is_replaced, REPLACED_S)
+
+
+def test_dead_connection_is_dialled_anew_within_seconds(tmp_path):
+    with network("public", "public", delay_ms=10.0) as wan:
+        first = Home(wan, 0, tmp_path)
+        second = Home(wan, 1, tmp_path, first.ask(addresses_of))
+        wait_until(lambda: are_connected(first, second), MEET_S)
+        wait_until(lambda: first.ask(answering) == [second.peer_id], MEET_S)
+        wan.forget_connections()
+        # libp2p by itself takes 40 s.
+        wait_until(lambda: first.ask(answering) == [second.peer_id], REDIALLED_S)
+        wait_until(lambda: second.ask(answering) == [first.peer_id], REDIALLED_S)

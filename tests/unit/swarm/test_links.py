@@ -1,0 +1,43 @@
+"""Connections that died without a word are found and closed."""
+
+import asyncio
+from types import SimpleNamespace
+
+from hivemind.utils.multiaddr import Multiaddr
+
+from trahiv_cli.swarm.links import close_dead, dead_places
+
+HEAD = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
+LINE = (
+    "   0: 0201580A:9581 {} {:02X} 000002A4:00000000 01:000004D2 {:08X}     0"
+    "        0 1234 2 0 20 4 30 10 -1\n"
+)
+
+
+def test_kernel_tables_name_the_dead_connections(tmp_path):
+    assert dead_places(tmp_path) == set(), "a system without such tables"
+    lines = (
+        LINE.format("0202580A:813B", 1, 4),
+        LINE.format("0302580A:813B", 1, 3),
+        LINE.format("0402580A:813B", 4, 9),  # closed
+    )
+    (tmp_path / "tcp").write_text(HEAD + "".join(lines))
+    (tmp_path / "tcp6").write_text(HEAD + LINE.format("B80D0120000000000000000001000000:01BB", 1, 9))
+    assert dead_places(tmp_path) == {("10.88.2.2", 33083), ("2001:db8::1", 443)}
+
+
+def test_peer_of_a_dead_connection_is_disconnected(monkeypatch):
+    disconnected = []
+
+    async def disconnect(peer):
+        disconnected.append(peer)
+
+    addresses = {"dead": ["/ip4/10.0.0.1/tcp/1", "/ip4/10.0.0.2/tcp/2"], "alive": ["/ip4/10.0.0.3/tcp/2"]}
+    connections = [
+        SimpleNamespace(peer_id=peer, addrs=[Multiaddr(one)])
+        for peer, addrs in addresses.items()
+        for one in addrs
+    ]
+    monkeypatch.setattr("trahiv_cli.swarm.links.dead_places", lambda: {("10.0.0.2", 2)})
+    p2p = SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect))
+    assert asyncio.run(close_dead(p2p, connections)) == {"dead"} and disconnected == ["dead"]

@@ -1,0 +1,66 @@
+"""TCP connections that died without a word, as when a router forgets them: they are closed and dialled anew.
+
+libp2p believes in such a connection for 30 to 40 s, and opens no other one to that peer meanwhile. The kernel
+knows earlier: it sends the same bytes again and again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.utils import get_logger
+
+from trahiv_cli.swarm.pipes import Place, places_of
+
+logger = get_logger(__name__)
+
+ESTABLISHED = "01"  # include/net/tcp_states.h
+
+# Of the same bytes without an acknowledgement, each time after twice the wait: for 3 s at least (RFC 6298).
+MOST_RETRANSMISSIONS = 4
+
+
+def dead_places(folder: Path = Path("/proc/self/net")) -> set[Place]:
+    """List the other ends of this network's dead TCP connections; none where there is no such folder.
+
+    Linux shows its connections there (Documentation/networking/proc_net_tcp.rst).
+    """
+    tables = folder / "tcp", folder / "tcp6"
+    return {place for table in tables for place, is_dead in _connections(table) if is_dead}
+
+
+def _connections(table: Path) -> Iterator[tuple[Place, bool]]:
+    """Read the other end of each connection, and whether it is dead."""
+    with contextlib.suppress(OSError):
+        for line in table.read_text().splitlines()[1:]:
+            _, _, remote, state, _, _, retransmissions, *_ = line.split()
+            if state != ESTABLISHED:  # it is closed, and its last bytes are still sent
+                continue
+            address, port = remote.split(":")
+            words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+            place = socket.inet_ntop(family, b"".join(words)), int(port, 16)
+            yield place, int(retransmissions, 16) >= MOST_RETRANSMISSIONS
+
+
+async def close_dead(p2p: Any, connections: Iterable[Any]) -> set[PeerID]:
+    """Close all connections (of `list_peers`) with peers of which one is dead; return these peers.
+
+    libp2p opens a stream on the connection that has most of them: that may be the dead one.
+    """
+    dead = dead_places()
+    closed = {
+        one.peer_id
+        for one in (connections if dead else ())
+        if dead.intersection(places_of(map(str, one.addrs), is_near=True))
+    }
+    for peer in closed:
+        logger.info(f"The connection with peer {peer} died without a word; it is dialled anew.")
+        with contextlib.suppress(P2PDaemonError, OSError):
+            await p2p._client.disconnect(peer)
+    return closed
