@@ -24,7 +24,7 @@ def gradient_averager(
     weights: Sequence[torch.Tensor],
     cls: type[ExactGradientAverager] = ExactGradientAverager,
     name: str = "A",
-    times: Mapping[str, Any] = MappingProxyType({"next_chunk_timeout": 5.0}),
+    times: Mapping[str, Any] = MappingProxyType({"next_chunk_timeout": 5.0, "allreduce_timeout": 60.0}),
     **more: Any,
 ) -> ExactGradientAverager:
     """Make one for float32 weights on the CPU that has accumulated nothing.

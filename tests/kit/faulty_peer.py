@@ -54,7 +54,7 @@ WIDTH, HIDDEN = 40, 256
 """20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
 BATCH = 8
 HELD_OUT = 512
-AVERAGING_TIMEOUT_S = 20.0
+AVERAGING_TIMEOUT_S, CHUNK_TIMEOUT_S = 20.0, 4.0
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 
 Event = dict[str, Any]
@@ -77,6 +77,9 @@ class Settings:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
     learning_rate: float = 3e-3
     codec: str | None = None
+    part_bytes: int = 8192
+    """Of a tensor, that travel in one message."""
+
     averaging_timeout: float = AVERAGING_TIMEOUT_S
     rules: RoundRules = field(default_factory=RoundRules)
     pace: Pace = field(default_factory=Pace)
@@ -96,10 +99,10 @@ class Settings:
             "target_batch_size": self.batches * self.num_peers * BATCH,
             "matchmaking_time": 2.0,
             "averaging_timeout": self.averaging_timeout,
-            "next_chunk_timeout": 4.0,
+            "next_chunk_timeout": CHUNK_TIMEOUT_S,
             "load_state_timeout": 10.0,
             "grad_compression": self.codec,
-            "averager_opts": {"part_size_bytes": 8192, "request_timeout": 1.0},
+            "averager_opts": {"part_size_bytes": self.part_bytes, "request_timeout": 1.0},
             "tracker_opts": {"metadata_expiration": self.metadata_expiration},
         }
 

@@ -17,6 +17,12 @@ PROOFS = {
     "killed before it joined a group": (KILLED, DIES),
     "killed while parts are exchanged": (KILLED, DIES),
     "killed before or during the vote": (KILLED, f"{KILLED}_after_its_vote", DIES),
+    "sends its parts so slowly": (
+        "simulation/test_failures.py::test_member_that_sends_just_in_time_is_excluded",
+    ),
+    "reports the step and does not come": (
+        "simulation/test_failures.py::test_member_that_reports_and_never_comes_costs_two_waits",
+    ),
     "sends no part": ("simulation/test_failures.py::test_sends_no_part", FAILS_ALWAYS),
     "a part is damaged on its way": ("simulation/test_failures.py::test_a_part_is_damaged",),
     "its codec raises": ("simulation/test_failures.py::test_its_codec_raises",),
@@ -38,6 +44,7 @@ PROOFS = {
         "simulation/test_failures.py::test_a_link_between_two_of_a_group_is_cut",
         FAILS_ALWAYS,
     ),
+    "a connection that dies": ("unit/swarm/test_links.py::test_peer_of_a_dead_connection_is_disconnected",),
     "all of its links, for a while": ("simulation/test_failures.py::test_all_links_of_one_are_cut",),
     "nobody can be reached, others are alive": (
         "simulation/test_failures.py::test_nobody_can_be_reached_though_others_are_alive",

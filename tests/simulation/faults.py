@@ -6,10 +6,11 @@ kind (`moment`), which hits the phases of a round.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,8 +18,9 @@ import torch
 from hivemind.utils import MSGPackSerializer
 
 from tests.simulation.network import Message
-from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.ballot import Call, Vote
 from trahiv_cli.optim.rounds import Claim
+from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.records import sign
 
 SHARES = {
@@ -170,18 +172,52 @@ def fall_silent(peer: Any) -> None:
     peer.tamper = tamper
 
 
+def send_slowly(wait_s: float) -> Lie:
+    """Wait so long before each part of every round."""
+
+    def tell(peer: Any) -> None:
+        averager = peer.optimizer.grad_averager
+        make_runner = averager._make_runner
+
+        async def make_slow_runner(*arguments: Any, **options: Any) -> Any:
+            runner = await make_runner(*arguments, **options)
+            generate = runner._generate_input_for_peer
+
+            async def parts(index: int) -> AsyncIterator[Any]:
+                async for part in generate(index):
+                    await asyncio.sleep(wait_s)
+                    yield part
+
+            runner._generate_input_for_peer = parts
+            return runner
+
+        averager._make_runner = make_slow_runner
+
+    return tell
+
+
+def never_come(peer: Any) -> None:
+    """Report like all others, and look for no group."""
+
+    async def look_for_group(step: Any) -> None:
+        await asyncio.sleep(step.deadline - swarm_time())
+
+    peer.optimizer.grad_averager._matchmaking.look_for_group = look_for_group
+
+
 def vote_twice(peer: Any) -> None:
     """Tell half of the others, in the next round, of another average than the peer holds."""
     averager = peer.optimizer.grad_averager
     exchange_votes, told = averager._exchange_votes, []
 
-    async def exchange(group_id: bytes, other: Any, statement: bytes) -> Any:
+    async def exchange(group_id: bytes, other: Any, call: Call) -> Any:
         ballot = averager._ballots[group_id]
         told.append(other)
         if len(told) % 2:
-            statement = sign(peer.dht.signing_key, ballot.about, Vote(b"x" * 32).to_bytes())
+            vote = Vote(b"x" * 32).to_bytes()
+            call = replace(call, vote=sign(peer.dht.signing_key, ballot.about, vote, has_key=False))
         if len(told) >= len(ballot.members) - 1:
             averager._exchange_votes = exchange_votes
-        return await exchange_votes(group_id, other, statement)
+        return await exchange_votes(group_id, other, call)
 
     averager._exchange_votes = exchange

@@ -365,11 +365,14 @@ class Run:
         )
         beyond = self.world.furthest
         await self._until(lambda: self._are_equal(beyond), "all peers have one history")
+        taken = find_lost_steps(self.events)  # by those that lie, too: they may have died with a step
         for digest, names in find_lost_steps(self._of_honest()).items():
             if digest in self._branches_of_few:
                 continue
             left = [name for name in names if not _died_with(self.events[name], digest)]
-            if 2 * len(left) > len(names):  # who comes back without it is a witness for the step before
+            if 2 * len(left) > len(
+                taken.get(digest, names)
+            ):  # a peer back without it is a witness against it
                 raise Wrong(f"step {digest[:8]} of {', '.join(names)} is in nobody's history")
 
     def _of_honest(self) -> dict[str, list[Event]]:

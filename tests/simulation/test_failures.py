@@ -17,12 +17,12 @@ import torch
 from bitsandbytes.optim import AdamW
 
 from tests.kit import faulty_peer
-from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
+from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, CHUNK_TIMEOUT_S, MODES_BESIDE_TRAINING, Settings
 from tests.simulation import world
-from tests.simulation.faults import Fault, Lie, claim, fall_silent, poison
+from tests.simulation.faults import Fault, Lie, claim, fall_silent, never_come, poison, send_slowly
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
-from trahiv_cli.optim.averager import MOST_PATIENCE_S, ExactAverager
+from trahiv_cli.optim.averager import MOST_PATIENCE_S, SLOWEST_PATIENCE_S, ExactAverager
 from trahiv_cli.optim.pace import Pace, RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
@@ -311,6 +311,24 @@ def test_who_has_round_after_round_fail_is_let_into_no_more(lies, as_on_machines
     run = play(num_peers=4, rounds=20, lies=lies)
     failed = [len(run.said("failed", name)) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
+
+
+@pytest.mark.parametrize("num_parts", [20, 400])
+def test_member_that_sends_just_in_time_is_excluded(num_parts, as_on_machines):
+    num_values = (2 * faulty_peer.WIDTH + 1) * faulty_peer.HIDDEN + faulty_peer.WIDTH
+    settings = Settings(part_bytes=num_values // num_parts)  # of a share: four bytes a value, four members
+    run = play(num_peers=4, rounds=6, settings=settings, lies=[send_slowly(CHUNK_TIMEOUT_S - 0.5)])
+    assert all(naming(run, 3))
+    assert longest_wait(run, "012") < SLOWEST_PATIENCE_S + 10.0, "one exchange has failed"
+    assert max(len(run.said("failed", name)) for name in "012") <= 2
+
+
+def test_member_that_reports_and_never_comes_costs_two_waits():
+    run = play(num_peers=4, rounds=20, lies=[never_come])
+    assert run.world.furthest >= 20 and not [said for said in run.steps("0") if len(said["group"]) == 4]
+    waits = [later["time"] - earlier["time"] for earlier, later in pairwise(run.steps("0"))]
+    usual = statistics.median(waits)
+    assert sum(wait > usual + 1.0 for wait in waits) <= 4, waits
 
 
 def test_positions_that_a_claim_made_up_keep_no_newcomer_out():

@@ -13,6 +13,8 @@ import asyncio
 import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +32,7 @@ from tests.kit.lies import lies, message_edits, tree_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.optim import group_finder
 from trahiv_cli.optim.averager import EXCHANGE
-from trahiv_cli.optim.ballot import Ballots, Vote
+from trahiv_cli.optim.ballot import Ballots, Call, Vote, digest_of_statement
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.rounds import Claim, Exchange, Outcome
 from trahiv_cli.swarm.clock import swarm_time
@@ -273,21 +275,27 @@ def test_no_vote_does_harm(swarm):
     def resigned(said: Any) -> Tamper:
         """Have the liar's votes say something else, signed by it."""
 
+        @cache
         def lie(group_id: bytes) -> bytes:
             ballot = swarm.liar.averager._ballots[group_id]
-            return sign(key_of("liar"), ballot.about, MSGPackSerializer.dumps(said))
+            return sign(key_of("liar"), ballot.about, MSGPackSerializer.dumps(said), has_key=False)
 
         def tamper(message: Message) -> list[bytes]:
             if message.sender != swarm.liar.id or message.call != "rpc_vote":
                 return [message.content]
             if not message.is_answer:
                 request = averaging_pb2.JoinRequest.FromString(message.content)
-                assert content_of(request.gather)
-                request.gather = lie(request.schema_hash)
+                call = Call.parse(request.gather)
+                assert content_of(call.vote)
+                request.gather = replace(call, vote=lie(request.schema_hash)).to_bytes()
                 return [request.SerializeToString()]
+            # It says that it has heard of its other vote, and gives it to those that ask for it.
             answer = averaging_pb2.MessageFromLeader.FromString(message.content)
-            for place, peer in enumerate(answer.ordered_peer_ids):
-                if peer == swarm.liar.id.to_bytes():
+            members = swarm.liar.averager._ballots[answer.group_id].members
+            for place, (peer, told) in enumerate(zip(members, answer.gathered, strict=False)):
+                if peer == swarm.liar.id and len(told) == len(digest_of_statement(b"")):
+                    answer.gathered[place] = digest_of_statement(lie(answer.group_id))
+                elif not told:
                     answer.gathered[place] = lie(answer.group_id)
             return [answer.SerializeToString()]
 

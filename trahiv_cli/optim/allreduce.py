@@ -7,6 +7,9 @@ everybody the average itself, in the same bytes, and adopts what those bytes dec
 with a checksum; whatever fails, fails the round for this peer.
 
 A reducer takes finite values from its group, no more than their sender claimed, and no outliers.
+
+Each part has a time limit, and so has the whole exchange: else a member that sends each part just before its
+limit would hold up every round without blame.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ from trahiv_cli.swarm.snapshot import digest_of_bytes
 # A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in an
 # earlier round comes on top (uniform8 loses up to 3 % of the norm a round).
 CLAIM_SLACK = 1.25
+
+# At the limit of an exchange members break off one after the other. Once so much of the limit is over, each
+# blames the sender that is slow by what it has seen itself.
+NEARLY_OVER = 0.8
 
 CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows one to be enough from a good start
 
@@ -66,7 +73,8 @@ class ExactAllReduce(AllReduceRunner):
     """Butterfly all-reduce that yields averages, the same bits for every peer of the group, or raises.
 
     For what it adds to hivemind's options see `SoundReducer`. Tensors from the index `first_buffer` on are of
-    buffers; they travel without a codec.
+    buffers; they travel without a codec. After `limit_s` the exchange fails, and blames the member that is
+    furthest behind.
     """
 
     def __init__(
@@ -76,9 +84,12 @@ class ExactAllReduce(AllReduceRunner):
         left_out: Mapping[str, str],
         robust: bool,
         first_buffer: int,
+        limit_s: float,
         compression: CompressionBase,
         **kwargs: Any,
     ) -> None:
+        self._limit_s = limit_s
+        self._nearly_over_at = math.inf
         codecs = defaultdict(Verbatim, dict.fromkeys(range(first_buffer), compression))
         self._compression = PerTensorCompression(codecs)
         super().__init__(compression=self._compression, **kwargs)
@@ -97,6 +108,7 @@ class ExactAllReduce(AllReduceRunner):
             num_gradients=self._num_gradients[self._own],
         )
         self.blamed, self.is_sure = "", False  # see `Vote`
+        self.is_late = False
         self.sent = self.received = 0  # bytes of encoded parts
         self._encoded: dict[int, asyncio.Future[averaging_pb2.AveragingData]] = {}
         self._averages: list[list[runtime_pb2.Tensor]] = [[] for _ in self.ordered_peer_ids]
@@ -116,6 +128,18 @@ class ExactAllReduce(AllReduceRunner):
         # sqrt(2) times that: half of all have at least its value there.
         slack = CLAIM_SLACK * (math.sqrt(2) if robust else 1.0)
         self._most_norm = slack * max((claim.norm for claim in used.values()), default=math.inf)
+
+    async def run(self) -> AsyncIterator[torch.Tensor]:
+        """Exchange, and yield the averages as they come; see `AllReduceRunner`."""
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(self._limit_s, self._run_out)
+        self._nearly_over_at = loop.time() + NEARLY_OVER * self._limit_s
+        try:
+            async with contextlib.aclosing(super().run()) as averages:
+                async for average in averages:
+                    yield average
+        finally:
+            alarm.cancel()
 
     # -- when it fails -------------------------------------------------------------------------------
 
@@ -140,8 +164,30 @@ class ExactAllReduce(AllReduceRunner):
         self.finalize(exception=error)
 
     def _blame(self, peer: PeerID, *, is_sure: bool) -> None:
-        if not self._future.done() and not self.blamed:
-            self.blamed, self.is_sure = peer.to_base58(), is_sure
+        if self._future.done() or self.blamed:
+            return
+        is_nearly_over = asyncio.get_running_loop().time() >= self._nearly_over_at
+        if is_nearly_over and (sender := self.tensor_part_reducer.slowest) is not None:
+            peer, is_sure, self.is_late = self.sender_peer_ids[sender], True, True
+        self.blamed, self.is_sure = peer.to_base58(), is_sure
+
+    def _run_out(self) -> None:
+        """Fail the round at its limit: because of a slow sender or, if there is none, of a slow reducer."""
+        limit = f"within the limit of {self._limit_s:.0f} s for an exchange"
+        if (sender := self.tensor_part_reducer.slowest) is not None:
+            peer = self.sender_peer_ids[sender]
+            self._fail(BrokenOff(f"peer {peer} did not send its parts {limit}"), peer)
+            return
+        missing = [
+            (len(parts) / num_parts, peer)
+            for peer, parts, num_parts in zip(
+                self.ordered_peer_ids, self._averages, self._container.num_parts_by_peer, strict=True
+            )
+            if len(parts) < num_parts
+        ]
+        if missing:
+            _, peer = min(missing)
+            self._fail(BrokenOff(f"peer {peer} did not return its averages {limit}"), peer)
 
     async def _ban_sender(self, peer_id: PeerID) -> None:
         """Fail the round: a member sends no more."""
@@ -311,6 +357,9 @@ class SoundReducer:
             claim.weight for claim in counted
         )
         self._squares = [0.0] * len(senders)
+        self._num_sent = [0] * len(senders)  # parts
+        self._came_at = [math.inf] * len(part_shapes)  # when the last part of each index came
+        self._waits_s = [0.0] * len(senders)  # for which the others waited for each sender alone
         self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
         self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
 
@@ -340,7 +389,12 @@ class SoundReducer:
             self.notes.setdefault(name, f"its parts are larger than the norm {claimed:.3g} that it claimed")
         arrived, average = self._arrived[index], self._averages[index]
         arrived[sender] = part
+        self._num_sent[sender] = index + 1
+        now = asyncio.get_running_loop().time()
+        waited_s = max(0.0, now - self._came_at[index])
+        self._came_at[index] = now
         if len(arrived) == len(self._senders) and not average.done():
+            self._waits_s[sender] += waited_s
             try:
                 is_gradient = index < self._num_gradients
                 average.set_result(self._combine(arrived, self._shapes[index], is_gradient=is_gradient))
@@ -348,6 +402,17 @@ class SoundReducer:
                 average.set_exception(error)
             arrived.clear()
         return await asyncio.shield(average)
+
+    @property
+    def slowest(self) -> int | None:
+        """Index of the sender of which most parts are missing; None if all have sent the same number."""
+        fewest = min(self._num_sent, default=0)
+        return self._num_sent.index(fewest) if fewest < max(self._num_sent, default=0) else None
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds for which the others waited for the slowest sender alone; 0 with fewer than three."""
+        return max(self._waits_s) if len(self._senders) > 2 else 0.0
 
     def on_sender_failed(self, sender: int) -> None:
         """Fail what still needs this sender."""

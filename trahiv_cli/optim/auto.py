@@ -163,7 +163,10 @@ class Adaptation:
         is_disturbed = self._interest.was_there_since(time.monotonic() - outcome.exchange_s)
         self._num_disturbed = (self._num_disturbed + 1) % (DISTURBED_AT_MOST + 1) if is_disturbed else 0
         if not self._num_disturbed:
-            latest = Measured(speed, outcome.exchange_s, outcome.parts_sent, outcome.parts_received)
+            # One member alone does not decide the pace: without it the exchange would have been shorter.
+            is_for_one = 2 * outcome.longest_wait_s > outcome.exchange_s
+            took_s = outcome.exchange_s - (outcome.longest_wait_s if is_for_one else 0.0)
+            latest = Measured(speed, took_s, outcome.parts_sent, outcome.parts_received)
             if latest.is_known:
                 self._rates.append(latest.rate)
             lowest = min(self._rates) if len(self._rates) == RECENT else 0.0

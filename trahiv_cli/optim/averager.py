@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -33,8 +34,7 @@ from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.auto import usual_rate
-from trahiv_cli.optim.ballot import TWO_VOTES, Ballots, Decision, NotCommitted, Vote, proof_of
+from trahiv_cli.optim.ballot import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.rounds import STATES_KEPT, Claim, Exchange, Header, Log, Outcome, decoded, judge
@@ -50,19 +50,37 @@ ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a ro
 EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")  # in the task of a round: what it is about
 
 # A part may take PATIENCE times its expected time: at most MOST_PATIENCE_S at the members' usual rate, or at
-# most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. So many fast members do not exclude a
-# slow one, and one that only claims to be slow is excluded after two such rounds.
+# most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. Thus many fast members do not exclude
+# a slow one, and one that only claims to be slow is excluded after two such rounds. The whole exchange has
+# the same limits, without MOST_PATIENCE_S; the usual rate then is at least LOWEST_RATE, in bytes a second.
 PATIENCE, MOST_PATIENCE_S, SLOWEST_PATIENCE_S = 4.0, 60.0, 30.0
+LOWEST_RATE = 125_000.0
 
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
     """How long a member may wait for a part of `part_bytes`: each sends `all_bytes`, to one after another."""
-    measured = [claim.measured for claim in claims.values() if claim.measured.is_of_link]
-    if not measured:
-        return 0.0
     needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)
-    slowest = min(said.rate for said in measured)
-    return max(min(MOST_PATIENCE_S, needed / usual_rate(measured)), min(SLOWEST_PATIENCE_S, needed / slowest))
+    if not (rates := _link_rates(claims)):
+        return 0.0
+    return max(
+        min(MOST_PATIENCE_S, needed / statistics.median_low(rates)),
+        min(SLOWEST_PATIENCE_S, needed / min(rates)),
+    )
+
+
+def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float, timeout_s: float) -> float:
+    """Return the limit of an exchange of `all_bytes` of parts, and as many of averages, in seconds.
+
+    It is at least `least_s`, and leaves half of `timeout_s` for the vote.
+    """
+    needed = PATIENCE * 2 * all_bytes
+    rates = _link_rates(claims) or [LOWEST_RATE]
+    usual = max(LOWEST_RATE, statistics.median_low(rates))
+    return max(least_s, min(timeout_s / 2, needed / usual), min(SLOWEST_PATIENCE_S, needed / min(rates)))
+
+
+def _link_rates(claims: Mapping[str, Claim]) -> list[float]:
+    return [claim.measured.rate for claim in claims.values() if claim.measured.is_of_link]
 
 
 def _is_not_about_a_round(record: logging.LogRecord) -> bool:
@@ -194,9 +212,10 @@ class ExactAverager(CorrectedAverager):
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
-                blames, is_sure = (runner.blamed, runner.is_sure) if runner else ("", False)
-                reason = str(failure) or type(failure).__name__
-                vote = Vote(reason=reason, blames=blames, is_sure=is_sure)
+                vote = Vote(reason=str(failure) or type(failure).__name__)
+                if runner:
+                    is_sure, is_late = runner.is_sure, runner.is_late
+                    vote = replace(vote, blames=runner.blamed, is_sure=is_sure, is_late=is_late)
                 self._running_groups[group_info.group_id].cancel()  # if nothing runs, nobody waits for it
             quorum = claims[self.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
@@ -219,6 +238,7 @@ class ExactAverager(CorrectedAverager):
             left_out=outcome.left_out | {peer: why for peer, why in notes.items() if peer in claims},
             reason=decision.reason,
             exchange_s=took_s,
+            longest_wait_s=runner.tensor_part_reducer.longest_wait_s,
             parts_sent=runner.sent,
             parts_received=runner.received,
         )
@@ -257,6 +277,7 @@ class ExactAverager(CorrectedAverager):
             left_out=left_out,
             robust=self._rules.robust_mean,
             first_buffer=len(EXCHANGE.get().places),
+            limit_s=exchange_limit_s(claims, all_bytes, options["reducer_timeout"], self._allreduce_timeout),
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
@@ -299,27 +320,24 @@ class ExactAverager(CorrectedAverager):
         blame.note_votes(group_info.peer_ids, decision.votes, decision.is_committed)
         return decision
 
-    async def _exchange_votes(self, group_id: bytes, peer: PeerID, statement: bytes) -> dict[PeerID, bytes]:
+    async def _exchange_votes(self, group_id: bytes, peer: PeerID, call: Call) -> Sequence[bytes]:
         stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=statement)
+        request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=call.to_bytes())
         answer = await stub.rpc_vote(request, timeout=2 * self.allreduce_kwargs["sender_timeout"])
-        return dict(zip(map(peer_from, answer.ordered_peer_ids), answer.gathered, strict=True))
+        return tuple(answer.gathered)
 
     async def rpc_vote(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> averaging_pb2.MessageFromLeader:
-        """Hear a member's vote; answer with all votes of the round when this peer knows them.
+        """Hear a member's vote; answer when this peer knows all votes of the round (see `Ballot.answer`).
 
         A caller whose group is not known here yet waits, with one vote at a time.
         """
         limit_s, peer = self.allreduce_kwargs["sender_timeout"], context.remote_id
         ballot = await self._ballots.find(request.schema_hash, peer, limit_s)
-        known = await ballot.answer(peer, request.gather) if ballot is not None else {}
+        answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
         self._matchmaking.blame.clear(peer)  # it was late, as its line is slow, and is there
-        ids = [member.to_bytes() for member in known]
-        return averaging_pb2.MessageFromLeader(
-            group_id=request.schema_hash, ordered_peer_ids=ids, gathered=list(known.values())
-        )
+        return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
 
     # -- a round that others went through ------------------------------------------------------------
 

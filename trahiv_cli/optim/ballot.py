@@ -6,7 +6,8 @@
 2. A member waits for the others' votes for a limited time. After that it may commit another round that begins
    where this one did: nobody counts older votes, and who has undone the round passes none on.
 3. Votes are signed, and members pass on what they heard: so those that do not reach each other know each
-   other's, and a member that tells some this and others that has voted for nothing.
+   other's, and a member that tells some this and others that has voted for nothing. Members compare digests
+   of the votes, and ask for the votes that they lack.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,27 +45,55 @@ class Vote:
     notes: Mapping[str, str] = field(default_factory=dict)  # whose parts it left out of its share, and why
     blames: str = ""  # id of a member that the round failed of, as this one sees it; empty if it was none
     is_sure: bool = False  # whether that one is to blame; if not, it may have broken off because of another
+    is_late: bool = False  # whether it sent something, too slowly for the limit of the exchange
 
     def to_bytes(self) -> bytes:
         """Write it as MessagePack."""
-        said = [self.digest, self.reason[:LONGEST_REASON], dict(self.notes), self.blames, self.is_sure]
-        return bytes(MSGPackSerializer.dumps(said))
+        said = [self.digest, self.reason[:LONGEST_REASON], dict(self.notes)]
+        return bytes(MSGPackSerializer.dumps([*said, self.blames, self.is_sure, self.is_late]))
 
     @classmethod
     def parse(cls, content: bytes) -> Vote:
         """Read what `to_bytes` gave, or raise `ValueError`."""
         match unpacked(content):
-            case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure)] if (
+            case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure), bool(is_late)] if (
                 len(digest) in (0, DIGEST_BYTES)
                 and len(blames) <= LONGEST_ID
                 and all(isinstance(text, str) for item in notes.items() for text in item)
             ):
                 clipped = {peer: why[:LONGEST_REASON] for peer, why in notes.items()}
-                return cls(digest, reason[:LONGEST_REASON], clipped, blames, is_sure)
+                return cls(digest, reason[:LONGEST_REASON], clipped, blames, is_sure, is_late)
         raise ValueError("not a vote")
 
 
 TWO_VOTES = Vote(reason="it told some members this and others that")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A member's vote, and its question for the votes that another member has heard."""
+
+    vote: bytes  # as the caller signed it
+    wanted: tuple[bytes, ...] = ()  # digests of votes that it lacks; none: it asks for the digests of all
+
+    def to_bytes(self) -> bytes:
+        """Write it as MessagePack."""
+        return bytes(MSGPackSerializer.dumps([self.vote, *self.wanted]))
+
+    @classmethod
+    def parse(cls, content: bytes) -> Call:
+        """Read what `to_bytes` gave, or raise `ValueError`."""
+        match unpacked(content):
+            case [bytes(vote), *wanted]:
+                digests = tuple(one for one in wanted if isinstance(one, bytes))
+                if len(digests) == len(wanted):
+                    return cls(vote, digests)
+        raise ValueError("not a call with a vote")
+
+
+def digest_of_statement(statement: bytes) -> bytes:
+    """Stands for a vote where members compare what they heard; 8 bytes."""
+    return hashlib.sha256(statement).digest()[:8]
 
 
 class NotCommitted(AllreduceException):
@@ -121,6 +150,7 @@ class Ballot:
 
     def __init__(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> None:
         self.members = group.peer_ids
+        self._claims = dict(zip(group.peer_ids, group.gathered, strict=True))  # with the public keys
         said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
         self.about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
         self._limit_s = limit_s
@@ -146,7 +176,7 @@ class Ballot:
             return
         if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
             raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
-        vote = Vote.parse(verified(statement, peer, self.about))
+        vote = Vote.parse(verified(statement, peer, self.about, self._claims[peer]))
         if vote != self.votes.setdefault(peer, vote):
             self.votes[peer] = TWO_VOTES
         self._statements.setdefault(peer, statement)
@@ -169,19 +199,23 @@ class Ballot:
         key: RSAPrivateKey,
         vote: Vote,
         quorum: int,
-        ask: Callable[[PeerID, bytes], Awaitable[Mapping[PeerID, bytes]]],
+        ask: Callable[[PeerID, Call], Awaitable[Sequence[bytes]]],
     ) -> Decision:
         """Tell the others the vote of this peer, who signs by `key`; hear theirs, decide; within `limit_s`.
 
-        `ask` takes a statement to a member and returns its `answer`, or raises ValueError or `UNREACHABLE`.
+        `ask` takes a call to a member and returns its `answer`, or raises ValueError or `UNREACHABLE`.
         """
-        statement = sign(key, self.about, vote.to_bytes())
+        statement = sign(key, self.about, vote.to_bytes(), has_key=False)
         self.cast(peer, statement)
 
         async def exchange(member: PeerID) -> None:
             try:
-                for other, said in (await ask(member, statement)).items():
-                    self.cast(other, said)
+                lacking = self._lacking(await ask(member, Call(statement)))
+                if lacking:
+                    found = await ask(member, Call(statement, tuple(lacking)))
+                    for voter, said in zip(lacking.values(), found, strict=True):
+                        if said:  # it may count no more
+                            self.cast(voter, said)
             except (*UNREACHABLE, ValueError):
                 self._silent.add(member)
             finally:
@@ -215,13 +249,29 @@ class Ballot:
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
         return decision
 
-    async def answer(self, caller: PeerID, statement: bytes) -> dict[PeerID, bytes]:
-        """Hear a member's vote (see `cast`); return all that count, as signed, when this peer knows them."""
-        self.cast(caller, statement)
+    def _lacking(self, digests: Sequence[bytes]) -> dict[bytes, PeerID]:
+        """Return the voters of all votes that another member has heard and this one has not, by digest."""
+        known = {b"", *map(digest_of_statement, self._statements.values())}
+        heard = zip(digests, self.members, strict=True)
+        return {digest: member for digest, member in heard if digest not in known}
+
+    async def answer(self, caller: PeerID, call: Call) -> list[bytes]:
+        """Hear a member's vote (see `cast`), wait until all votes are known, and answer with the valid ones.
+
+        Returns:
+            The digest of each member's vote, in the group's order, or the wanted votes, as signed; empty
+            bytes for a vote that is unknown or does not count.
+        """
+        self.cast(caller, call.vote)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limit_s):
                 await self._is_settled.wait()
-        return {peer: self._statements[peer] for peer in self.standing()}
+        heard = {peer: self._statements[peer] for peer in self.standing()}
+        digests = {peer: digest_of_statement(statement) for peer, statement in heard.items()}
+        if not call.wanted:
+            return [digests.get(member, b"") for member in self.members]
+        found = {digest: heard[peer] for peer, digest in digests.items()}
+        return [found.get(digest, b"") for digest in call.wanted[: len(self.members)]]
 
 
 class Ballots(dict[bytes, Ballot]):

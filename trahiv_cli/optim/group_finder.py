@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,12 @@ LONELY_S = 0.5
 PAUSE_S = 0.1  # between two tries when nobody could be asked
 DOOR_S = 600.0  # a follower at the door of a leader is sent away after so long; it leaves sooner by itself
 
-SUSPECT_S = 20.0  # for so long nobody waits for a peer that did not answer or broke a round
+SUSPECT_S = 20.0  # no wait for a peer that did not answer, broke a round, or did not come
+
+# Groups in a row that a peer may miss, and after one that it was in: a peer whose batches take too long
+# divides them after a few.
+MISSED_AT_MOST = 2
+MISSED_AFTER_ONE = 6
 
 # When, and for how long at most, a peer of which rounds fail is let into no group: see `Blame.note_votes`.
 MOST_POINTS, POINTS_A_ROUND, MOST_EXCLUDED_S = 2.0, 0.25, 1280.0
@@ -82,6 +87,7 @@ class Blame:
         self._order = order
         self._suspected_until: dict[PeerID, float] = {}
         self.excluded_until: dict[PeerID, float] = {}  # of all that ever were; by the monotonic clock
+        self._missed: Counter[PeerID] = Counter()  # groups in a row that each peer was expected in
         self._points: defaultdict[PeerID, float] = defaultdict(float)
         self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
 
@@ -92,6 +98,18 @@ class Blame:
     def clear(self, peer: PeerID) -> None:
         """Suspect a peer no more: it came by itself."""
         self._suspected_until.pop(peer, None)
+        self._missed[peer] = MISSED_AT_MOST - MISSED_AFTER_ONE
+
+    def note_group(self, members: Collection[PeerID], expected: Iterable[PeerID]) -> None:
+        """Suspect peers that were expected and did not come again: a leader waited for them."""
+        for peer in members:
+            self.clear(peer)
+        for peer in expected:
+            if peer not in members and not self.is_suspect(peer):
+                self._missed[peer] += 1
+                if self._missed[peer] >= MISSED_AT_MOST:
+                    self.suspect(peer)
+                    logger.info(f"Peer {peer} did not come: no wait for it for {SUSPECT_S:.0f} s.")
 
     def is_suspect(self, peer: PeerID) -> bool:
         """Whether nobody should wait for a peer."""
@@ -112,9 +130,10 @@ class Blame:
         """Learn from a round whose doing it is that rounds fail.
 
         The member that most blame has a point more, all others that blame or are blamed three quarters: it
-        may be one of them, or a link. At `MOST_POINTS` the one with most, of equals the later in order, is
-        excluded, unless those that are left are no more than half. A committed round makes up for a quarter
-        of a point. All members hear the same votes, so they come to the same verdict.
+        may be one of them, or a link. A member that more than half say is late has `MOST_POINTS` at once. At
+        `MOST_POINTS` the one with most, of equals the later in order, is excluded, unless no more than half
+        are left. A committed round makes up for a quarter of a point. All members hear the same votes, so
+        they come to the same verdict.
         """
         if is_committed:
             for peer in members:
@@ -131,6 +150,10 @@ class Blame:
         most = max(accusers.values(), default=0)
         for peer in accusers.keys() | blames.keys():
             self._points[peer] += 1.0 if accusers[peer] == most else 0.75
+        late = Counter(whom for peer, whom in blames.items() if votes[peer].is_late)
+        for peer, count in late.items():
+            if 2 * count > len(members):
+                self._points[peer] = max(MOST_POINTS, self._points[peer])
         worst = max(members, key=lambda peer: (self._points[peer], self._order(peer)))
         left = [peer for peer in members if peer != worst and not self.is_excluded(peer)]
         if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
@@ -226,6 +249,7 @@ class GroupFinder:
             else:
                 group = await self._follow(search, leader)
             if group is not None:
+                self.blame.note_group(group.peer_ids, self._expected)
                 return group
             if not search.followers and search.sent_to is None:
                 await asyncio.sleep(PAUSE_S)

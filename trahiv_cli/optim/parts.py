@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,8 @@ class Company:
     @property
     def may_step_alone(self) -> bool:
         """Whether this peer may step with its own gradients; peers that are behind count as company."""
-        if not self._tracker.others and len(self.vanished) <= 1:
+        num_vanished_at_most = 0 if self._rules.solo_after_s == math.inf else 1
+        if not self._tracker.others and len(self.vanished) <= num_vanished_at_most:
             return True
         return self.tries > 0 and self._may_go_solo
 

@@ -117,6 +117,7 @@ class Outcome:
     proof: bytes = b""  # digest of the average; the same for all that committed
     reason: str = ""  # members that did not commit; empty if all did
     exchange_s: float = 0.0  # of this member, without finding the group and without the vote
+    longest_wait_s: float = 0.0  # of that, for a single member
     parts_sent: int = 0  # bytes of encoded parts in that exchange
     parts_received: int = 0
     measured: dict[str, Measured] = field(default_factory=dict)  # claimed by each of its pace and link

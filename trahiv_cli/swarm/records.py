@@ -208,12 +208,12 @@ class Quota:
             self._owners[place.certificate[:KEY_BYTES]] = owners
 
 
-def sign(key: RSAPrivateKey, about: bytes, content: bytes) -> bytes:
-    """Make a statement: the content, and some 540 bytes of an identity's public key and signature.
+def sign(key: RSAPrivateKey, about: bytes, content: bytes, *, has_key: bool = True) -> bytes:
+    """Make a statement: the content, 256 bytes of signature and, if it `has_key`, 280 of the public key.
 
     `verified` must be told what it is `about`, to find it good.
     """
-    public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND))
+    public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND)) if has_key else b""
     signature = base64.b64decode(key.sign(_signed(about, content)))
     packed: bytes = MSGPackSerializer.dumps([public_key, signature, content])
     return packed
@@ -224,9 +224,13 @@ def content_of(statement: bytes) -> bytes:
     return _parts(statement)[2]
 
 
-def verified(statement: bytes, peer: PeerID, about: bytes) -> bytes:
-    """Read what a peer stated; ValueError if it is not that peer's, or about something else."""
+def verified(statement: bytes, peer: PeerID, about: bytes, earlier: bytes = b"") -> bytes:
+    """Read what a peer stated; ValueError if it is not that peer's, or about something else.
+
+    A statement without the public key is verified by that of an `earlier` one of the same peer.
+    """
     public_key, signature, content = _parts(statement)
+    public_key = _parts(earlier)[0] if earlier else public_key
     readable = KIND + base64.b64encode(public_key)
     if peer_of(readable) != peer.to_base58():
         raise ValueError(f"not a statement of peer {peer}")

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -44,11 +45,12 @@ def exchange(
     buffers=None,
     weights=WEIGHTS,
     robust=False,
+    pause_s=0.0,
     **options,
 ):
     """Hold one exchange of a group, of which some are there; `tamper` changes what C returns.
 
-    `buffers` are a tensor of each, by name.
+    `buffers` are a tensor of each, by name. C waits `pause_s` before each part.
 
     Returns:
         Of each that is there its averages, or the exception that ended it; its runner.
@@ -62,6 +64,11 @@ def exchange(
             return [message.content]
         average = averaging_pb2.AveragingData.FromString(message.content)
         return [one.SerializeToString() for one in tamper(next(returned), average)]
+
+    async def slowly(generate, index):
+        async for part in generate(index):
+            await asyncio.sleep(pause_s)
+            yield part
 
     async def average(name):
         p2p = network.p2p_of(PEERS[name])
@@ -78,9 +85,12 @@ def exchange(
             ordered_peer_ids=tuple(PEERS[one] for one in group),
             compression=CODECS[codec](),
             reducer_timeout=2 * LIMIT_S,
+            limit_s=2 * LIMIT_S,
             peer_fractions=(1.0,) * len(group),
             **options,
         )
+        if name == "C":
+            runner._generate_input_for_peer = partial(slowly, runner._generate_input_for_peer)
         await runner.add_p2p_handlers(p2p, namespace="run")
         await asyncio.sleep(0.1)  # until all are there
         try:
@@ -186,6 +196,21 @@ def test_a_member_that_is_not_there_fails_the_round_for_all_and_is_named():
     for failure, runner in exchange("AB", sender_timeout=0.2).values():
         assert str(failure) == f"peer {PEERS['C']} can't be reached"
         assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+
+
+def test_slow_sender_is_blamed_at_the_limit():
+    ends = exchange(pause_s=0.9 * LIMIT_S, part_size_bytes=100)
+    for name in "AB":
+        failure, runner = ends[name]
+        assert "did not send its parts within the limit of 10 s" in str(failure)
+        assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+
+
+def test_slow_sender_makes_up_the_longest_wait():
+    ends = exchange(pause_s=0.5, part_size_bytes=200)
+    for name in "AB":
+        _, runner = ends[name]
+        assert 0.9 < runner.tensor_part_reducer.longest_wait_s <= 2.0
 
 
 def claims(*norms):

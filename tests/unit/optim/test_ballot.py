@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import pickle
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,16 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.kit.identities import id_of, key_of
 from trahiv_cli.optim import ballot as ballots
-from trahiv_cli.optim.ballot import LONGEST_REASON, TWO_VOTES, Ballot, Vote, decide, digest_of, proof_of
+from trahiv_cli.optim.ballot import (
+    LONGEST_REASON,
+    TWO_VOTES,
+    Ballot,
+    Call,
+    Vote,
+    decide,
+    digest_of,
+    proof_of,
+)
 from trahiv_cli.swarm.records import sign
 
 GROUP = "abcdefg"
@@ -57,9 +67,9 @@ def test_no_two_averages_are_committed_nor_is_one_because_votes_were_missed(size
 
 
 def test_what_a_member_says_arrives_as_it_was_sent_but_for_long_reasons():
-    for vote in (HELD, Vote(bytes(32), "why", {"QmA": "not finite"}, "QmB", True)):
+    for vote in (HELD, Vote(bytes(32), "why", {"QmA": "not finite"}, "QmB", True, True)):
         assert Vote.parse(vote.to_bytes()) == vote
-    long = Vote.parse(MSGPackSerializer.dumps([b"", "x" * 9999, {"QmA": "x" * 9999}, "", False]))
+    long = Vote.parse(MSGPackSerializer.dumps([b"", "x" * 9999, {"QmA": "x" * 9999}, "", False, False]))
     assert len(long.reason) == len(long.notes["QmA"]) == LONGEST_REASON
     assert len(Vote.parse(Vote(b"", "x" * 9999).to_bytes()).reason) == LONGEST_REASON
     # From process to process:
@@ -74,7 +84,13 @@ def _late_votes_are_waited_for_a_moment(monkeypatch):
 
 def group_of(names, group_id=b"group"):
     """A group in which each member has said something."""
-    return GroupInfo(group_id, tuple(PEERS[name] for name in names), tuple(name.encode() for name in names))
+    claims = tuple(claim_of(name) for name in names)
+    return GroupInfo(group_id, tuple(PEERS[name] for name in names), claims)
+
+
+@cache
+def claim_of(name):
+    return sign(key_of(name), b"a claim", name.encode())
 
 
 def ballot_of(names, limit_s=0.6, clients=()):
@@ -83,17 +99,17 @@ def ballot_of(names, limit_s=0.6, clients=()):
 
 def statement_of(name, vote, names="ABC"):
     """A member's vote in the round of a group, as it signs it."""
-    return sign(key_of(name), ballot_of(names).about, vote.to_bytes())
+    return sign(key_of(name), ballot_of(names).about, vote.to_bytes(), has_key=False)
 
 
 async def hold(members, name, vote, quorum=2, cut=()):
     """Have a member vote; those that are not there, or in `cut` with it, can't be reached."""
 
-    async def ask(peer, statement):
+    async def ask(peer, call):
         other = next(other for other in PEERS if PEERS[other] == peer)
         if other not in members or {name, other} in map(set, cut):
             raise ConnectionError
-        return await members[other].answer(PEERS[name], statement)
+        return await members[other].answer(PEERS[name], Call.parse(call.to_bytes()))
 
     return await members[name].hold(PEERS[name], key_of(name), vote, quorum, ask)
 
@@ -178,13 +194,35 @@ def test_a_vote_that_its_member_may_have_given_up_counts_no_more_nor_does_one_th
         ballot.cast(PEERS["C"], failed)
         now[0] += waited_s
         decision = await hold({"A": ballot}, "A", HELD)
-        return decision, await ballot.answer(PEERS["B"], held)
+        answer = await ballot.answer(PEERS["B"], Call(held))
+        return decision, [digest != b"" for digest in answer]
 
-    decision, told = asyncio.run(scene(2.0))
-    assert decision.is_committed and set(told) == {PEERS[name] for name in "ABC"}
-    decision, told = asyncio.run(scene(5.0))
+    decision, counts = asyncio.run(scene(2.0))
+    assert decision.is_committed and counts == [True, True, True]
+    decision, counts = asyncio.run(scene(5.0))
     assert not decision.is_committed and f"{PEERS['B']} did not vote" in decision.reason
-    assert "its disk is full" in decision.reason and set(told) == {PEERS["C"]}
+    assert "its disk is full" in decision.reason and counts == [False, False, True]
+
+
+def test_votes_travel_only_to_members_that_lack_them():
+    num_bytes = []
+
+    async def scene():
+        ballot = ballot_of("ABC")
+        for name in "ABC":
+            ballot.cast(PEERS[name], statement_of(name, HELD))
+        ballot._is_settled.set()
+        own = statement_of("A", HELD)
+        digests = await ballot.answer(PEERS["A"], Call(own))
+        votes = await ballot.answer(PEERS["A"], Call(own, (digests[1], bytes(8))))
+        num_bytes.extend([sum(map(len, digests)), len(votes[0])])
+        return votes
+
+    found, unknown = asyncio.run(scene())
+    assert num_bytes[0] == 3 * 8 and num_bytes[1] < 256 + 60 and unknown == b""
+    heard = ballot_of("ABC")
+    heard.cast(PEERS["B"], found)
+    assert heard.votes == {PEERS["B"]: HELD}
 
 
 def test_who_asks_early_waits_for_its_round_with_one_question_at_a_time():

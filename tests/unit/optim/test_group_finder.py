@@ -18,7 +18,7 @@ from tests.kit.identities import id_of, key_of
 from tests.simulation.network import Network, VirtualLoop
 from trahiv_cli.optim import group_finder
 from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.group_finder import MOST_EXCLUDED_S, SUSPECT_S, Blame
+from trahiv_cli.optim.group_finder import MISSED_AFTER_ONE, MOST_EXCLUDED_S, SUSPECT_S, Blame
 from trahiv_cli.optim.rounds import Claim
 
 LONG_S = 60.0  # a patience that no test lives to see the end of: what ends sooner did not wait for it
@@ -259,11 +259,12 @@ def blame(monkeypatch, clock):
 
 
 def note(blame, is_committed=False, **blames):
-    """A round of all: `A="L"` is sure that it failed of L, `A="L?"` may be mistaken."""
+    """A round of all: `A="L"` is sure that it failed of L, `A="L?"` may be mistaken, `A="L!"`: L is late."""
     votes = {peer: Vote(b"" if name in blames else b"average") for name, peer in PEERS.items()}
     for name, blamed in blames.items():
         whom = PEERS[blamed[0]].to_base58()
-        votes[PEERS[name]] = Vote(blames=whom, is_sure=not blamed.endswith("?"))
+        is_sure, is_late = not blamed.endswith("?"), blamed.endswith("!")
+        votes[PEERS[name]] = Vote(blames=whom, is_sure=is_sure, is_late=is_late)
     blame.note_votes(tuple(PEERS.values()), votes, is_committed)
 
 
@@ -275,6 +276,7 @@ def excluded(blame):
     ("rounds", "whom"),
     [
         ([{"A": "L", "B": "L", "C": "L"}] * 2, "L"),
+        ([{"A": "L!", "B": "L!", "C": "L!"}], "L"),  # most say that it is late
         ([{"A": "L", "B": "L", "L": "B"}] * 2, "L"),
         ([{"A": "L", "B": "A?", "C": "A?", "L": "A?"}] * 2, "L"),  # A was the first to see it
         ([{"A": "L?", "B": "A?", "C": "L?"}] * 2, "L"),  # it ended its streams too early
@@ -315,6 +317,28 @@ def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(blame
     assert blame.excluded_until[PEERS["L"]] - clock.now == 4 * SUSPECT_S
     clock.now += 4 * SUSPECT_S
     assert max(excluded_for() for _ in range(8)) == MOST_EXCLUDED_S
+
+
+def test_peer_that_misses_two_groups_is_suspected(blame, clock):
+    *members, late = PEERS.values()
+    for is_suspect in (False, True):
+        blame.note_group(members, PEERS.values())
+        assert blame.is_suspect(late) is is_suspect
+    clock.now += SUSPECT_S
+    assert not blame.is_suspect(late)
+    blame.note_group(members, PEERS.values())
+    assert blame.is_suspect(late)
+
+
+def test_member_may_miss_more_groups_in_a_row(blame):
+    *members, late = PEERS.values()
+    for _ in range(2):
+        blame.note_group(PEERS.values(), PEERS.values())
+        for _ in range(MISSED_AFTER_ONE - 1):
+            blame.note_group(members, PEERS.values())
+    assert not blame.is_suspect(late)
+    blame.note_group(members, PEERS.values())
+    assert blame.is_suspect(late)
 
 
 def test_nobody_is_excluded_if_no_more_than_half_are_left(blame):

@@ -67,6 +67,13 @@ def test_who_lost_more_than_one_without_a_goodbye_may_be_the_one_that_is_cut_off
         assert company(last_group=last_group, gone=gone).may_step_alone
 
 
+def test_peer_never_steps_alone_before_a_goodbye():
+    for last_group, gone in (("B", ""), ("BC", "B")):
+        assert not company(last_group=last_group, gone=gone, solo_after_s=math.inf).may_step_alone
+    for last_group, gone in (("", ""), ("B", "B"), ("BC", "BC")):
+        assert company(last_group=last_group, gone=gone, solo_after_s=math.inf).may_step_alone
+
+
 @pytest.mark.parametrize("others", ["B", ""], ids=["others there", "two vanished"])
 @pytest.mark.parametrize(
     ("solo_after_s", "missed_s", "tries", "may"),

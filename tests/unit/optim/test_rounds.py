@@ -21,7 +21,7 @@ from trahiv_cli.optim import averager as averaging
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.averager import patience_s
-from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.ballot import Call, Vote
 from trahiv_cli.optim.group_finder import Blame
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.pace import RoundRules
@@ -93,12 +93,13 @@ def test_a_part_is_waited_for_as_long_as_links_take_within_bounds(members, part_
 
 def test_who_votes_late_is_suspected_no_more():
     averager, late = gradient_averager([torch.zeros(1)]), id_of("B")
-    group = GroupInfo(b"round", (id_of("A"), late), (b"", b""))
+    claims = tuple(sign(key_of(name), b"a claim", b"") for name in "AB")
+    group = GroupInfo(b"round", (id_of("A"), late), claims)
     ballot, blame = averager._ballots.open(group, limit_s=0.0), Blame(PeerID.to_bytes)
     averager._matchmaking = SimpleNamespace(blame=blame)
     blame.suspect(late)
-    vote = sign(key_of("B"), ballot.about, Vote(b"held" * 8).to_bytes())
-    request = JoinRequest(schema_hash=group.group_id, gather=vote)
+    vote = sign(key_of("B"), ballot.about, Vote(b"held" * 8).to_bytes(), has_key=False)
+    request = JoinRequest(schema_hash=group.group_id, gather=Call(vote).to_bytes())
     asyncio.run(averager.rpc_vote(request, SimpleNamespace(remote_id=late)))
     assert not blame.is_suspect(late)
 
