@@ -14,7 +14,7 @@ import pytest
 from tests.kit import recipes
 from tests.kit.commands import LOOPBACK, ROOT
 
-LAST_RELEASE = "5276e49"
+LAST_RELEASE = "ad858a4"
 """The newest release's tag, once there is one; until then, the commit with which peers last became able to
 train together."""
 
