@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -123,6 +124,23 @@ def test_a_server_that_is_started_again_is_found_again(watch, browse, tmp_path):
     watch(folder, "--port", port)
     expect(page.locator("h1")).to_contain_text("step 31 of", timeout=3 * MOMENT)
     expect(page.locator("#rounds tr")).to_have_count(rounds + 1)
+
+
+def test_browser_opens_a_private_file_that_leads_to_the_page(start, browse, tmp_path):
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
+    browser.chmod(0o700)
+    folder = recorded.write(tmp_path / "run", recorded.run(3, ends_at=time.time()))
+    peer = start("watch", folder, is_cold=True, env={"BROWSER": f"{browser} %s", "DISPLAY": ":0"})
+    url = peer.wait_for("watching", timeout=30)["url"]
+    wait_until(lambda: opened.exists() and opened.read_text())
+    way_in = folder / "watch.html"
+    assert opened.read_text() == way_in.as_uri() != url
+    assert way_in.stat().st_mode & 0o777 == 0o600
+    page = browse(peer, url=way_in.as_uri())
+    expect(page.locator("h1")).to_contain_text("Training, step 3")
+    peer.send_signal(signal.SIGINT)
+    wait_until(lambda: not way_in.exists())
 
 
 def test_a_long_run_opens_whole(watch, browse, tmp_path):

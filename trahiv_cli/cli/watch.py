@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 RUN_HELP = "The run's folder. Default: the newest in runs/."
 PORT_HELP = "The port of this machine that the page is at. Default: a free one."
 BROWSER_HELP = "Only print the address of the page."
+WAY_IN = '<!doctype html><meta http-equiv="refresh" content="0; url={}">'
 MAX_HOURS = 10_000
 SAID: dict[Wish | None, str] = {
     "pause": "It pauses when its present local step is over.",
@@ -61,11 +62,11 @@ def watch(
     if folder is not None:
         about, token, lookout = {"folder": folder.name}, kept_token(folder), Lookout(Seen(folder))
         page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
-        open_page(page, no_browser)
+        open_page(page, no_browser, folder)
         return
     follower = Follower(texts, PEER_VARIABLE)
     try:
-        open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser)
+        open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser, Path())
     finally:
         follower.close()
 
@@ -99,7 +100,7 @@ def replay(
         if not (folder / EVENT_FILE).exists():
             raise SetupError(f"{folder} holds no {EVENT_FILE}.", hint="name folders of runs")
     page = Page(lambda: Recording(folders), new_token(), port, about={"replay": labels(folders)})
-    open_page(page, no_browser)
+    open_page(page, no_browser, folders[0])
 
 
 def require_web() -> None:
@@ -114,8 +115,15 @@ def require_web() -> None:
         ) from None
 
 
-def open_page(page: Page, no_browser: bool) -> None:
-    """Say where the page is, open it for a person at this machine, and serve it until Ctrl-C."""
+def open_page(page: Page, no_browser: bool, folder: Path) -> None:
+    """Say where the page is, open it for a person at this machine, and serve it until Ctrl-C.
+
+    The browser opens a private file in `folder`, which leads to the page: other users of this machine can
+    read the browser's command line, which must not have the page's token.
+    """
+    from trahiv_cli.swarm.files import write_private
+
+    way_in = folder.absolute() / "watch.html"
 
     def tell() -> None:
         out.record(page.url, "watching", url=page.url)
@@ -126,9 +134,16 @@ def open_page(page: Page, no_browser: bool) -> None:
         elif not no_browser and has_display():
             import webbrowser
 
-            webbrowser.open(page.url)
+            try:
+                write_private(way_in, WAY_IN.format(page.url).encode())
+                webbrowser.open(way_in.as_uri())
+            except OSError as error:
+                out.hint(f"open that address yourself: {way_in} can't be written ({error.strerror})")
 
-    page.run(tell)
+    try:
+        page.run(tell)
+    finally:
+        way_in.unlink(missing_ok=True)
 
 
 def has_display() -> bool:

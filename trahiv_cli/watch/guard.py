@@ -60,7 +60,8 @@ class Guard:
             return RedirectResponse("/", 303) if "token" in request.query_params else None
         if request.method == "GET" and self._is_token(request.query_params.get("token")):
             answer = RedirectResponse("/", 303)
-            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            # Not "strict": the first page is opened by a file.
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
             return answer
         return PlainTextResponse("To see this page, open the address that `trahiv watch` printed.", 403)
 
