@@ -126,7 +126,7 @@ def test_a_server_that_is_started_again_is_found_again(watch, browse, tmp_path):
     expect(page.locator("#rounds tr")).to_have_count(rounds + 1)
 
 
-def test_browser_opens_a_private_file_that_leads_to_the_page(start, browse, tmp_path):
+def test_browser_opens_a_private_file_to_the_page(start, browse, tmp_path):
     browser, opened = tmp_path / "browser", tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
     browser.chmod(0o700)

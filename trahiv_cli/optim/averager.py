@@ -60,12 +60,8 @@ LOWEST_RATE = 125_000.0
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
     """How long a member may wait for a part of `part_bytes`: each sends `all_bytes`, to one after another."""
     needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)
-    if not (rates := _link_rates(claims)):
-        return 0.0
-    return max(
-        min(MOST_PATIENCE_S, needed / statistics.median_low(rates)),
-        min(SLOWEST_PATIENCE_S, needed / min(rates)),
-    )
+    rates = _link_rates(claims)
+    return _limit_s(needed, rates, MOST_PATIENCE_S) if rates else 0.0
 
 
 def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float, timeout_s: float) -> float:
@@ -75,8 +71,12 @@ def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float
     """
     needed = PATIENCE * 2 * all_bytes
     rates = _link_rates(claims) or [LOWEST_RATE]
-    usual = max(LOWEST_RATE, statistics.median_low(rates))
-    return max(least_s, min(timeout_s / 2, needed / usual), min(SLOWEST_PATIENCE_S, needed / min(rates)))
+    return max(least_s, _limit_s(needed, rates, min(timeout_s / 2, needed / LOWEST_RATE)))
+
+
+def _limit_s(num_bytes: float, rates: Sequence[float], most_s: float) -> float:
+    usual_s = num_bytes / statistics.median_low(rates)
+    return max(min(most_s, usual_s), min(SLOWEST_PATIENCE_S, num_bytes / min(rates)))
 
 
 def _link_rates(claims: Mapping[str, Claim]) -> list[float]:

@@ -258,16 +258,16 @@ class Copies:
 
     # -- in the background ---------------------------------------------------------------------------
 
-    async def _look_who_is_connected(self) -> None:
-        connections = await self._protocol.p2p.list_peers()
-        for peer in await close_dead(self._protocol.p2p, connections):
-            self._start(self._ask(peer))
+    async def _look_who_is_connected(self) -> list[Any]:
+        """Note the connected peers; return their connections, as `list_peers` gives them."""
+        connections: list[Any] = await self._protocol.p2p.list_peers()
         there = [one.peer_id for one in connections]
         self._connected = tuple(dict.fromkeys((*there, *self._protocol.routing_table.peer_id_to_uid)))
         for kept in (self._answered, self._may_ask_at):
             for left in kept.keys() - set(self._connected):
                 del kept[left]
         self._silent.intersection_update(self._connected)
+        return connections
 
     async def _run(self) -> None:
         """Ask owners whose records end, silent peers, and one peer after the other."""
@@ -275,7 +275,9 @@ class Copies:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             with contextlib.suppress(P2PDaemonError, OSError, EOFError):
-                await self._look_who_is_connected()
+                connections = await self._look_who_is_connected()
+                for peer in await close_dead(self._protocol.p2p, connections):
+                    self._start(self._ask(peer))
             now, kept = swarm_time(), list(self._kept())
             places = {one.place for one in kept}.union(*self._read.values())
             self._known &= _owners(places).union(self._connected)
