@@ -66,7 +66,7 @@ class Tracker:
     is_behind = False
 
     def __init__(self, others: Iterable[PeerProgress] = (), gone: Iterable[str] = ()) -> None:
-        self.others, self.gone = tuple(others), frozenset(gone)
+        self.others, self.gone, self.missing = tuple(others), frozenset(gone), frozenset[str]()
         self.history, self.companions = History(), frozenset[str]()
         self.samples: int | None = None
         self.doubts = Doubts()

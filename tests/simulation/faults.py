@@ -76,9 +76,10 @@ def draw(seed: int, num_peers: int, rounds: int, every: int) -> list[Fault]:
             fault = replace(fault, homecoming=dice.choice(HOMECOMINGS))
         if kind == "cut":
             fault = replace(fault, others=(dice.choice(others),))
-        if kind == "halve":  # never in two equal parts: exactly half of a group may go on, by the rules
-            sizes = [size for size in range(1, num_peers) if 2 * size != num_peers]
-            fault = replace(fault, others=tuple(dice.sample(others, dice.choice(sizes) - 1)), seconds=45.0)
+        if kind == "halve":
+            fault = replace(
+                fault, others=tuple(dice.sample(others, dice.randrange(num_peers - 1))), seconds=45.0
+            )
         faults.append(fault)
         step += dice.randrange(every // 2, 3 * every // 2 + 1)
     return faults

@@ -171,8 +171,6 @@ class Run:
         self._breaks: list[Callable[[Peer, Peer], bool]] = []
         """Whether nothing gets through between two peers: each is a break of links that has not healed."""
         self._groups: dict[str, dict[str, frozenset[str]]] = {}
-        # Steps that half of a group took, or fewer, when nothing was heard of the rest, and those after.
-        self._branches_of_few: set[str] = set()
         world.hear = self.hear
         world.network.tamper = self._tamper
         world.network.is_cut = self._is_cut
@@ -205,17 +203,14 @@ class Run:
             yield f"{said['duplicates']} samples were trained twice in a pass; leases lost: {self._lost}"
         children = self._groups.setdefault(said["parent"], {})
         children[said["digest"]] = group = frozenset(said["group"])
-        is_of_most = self._is_of_most(said["parent"], group)
-        if not is_of_most or said["parent"] in self._branches_of_few:
-            self._branches_of_few.add(said["digest"])
         for digest, other in children.items():
-            if digest != said["digest"] and is_of_most and self._is_of_most(said["parent"], other):
+            if digest != said["digest"] and not self._may_step_alone:
                 yield f"after {said['parent'][:8]} {len(group)} and {len(other)} peers went two ways"
 
-    def _is_of_most(self, parent: str, group: frozenset[str]) -> bool:
-        """Whether a group has more than half of the group before it; half may go on, by the rules."""
-        before = [children[parent] for children in self._groups.values() if parent in children]
-        return not before or 2 * len(group & before[0]) > len(before[0])
+    @property
+    def _may_step_alone(self) -> bool:
+        """Whether a peer may step alone within the run though others are there, so that histories differ."""
+        return self.settings.rules.solo_after_s < SETTLE_S
 
     def steps(self, name: str) -> list[Event]:
         """The steps that a peer took itself, by its name."""
@@ -307,8 +302,6 @@ class Run:
             case "cut":
                 self._break(lambda a, b: {a.number, b.number} == some, later)
             case "halve":  # who comes meanwhile is on the other side, or on that which it left
-                if 2 * len(some) == len(self._names):  # exactly half of a group may go on, by the rules
-                    some -= {peer.number}
                 self._break(lambda a, b: (a.number in some) != (b.number in some), later)
             case "stall":
                 self._break(lambda a, b: peer.name in (a.name, b.name), later)
@@ -366,9 +359,8 @@ class Run:
         beyond = self.world.furthest
         await self._until(lambda: self._are_equal(beyond), "all peers have one history")
         taken = find_lost_steps(self.events)  # by those that lie, too: they may have died with a step
-        for digest, names in find_lost_steps(self._of_honest()).items():
-            if digest in self._branches_of_few:
-                continue
+        lost = {} if self._may_step_alone else find_lost_steps(self._of_honest())
+        for digest, names in lost.items():
             left = [name for name in names if not _died_with(self.events[name], digest)]
             if 2 * len(left) > len(
                 taken.get(digest, names)

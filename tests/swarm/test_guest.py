@@ -68,7 +68,8 @@ def test_a_peer_trains_only_while_its_condition_holds(start_paced, endless, tmp_
     try:
         peer = start_paced("init", endless(), "--output-dir", "run", "--only-when", "not agame")
         assert peer.wait_for("paused", 60)["why"] == "agame runs"
-        assert [event["event"] for event in peer.events if event["event"] != "waiting"] == ["paused"]
+        told = [event["event"] for event in peer.events if event["event"] not in ("waiting", "peers")]
+        assert told == ["ready", "paused"] and peer.wait_for("ready", 1)["join"], "others can join it"
         playing.kill()
         playing.wait()
         peer.wait_for("resumed", 60)

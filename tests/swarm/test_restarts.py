@@ -22,7 +22,8 @@ from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 pytestmark = pytest.mark.timeout(240)
 
 STARTS_WITHIN_S = 60.0
-FOUND_WITHIN_S = 10.0
+FOUND_WITHIN_S, JOINT_WITHIN_S = 10.0, 15.0
+RECORD_S = 8.0  # a peer's report lives so long
 RESTARTED_WITHIN_S = 45.0
 SUSPENDED_S = 90.0
 """By then the others have forgotten a peer that stands still."""
@@ -30,7 +31,10 @@ SUSPENDED_S = 90.0
 SAVING = {"training__save_steps": 2}
 """A checkpoint every other step."""
 
-saving_pair = pytest.mark.parametrize("pair", [SAVING], indirect=True, ids=["saving"])
+SOON_ALONE = {"swarm__solo": "after 2 seconds"}
+"""The survivor of a pair goes on alone."""
+
+saving_pair = pytest.mark.parametrize("pair", [SAVING | SOON_ALONE], indirect=True, ids=["saving"])
 
 
 def require_saved_and_met(pair: Any) -> None:
@@ -182,16 +186,36 @@ def test_a_peer_starts_again_without_a_killed_worker(start_paced, endless):
     wait_until(lambda: not any(map(lives, children)), FOUND_WITHIN_S)
 
 
-def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair):
-    first, second, *_ = pair
-    sleeper = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
+@contextlib.contextmanager
+def suspended(peer: Peer) -> Iterator[float]:
+    """Suspend all processes of a peer within the block; gives the time when they were."""
+    sleeper = [psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)]
     for process in sleeper:
         process.suspend()
-    since = time.time()
-    alone = first.wait_for("step", SUSPENDED_S, t=lambda t: t > since, peers=1)
-    went_on = first.wait_for("step", 60, step=lambda step: step > alone["step"] + 3)
-    for process in sleeper:
-        process.resume()
+    try:
+        yield time.time()
+    finally:
+        for process in sleeper:
+            process.resume()
+
+
+def test_peer_waits_for_its_suspended_friend_and_loses_nothing(pair):
+    first, second, *_ = pair
+    with suspended(second) as since:
+        first.wait_for("warning", 30, code="no-group", t=lambda t: t > since)
+        time.sleep(RECORD_S + 4)  # its record has ended, and nothing else happens
+    back_at = time.time()
+    for peer in (first, second):
+        peer.wait_for_group(timeout=JOINT_WITHIN_S, t=lambda t: t > back_at)
+        assert not [one for one in peer.steps if one["t"] > since and one["peers"] == 1]
+
+
+@pytest.mark.parametrize("pair", [SOON_ALONE], indirect=True, ids=["alone"])
+def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair):
+    first, second, *_ = pair
+    with suspended(second) as since:
+        alone = first.wait_for("step", SUSPENDED_S, t=lambda t: t > since, peers=1)
+        went_on = first.wait_for("step", 60, step=lambda step: step > alone["step"] + 3)
     step = second.wait_for_group(timeout=60, t=lambda t: t > went_on["t"])
     assert step["step"] > went_on["step"]
     broken = [one for one in second.events if one["event"] == "warning" and one["code"] == "broken"]

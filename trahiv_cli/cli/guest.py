@@ -46,12 +46,14 @@ def resume(run_dir: RunArgument = None, format: FormatOption = None) -> None:
     out.use(format)
     from trahiv_cli.train.wishes import BY_ITS_USER
 
-    tell(
+    answer = tell(
         run_dir,
         None,
         lambda now: now["event"] != "paused" or now["why"] != BY_ITS_USER,
         "it goes on soon",
     )
+    if answer == "paused":
+        out.hint("a condition keeps it paused; to train anyway, start it again without --only-when")
 
 
 def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
@@ -65,8 +67,10 @@ def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
     )
 
 
-def tell(run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], bool], meanwhile: str) -> None:
-    """Wish something of a peer, wait until it has answered, and show that."""
+def tell(
+    run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], bool], meanwhile: str
+) -> str | None:
+    """Wish something of a peer, wait for its answer, and show that; return the answer's event, if it came."""
     quiet_libraries()
     from trahiv_cli.telemetry.events import EVENT_FILE, newest_events
     from trahiv_cli.telemetry.lines import line
@@ -82,11 +86,12 @@ def tell(run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], b
         if now is not None and is_answer(now):
             fields = {name: value for name, value in now.items() if name not in ("v", "t", "event")}
             out.record(f"{folder}: {line(now)}", now["event"], **fields)
-            return
+            return str(now["event"])
         time.sleep(LOOK_EVERY_S)
     if holder_of(folder) is None:
         raise SetupError(f"The peer of {folder} has ended.", hint="the same command starts it again")
     out.say(f"{folder}: {meanwhile}.")
+    return None
 
 
 def running_folder() -> Path:

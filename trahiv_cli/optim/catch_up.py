@@ -60,6 +60,20 @@ class CatchUp:
         what, tracker = "peers that were there before", self._tracker
         self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
 
+    def wait_for_return(self, *, have_others_been_there: bool) -> bool:
+        """Wait for a peer that reported before, or for anybody if `have_others_been_there`.
+
+        Returns whether one is there, within `RunSettings.load_state_s`; False at once after their goodbyes.
+        """
+        tracker = self._tracker
+
+        def is_settled() -> bool:
+            may_return = tracker.missing or (have_others_been_there and not tracker.gone)
+            return bool(tracker.others) or not may_return
+
+        what = "peers that can't be reached now"
+        return self._wait(what, is_settled, self._timeout_s) and bool(tracker.others)
+
     def wait_for_stragglers(self, limit_s: float, fetching_s: float) -> None:
         """Stay `limit_s` for peers that are behind; up to `fetching_s` while one downloads the state."""
         own, deadline = self._tracker.history.rank, time.monotonic() + fetching_s

@@ -39,7 +39,7 @@ FREE_LEASES = MOST_LEASES // 2
 
 MOST_ROUNDS = 32
 """A peer may lease no more than what all peers together train in so many rounds. An honest one needs 24: it
-holds samples of at most 4 rounds while those of 4 others are averaged (`seeker.ACCUMULATE_AT_MOST`); it
+holds samples of at most 4 rounds while those of 4 others are averaged (`seeker.HELD_AT_MOST`); it
 leases up to twice as many, and a block."""
 
 AHEAD_S, AHEAD_ROUNDS = 20.0, 8

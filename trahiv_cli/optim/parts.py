@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,22 +65,20 @@ class Company:
     @property
     def may_step_alone(self) -> bool:
         """Whether this peer may step with its own gradients; peers that are behind count as company."""
-        num_vanished_at_most = 0 if self._rules.solo_after_s == math.inf else 1
-        if not self._tracker.others and len(self.vanished) <= num_vanished_at_most:
-            return True
-        return self.tries > 0 and self._may_go_solo
+        is_company_left = bool(self._tracker.others or self.vanished)
+        return not is_company_left or (self.tries > 0 and self._may_go_solo)
 
     @property
     def quorum(self) -> int:
-        """Members that a group needs: most of those that held this state, and half of the last group.
+        """Members that a group needs: most of those that hold this state, and more than have vanished.
 
-        Those that have gone on from it count: else a few that hear of a round last could go another way.
+        Peers that have gone on from it count: else a few that hear of a round last could go another way.
         """
         if self._may_go_solo:
             return 2
         own, others = self._tracker.history, self._tracker.others
         gone_on = {one.peer_id for one in others if one.history.rank > own.rank or one.went_by(own)}
-        return max(2, (1 + len(gone_on.union(self.groupmates))) // 2 + 1, len(self.vanished))
+        return max(2, (1 + len(gone_on.union(self.groupmates))) // 2 + 1, len(self.vanished) + 1)
 
     @property
     def _may_go_solo(self) -> bool:

@@ -63,6 +63,8 @@ class SwarmTracker(ProgressTracker):
         self.doubts, self._fork = Doubts(), Fork()
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
+        self.missing: frozenset[str] = frozenset()
+        """Ids of the peers that have reported, do so no more, and did not say goodbye."""
         self.steps_a_round = 1
         """Steps of the swarm that the next round is."""
         self.vouched: History | None = None
@@ -237,6 +239,7 @@ class SwarmTracker(ProgressTracker):
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
         newest, gone = read_reports(metadata, self._is_out)
         own = newest.pop(self.own_id, None)
+        self.missing = self.missing.union(one.peer_id for one in self.others) - newest.keys() - gone
         steps = {peer: report.epoch for peer, report in newest.items()}
         for peer in self.doubts.unbelieved(steps, self.history.step, self.steps_a_round):
             newest.pop(peer, None)

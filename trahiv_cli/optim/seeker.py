@@ -32,7 +32,8 @@ logger = get_logger(__name__)
 REFRESH_S = 1.0  # how often a peer that waits asks the DHT who is there; in a large swarm less often
 POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user wants to leave
 SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
-ACCUMULATE_AT_MOST = 4  # a peer without a group trains on until it holds so many times `target_batch_size`
+HELD_AT_MOST = 4  # rounds' samples of one peer, where training goes on during a round
+COUNTED_AT_MOST = 2 * HELD_AT_MOST  # rounds' samples of one peer: its last batch may be of several rounds
 SCHEMA_BYTES = 8
 OVERTAKEN = "the others took this step without this peer"
 
@@ -53,14 +54,18 @@ class GroupSeeker:
 
     def patience_s(self) -> float:
         """How long to look for a group before the next local batch: longer with each try for a step."""
-        if self.holds_enough():
-            return self._limits.averaging_s
         return min(self._limits.averaging_s, 2 ** (self._company.tries + 1) * self._limits.matchmaking_s)
 
     def holds_enough(self) -> bool:
-        """Whether this peer trains no further without a group."""
+        """Whether this peer trains no further without a group: it holds more than the samples of a round.
+
+        If the others go on without it, all of these are lost. Where training goes on during a round, this
+        peer may hold more, until a try has failed.
+        """
         method = self.position.method
-        return method.samples_held >= ACCUMULATE_AT_MOST * method.steps * self._limits.target_batch_size
+        is_ahead = self.position.pace.is_background and not self._company.tries
+        rounds = HELD_AT_MOST if is_ahead else 1
+        return method.samples_held > rounds * method.steps * self._limits.target_batch_size
 
     def average(self) -> Attempt:
         """Average what was set aside with the groupmates; try again while there is patience.
@@ -170,7 +175,7 @@ class GroupSeeker:
             pace.codec,
             is_of_steps=pace.has_local_steps,
             after=self.position.history.digest,
-            most_samples=2 * ACCUMULATE_AT_MOST * method.steps * self._limits.target_batch_size,
+            most_samples=COUNTED_AT_MOST * method.steps * self._limits.target_batch_size,
         )
 
     def _step_for_followers(self) -> Outcome | None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
+import psutil
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import SetupError, Unreachable
@@ -136,6 +137,26 @@ def _read(text: str, purpose: str, notes: list[str]) -> str:
     if modern != text:
         notes.append(f"{text} means {modern} here: p2pd does not know the QUIC before version 1.")
     return modern
+
+
+def of_all_interfaces(maddrs: Iterable[str]) -> set[str]:
+    """Return loopback multiaddrs with each address of this machine instead that other machines may reach.
+
+    p2pd listens on all of them, and tells of the one alone through which the default route leads.
+    """
+    stats, found = psutil.net_if_stats(), set()
+    for name, entries in psutil.net_if_addrs().items():
+        if not (name in stats and stats[name].isup):
+            continue
+        for entry in entries:
+            loopback = {socket.AF_INET: "/ip4/127.0.0.1/", socket.AF_INET6: "/ip6/::1/"}.get(entry.family)
+            if loopback is None or "%" in entry.address:  # of this link alone
+                continue
+            address = ipaddress.ip_address(entry.address)
+            if not (address.is_loopback or address.is_link_local):
+                start = f"/ip{address.version}/{address}/"
+                found |= {maddr.replace(loopback, start, 1) for maddr in maddrs if maddr.startswith(loopback)}
+    return found
 
 
 def is_of_this_machine(host: str) -> bool:

@@ -109,7 +109,7 @@ def enter_swarm(
         others = len(tracker.others)
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
-    if tracker.others:
+    while optimizer.catch_up.wait_for_return(have_others_been_there=reached_step > 0):
         # At step 0 the common seed already gives these weights: chunks that are equal are not sent.
         is_first = tracker.target.step == 0
         with contextlib.suppress(RoundFailed) if is_first else contextlib.nullcontext():
@@ -117,12 +117,14 @@ def enter_swarm(
                 further = f", which is further than {own}" if own else ""
                 why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
                 return Entry("swarm", why)
+        if tracker.others:
+            break
     if own:
-        return Entry("checkpoint", f"Goes on from {own}: those that were further have left.")
+        return Entry("checkpoint", f"Goes on from {own}: those that were further can't be reached any more.")
     if reached_step > 0:
         raise RoundFailed(
-            f"The swarm had reached step {reached_step}, but all its peers left before this one was ready; "
-            "nothing was trained.",
+            f"The swarm had reached step {reached_step}, but its peers have left, or can't be reached any "
+            "more; nothing was trained.",
             hint="join again when one of them is back; what they trained is in their run's folder",
         )
     optimizer.position.enter(History())

@@ -19,6 +19,7 @@ import os
 import shlex
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -186,7 +187,9 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         wishes = Wishes(folder, leaving, options.conditions)
         events.add(account)
         events.add(wishes)
-        held_s = hold(node, recipe, account, events, wishes, leaving, options.budget.seconds)
+        tell_how_to_join = partial(invite, node, folder, recipe, events, joins=joins)
+        most_s = options.budget.seconds
+        held_s = hold(node, recipe, account, events, wishes, leaving, most_s, tell_how_to_join)
         budget = replace(options.budget, seconds=options.budget.seconds - held_s)
         stack.enter_context(wishes.heard())
         with leaving.interruptible():
@@ -216,7 +219,8 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
                 rehearse(trainer, recipe, tokenizer, events)
             trainer.remove_callback(PrinterCallback)
         stack.enter_context(published(node, recipe, account, events))
-        invite(node, folder, recipe, events, joins=joins)
+        if not held_s:
+            tell_how_to_join()
         with leaving.interruptible():
             # To compare with the end. A loaded model is left alone: it may be slow, and
             # bitsandbytes packs quantized weights anew where a CPU evaluates them.
@@ -264,10 +268,12 @@ def hold(
     wishes: Wishes,
     leaving: Leaving,
     most_s: float,
+    tell_how_to_join: Callable[[], None],
 ) -> float:
     """While this peer is to be paused, train nothing, and be there for others who join or need a relay.
 
-    Heavy libraries are not loaded yet, and nothing is on the GPU. Returns for how many seconds that was.
+    Heavy libraries are not loaded yet, and nothing is on the GPU. If it is paused, `tell_how_to_join` is
+    called once. Returns for how many seconds it was paused.
     Raises `PeerBroken` if the node has ended, `NotAdmitted` if the swarm's owner has taken this peer out, and
     `Left`, also after `most_s`.
     """
@@ -283,6 +289,7 @@ def hold(
         return 0.0
     me = {"run_id": account.status.run_id, "peer_id": node.peer_id}
     with leaving.interruptible(), published(node, recipe, account, events), reach_told(node, events):
+        tell_how_to_join()
         while why := wishes.why_paused():
             if why != said:
                 events.emit("paused", step=step, why=why, **me)

@@ -33,7 +33,8 @@ def test_what_the_peer_says_of_it_is_shown_and_the_wish_stands(trahiv, run):
     code, out, err = trahiv("resume")
     assert (code, out, wished(folder)) == (0, "", None) and "it goes on soon" in err
     events.emit("paused", step=4, why="it trains from 22:00 to 07:00")
-    assert "it trains from 22:00 to 07:00" in trahiv("resume")[1], "it can't go on yet"
+    code, out, err = trahiv("resume")
+    assert "it trains from 22:00 to 07:00" in out and "start it again without --only-when" in err
     events.emit("resumed", step=4, seconds=9.0)
     assert trahiv("resume")[1] == "runs/run-1: goes on after a pause of 9 s\n"
     code, out, err = trahiv("finish")

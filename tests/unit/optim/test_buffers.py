@@ -151,7 +151,9 @@ def test_a_round_that_fails_changes_no_buffer(pace):
     model = Statistics()
     peer = peer_of(model, pace, fails, averaging_s=0.0)
     model.move(1.0, 4.0, 3)
-    play(peer)
+    peer.train()
+    wait([peer.stepper._running] if peer.stepper._running else [], LIMIT_S)
+    peer.stepper.stop()
     assert peer.history.step == 0 and model.values == ([1.0, 1.0], [4.0, 4.0], 3)
     assert peer.state.common_tensors()[1].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
 

@@ -83,6 +83,33 @@ def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch)
     waits.wait_for(["QmC"], 60.0)
 
 
+@pytest.mark.parametrize(
+    ("missing", "gone", "have_been_there", "returns", "waits_s"),
+    [
+        ("B", "", False, True, 25),
+        ("B", "C", True, True, 25),
+        ("", "", True, True, 25),  # the break began before its first look at reports
+        ("B", "", False, False, 60),
+        ("", "B", True, False, 0),  # all said goodbye
+        ("", "", False, False, 0),  # nobody was there
+    ],
+)
+def test_newcomer_waits_for_peers_behind_a_broken_link(
+    passing, missing, gone, have_been_there, returns, waits_s
+):
+    tracker = Tracker(gone=gone)
+    tracker.missing, began = frozenset(missing), passing.now
+    peer, _ = of_one_weight(tracker, load_state_s=60.0)
+
+    def refresh():
+        if returns and passing.now >= began + 25.0:
+            tracker.others = (report("QmB", History()),)
+
+    tracker.refresh = refresh
+    assert peer.catch_up.wait_for_return(have_others_been_there=have_been_there) is returns
+    assert passing.now - began == pytest.approx(waits_s, abs=1.5)
+
+
 @pytest.mark.parametrize(("fetches_until_s", "stays_s"), [(0, 60), (400, 480), (10**6, 3600)])
 def test_a_finished_peer_stays_for_a_download(passing, fetches_until_s, stays_s):
     peer, _ = of_one_weight(Tracker([report("QmB", History())]))

@@ -197,6 +197,25 @@ def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_
     assert gone() == {B} and tracker.others == () and not tracker.is_behind, "the owner took it out"
 
 
+def test_peer_without_a_goodbye_is_missing_until_it_returns(swarm, tracker):
+    def missing():
+        tracker.refresh()
+        return tracker.missing
+
+    for name in "BC":
+        swarm.report(name)
+    assert missing() == frozenset()
+    swarm.expire("B")
+    swarm.tell("C", None)
+    assert missing() == {B}
+    swarm.report("B")
+    assert missing() == frozenset()
+    swarm.expire("B")
+    assert missing() == {B}
+    swarm.tell("B", None)
+    assert missing() == frozenset()
+
+
 def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     told, another = swarm.report("B", after(2), samples=40), PeerID.from_base58(C).to_bytes()
     plain = {name: told[name] for name in LocalTrainingProgress.__fields__}  # hivemind's own

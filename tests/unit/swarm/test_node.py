@@ -13,6 +13,7 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
@@ -101,6 +102,30 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     listed = start(dht_of(visible=visible)).own_addresses()
     assert [(addresses.reach_of(maddr), maddr) for maddr in listed] == expected
     assert start(dht_of(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
+
+
+def test_addresses_of_all_interfaces_are_listed(monkeypatch):
+    def interface(*texts):
+        families = (socket.AF_INET6 if ":" in text else socket.AF_INET for text in texts)
+        return [SimpleNamespace(family=one, address=text) for one, text in zip(families, texts, strict=True)]
+
+    there = {
+        "lo": interface("127.0.0.1", "::1"),
+        "eth0": interface("192.168.1.7", "fe80::1%eth0"),
+        "tailscale0": interface("100.64.0.1", "fd7a::1"),
+        "down0": interface("10.9.0.1"),
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: there)
+    states = {name: SimpleNamespace(isup=name != "down0") for name in there}
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+    told = [f"/ip4/{host}/tcp/1/p2p/{PEER}" for host in ("127.0.0.1", "192.168.1.7")]
+    told.append(f"/ip6/::1/udp/2/quic-v1/p2p/{PEER}")
+    assert addresses.of_all_interfaces(told) == {
+        f"/ip4/192.168.1.7/tcp/1/p2p/{PEER}",
+        f"/ip4/100.64.0.1/tcp/1/p2p/{PEER}",
+        f"/ip6/fd7a::1/udp/2/quic-v1/p2p/{PEER}",
+    }
+    assert addresses.of_all_interfaces(told[1:2]) == set(), "it listens on that one alone"
 
 
 OTHERS = [PeerID(b"\x12\x20" + b"%032d" % number).to_base58() for number in range(3)]
