@@ -49,6 +49,9 @@ PROOFS = {
     "nobody can be reached, others are alive": (
         "simulation/test_failures.py::test_nobody_can_be_reached_though_others_are_alive",
     ),
+    "a newcomer's link breaks while it loads": (
+        "unit/optim/test_catch_up.py::test_newcomer_waits_for_peers_behind_a_broken_link",
+    ),
     "the swarm is cut in two": ("simulation/test_failures.py::test_the_swarm_is_cut_in_two",),
 }
 """By what fails, or how that begins: tests that prove what the row says."""

@@ -129,6 +129,6 @@ class InMemory(Node):
 
     def __init__(self, board: Board, name: str) -> None:
         self.dht: Any = Dht(board, key_of(name))
-        self.peer_id = id_of(name)
+        self.peer_id, self._listens_everywhere = id_of(name), False
         self._finder: Any = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
         self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)

@@ -334,7 +334,7 @@ def test_member_that_reports_and_never_comes_costs_two_waits():
 def test_positions_that_a_claim_made_up_keep_no_newcomer_out():
     """They read the ledger into which the liar's positions were entered."""
     lie = claim({"samples": 2**62, "trained": [0, 2**62]})
-    run = play(replace(KILLED, at_step=8), Fault("late", 12, 0), num_peers=4, rounds=20, lies=[lie])
+    run = play(replace(KILLED, at_step=8), Fault("late", 12, 0), num_peers=4, rounds=30, lies=[lie])
     assert any(naming(run, 3))
     for name in ("1", "4 late"):
         assert run.steps(name)[-1]["step"] >= 20, "it trains along"

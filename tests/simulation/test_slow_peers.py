@@ -14,11 +14,11 @@ SLOW = "2"
 """The name of the peer that is slow."""
 
 
-def play(mode, batch_s, smallest_batch, rounds=100):
+def play(mode, batch_s, smallest_batch, rounds=100, seed=1):
     """Play a run of three, of which two train a batch in 0.1 s and one in `batch_s`."""
     settings = Settings(pace=Pace(mode=mode), smallest_batch=smallest_batch)
     slowness = {int(SLOW): batch_s / settings.seconds_per_batch}
-    return simulate(Plan(3, rounds, slowness=slowness, settings=settings, patience_s=120.0), seed=1)
+    return simulate(Plan(3, rounds, slowness=slowness, settings=settings, patience_s=120.0), seed)
 
 
 def said(run, *peers):
@@ -26,9 +26,12 @@ def said(run, *peers):
     return Counter(event["code"] for event in run.said("notice", *peers))
 
 
-@pytest.mark.parametrize(("mode", "batch_s"), [("sync", 3.0), ("sync", 6.0), ("overlap", 6.0)])
-def test_slow_peer_with_smaller_batches_counts(mode, batch_s):
-    run = play(mode, batch_s, smallest_batch=1)
+@pytest.mark.parametrize(
+    ("mode", "batch_s", "seed"),
+    [*(("sync", 3.0, seed) for seed in range(4)), ("sync", 6.0, 1), ("overlap", 6.0, 1)],
+)
+def test_slow_peer_with_smaller_batches_counts(mode, batch_s, seed):
+    run = play(mode, batch_s, smallest_batch=1, seed=seed)
     steps = run.steps(SLOW)
     assert 2 * len(steps) >= run.world.furthest
     assert sum(not step["my_samples"] for step in steps) <= 1, "that by which others learn its speed"

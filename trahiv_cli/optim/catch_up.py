@@ -112,10 +112,15 @@ class CatchUp:
         """Wait until the next round is due, or others have had it."""
         tracker = self._tracker
         self._wait(
-            "the next round", lambda: tracker.ready_to_update_epoch or tracker.is_behind, self._timeout_s
+            "the next round",
+            lambda: tracker.ready_to_update_epoch or tracker.is_behind,
+            self._timeout_s,
+            every_s=POLL_S,  # where this peer was absent nobody waits for it
         )
 
-    def _wait(self, what: str, is_done: Callable[[], bool], limit_s: float) -> bool:
+    def _wait(
+        self, what: str, is_done: Callable[[], bool], limit_s: float, every_s: float = REFRESH_S
+    ) -> bool:
         """Read reports until `is_done` or this peer should leave; say whether that was in time."""
         deadline, told = time.monotonic() + limit_s, 0
         with self._parts.events.waiting(what, limit_s) as tell:
@@ -129,7 +134,7 @@ class CatchUp:
                 if (here := 1 + len(self._tracker.others)) != told:
                     told = here
                     tell("waiting", f"{what} (peers here: {here})", deadline - time.monotonic())
-                time.sleep(REFRESH_S)
+                time.sleep(every_s)
         return True
 
     # -- rounds that were missed ---------------------------------------------------------------------

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 from trahiv_cli.telemetry.events import Events
 
@@ -23,6 +24,13 @@ ENOUGH_IN_TIME = 64
 FIRST_PAUSE_S = 60.0
 
 
+class Moment(NamedTuple):
+    """A time in monotonic seconds, and the swarm's step then."""
+
+    at: float
+    step: int
+
+
 class Lateness:
     """Counts late batches of one peer, and says how large its batches may be."""
 
@@ -32,7 +40,7 @@ class Lateness:
         """The most samples that this peer trains in time for a step, as far as is known."""
         self.batch_s = 0.0
         """How long the batch took that came too late, in seconds."""
-        self._last: deque[tuple[int, float]] = deque(maxlen=OF_THE_LAST)  # steps missed in so many seconds
+        self._last: deque[tuple[Moment, bool]] = deque(maxlen=OF_THE_LAST)  # when each began; if it was late
         self._num_in_time = self._num_pauses = 0
         self._told_samples = math.inf
         self._figures = ""
@@ -43,31 +51,33 @@ class Lateness:
         """Whether even this peer's smallest batches come too late."""
         return self._num_pauses > 0
 
-    def note_in_time(self) -> None:
+    def note_in_time(self, began: Moment) -> None:
         """Take note of a batch that came in time."""
-        self._last.append((0, 0.0))
-        if not any(missed for missed, _ in self._last) and len(self._last) == OF_THE_LAST:
+        self._last.append((began, False))
+        if not any(is_late for _, is_late in self._last) and len(self._last) == OF_THE_LAST:
             self._num_pauses = 0
         self._num_in_time += 1
         if self._num_in_time == ENOUGH_IN_TIME:
             self._num_in_time = 0
             self.samples_in_time *= 2
 
-    def note_late(self, samples: int, seconds: float, usual_s: float, steps_missed: int) -> bool:
-        """Take note of a late batch of so many samples, which took so many seconds.
+    def note_late(self, samples: int, usual_s: float, began: Moment, ended: Moment) -> bool:
+        """Take note of a late batch of `samples`, which usually takes `usual_s`.
 
-        Such a batch usually takes `usual_s`; the swarm took `steps_missed` steps meanwhile. Returns whether
-        the others should now learn how slow this peer is.
+        The swarm took steps while it was trained, but so it does during a short batch that began shortly
+        before a step: the time of a step is that of all steps since the first of the last batches.
+
+        Returns:
+            Whether the others should now learn how slow this peer is.
         """
         if self.is_hopeless:
             self._warn_once()
             return False
         self._num_in_time = 0
-        self._last.append((max(1, steps_missed), seconds))
-        late = [one for one in self._last if one[0]]
-        missed = sum(steps for steps, _ in late)
-        step_s = sum(took_s for _, took_s in late) / missed
-        if len(late) < LATE or usual_s < step_s:
+        self._last.append((began, True))
+        first = self._last[0][0]
+        step_s = (ended.at - first.at) / max(1, ended.step - first.step)
+        if sum(is_late for _, is_late in self._last) < LATE or usual_s < step_s:
             return False
         self._last.clear()
         self.batch_s = usual_s
@@ -78,7 +88,7 @@ class Lateness:
             self._num_pauses = 1
             return True
         # So that several are done within a step.
-        self.samples_in_time = max(1, samples * len(late) // (2 * missed))
+        self.samples_in_time = max(1, int(samples * step_s / (2 * usual_s)))
         if self.samples_in_time < self._told_samples:
             self._told_samples = self.samples_in_time
             self._events.warn(

@@ -21,7 +21,7 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.auto import idle_members
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.catch_up import CatchUp
-from trahiv_cli.optim.lateness import Lateness
+from trahiv_cli.optim.lateness import Lateness, Moment
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.rounds import Outcome, Round
@@ -32,6 +32,8 @@ logger = get_logger(__name__)
 
 LEAVING_S = 10.0
 """A peer that wants to leave waits so long for parts that are being exchanged."""
+
+ATTENDED_AT_MOST = 16  # tries to be in a round without waiting for samples: others do not wait for this peer
 
 
 class Stepper:
@@ -60,7 +62,7 @@ class Stepper:
         if is_behind and not self.lateness.is_hopeless and self._come(num_samples, seconds):
             return
         if self._running is None and not is_behind:
-            self.lateness.note_in_time()
+            self.lateness.note_in_time(self._moment_before(seconds))
         dropped, before = method.dropped_samples, self._position.history
         method.account(num_samples)
         parts.work.count_announced(num_samples)
@@ -81,7 +83,7 @@ class Stepper:
 
     def _come(self, num_samples: int, seconds: float) -> bool:
         """Come to the swarm's state after a batch; say whether its gradient is of no use any more."""
-        steps_missed = self._tracker.target.step - self._position.history.step
+        began, ended = self._moment_before(seconds), Moment(time.monotonic(), self._tracker.target.step)
         if not self._catch_up.come():
             return False
         # This batch's gradient belonged to weights that the swarm has left.
@@ -91,19 +93,27 @@ class Stepper:
         is_to_attend = self.lateness.is_hopeless and self._parts.settings.auto_share is not None
         if self._is_fresh and seconds:
             usual_s = num_samples * self._parts.adaptation.seconds_per_sample
-            is_to_attend |= self.lateness.note_late(num_samples, seconds, usual_s, steps_missed)
+            is_to_attend |= self.lateness.note_late(num_samples, usual_s, began, ended)
         self._is_fresh = True
         if is_to_attend:
             self._attend()
         self._parts.adaptation.begin_batch()
         return True
 
+    def _moment_before(self, seconds: float) -> Moment:
+        """Return when the batch began that took so long, with this peer's state."""
+        return Moment(time.monotonic() - seconds, self._position.history.step)
+
     def _attend(self) -> None:
-        """Take part in the next round with nothing: by this peer's claim all in it learn how slow it is."""
+        """Take part in a round with nothing: by this peer's claim all in it learn how slow it is."""
         self._blocked_since = time.monotonic()
         self._parts.adaptation.measure_speed()
-        self._catch_up.wait_for_round()
-        self._advance()
+        for _ in range(ATTENDED_AT_MOST):
+            self._catch_up.wait_for_round()
+            self._advance()
+            if not self._tracker.is_behind or self._parts.alive.should_leave():
+                return
+            self._catch_up.come()
 
     def start_batch_over(self, num_samples: int) -> None:
         """See `SwarmOptimizer.start_batch_over`."""
