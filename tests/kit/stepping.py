@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -156,6 +157,7 @@ class Peer:
         self.told: list[Event] = []
         self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
         self.tracker, self.leaves = tracker or Tracker(), False
+        self.leaves_after = math.inf  # tries that failed, after which it wishes to leave
         self.state: Any = state_averager(inner, weights, model=model)
         tensors = {"_averaged_tensors": averages, "_buffers": self.state.buffers.exchanged}
         self.gradients: Any = gradient_averager(
@@ -163,7 +165,7 @@ class Peer:
         )
         self.state.offload_optimizer, self.state.pace = offload, pace
         events = Events(self.told.append)
-        alive, both = Alive(None, events, lambda: self.leaves), (self.gradients, self.state)
+        alive, both = Alive(None, events, self._is_to_leave), (self.gradients, self.state)
         told = replace(SETTINGS, **settings)
         self.parts = Parts(self.tracker, *both, alive, events, JoinerActivity(), told)
         self.position = Position(self.parts)
@@ -174,6 +176,9 @@ class Peer:
         self.tracker.samples = None
 
     history = property(attrgetter("position.history"))
+
+    def _is_to_leave(self) -> bool:
+        return self.leaves or self.parts.company.tries >= self.leaves_after
 
     @property
     def codes(self) -> list[str]:

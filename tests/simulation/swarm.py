@@ -67,6 +67,7 @@ class Peer(faulty_peer.Peer):
         self.peer_id = self.dht.peer_id.to_base58()
         self.is_running, self.is_ready = True, False
         self.slowness = 1.0  # times which a batch takes longer
+        self.trained = 0  # samples in all its batches
         self.spoils: float | None = None  # what the next batch's gradients are multiplied by
         self.tamper: Tamper | None = None
         """What a liar makes of the messages that it sends."""
@@ -115,6 +116,7 @@ class Peer(faulty_peer.Peer):
 
     def _compute(self, samples: int) -> None:
         time.sleep(self.slowness * self._settings.seconds_per_batch * samples / BATCH)
+        self.trained += samples
         self.batches_left -= 1
         if self.batches_left == 0:
             self.save()
@@ -206,6 +208,13 @@ class Run:
         for digest, other in children.items():
             if digest != said["digest"] and not self._may_step_alone:
                 yield f"after {said['parent'][:8]} {len(group)} and {len(other)} peers went two ways"
+
+    def thrown_away(self) -> int:
+        """Samples that peers have trained, and that are neither in the last history nor held."""
+        peers = self.world.peers.values()
+        held = sum(peer.optimizer.position.method.samples_held for peer in peers)
+        committed = max(said[-1]["samples"] for said in self.events.values())
+        return sum(peer.trained for peer in peers) - held - committed
 
     @property
     def _may_step_alone(self) -> bool:

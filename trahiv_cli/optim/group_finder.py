@@ -308,13 +308,13 @@ class GroupFinder:
                 search.group.set_result(group)
                 self._wake()
                 return group
-            is_lonely = missing and not search.followers and time.monotonic() >= lonely_until
+            is_lonely = not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: perhaps they wait for somebody else, and so should these
                 search.refused.add(self._p2p.peer_id)
                 search.followers.clear()
                 self._wake()
                 return None
-            until = give_up if search.followers or not missing else min(give_up, lonely_until)
+            until = give_up if search.followers else min(give_up, lonely_until)
             await self._wait_for_change(until - time.monotonic())
         return None
 

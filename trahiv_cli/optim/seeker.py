@@ -32,6 +32,7 @@ logger = get_logger(__name__)
 REFRESH_S = 1.0  # how often a peer that waits asks the DHT who is there; in a large swarm less often
 POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user wants to leave
 SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
+DOUBLED_AT_MOST = 16  # times, the patience of a try
 HELD_AT_MOST = 4  # rounds' samples of one peer, where training goes on during a round
 COUNTED_AT_MOST = 2 * HELD_AT_MOST  # rounds' samples of one peer: its last batch may be of several rounds
 SCHEMA_BYTES = 8
@@ -53,19 +54,18 @@ class GroupSeeker:
         self._usual_wait_s = 0.0  # until a round was committed
 
     def patience_s(self) -> float:
-        """How long to look for a group before the next local batch: longer with each try for a step."""
-        return min(self._limits.averaging_s, 2 ** (self._company.tries + 1) * self._limits.matchmaking_s)
+        """How long one try looks for a group: longer with each try for a step."""
+        doublings = 1 + min(self._company.tries, DOUBLED_AT_MOST)
+        return min(self._limits.averaging_s, 2**doublings * self._limits.matchmaking_s)
 
     def holds_enough(self) -> bool:
-        """Whether this peer trains no further without a group: it holds more than the samples of a round.
+        """Whether this peer trains no further without a group: a round has failed, or it is far ahead.
 
-        If the others go on without it, all of these are lost. Where training goes on during a round, this
-        peer may hold more, until a try has failed.
+        If the others go on without it, all that it holds is lost; else their next step is larger than asked.
         """
         method = self.position.method
-        is_ahead = self.position.pace.is_background and not self._company.tries
-        rounds = HELD_AT_MOST if is_ahead else 1
-        return method.samples_held > rounds * method.steps * self._limits.target_batch_size
+        most = HELD_AT_MOST * method.steps * self._limits.target_batch_size
+        return self._company.tries > 0 or method.samples_held >= most
 
     def average(self) -> Attempt:
         """Average what was set aside with the groupmates; try again while there is patience.
@@ -204,7 +204,7 @@ class GroupSeeker:
         self._parts.events.warn(
             "no-group",
             f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
-            "come. This peer trains on and tries again with longer times.",
+            "come. This peer waits, and tries again with longer times.",
             f"nothing to do; it steps alone {when} (swarm.solo)",
         )
         self._when_no_group_is_found()

@@ -151,6 +151,7 @@ def test_a_round_that_fails_changes_no_buffer(pace):
     model = Statistics()
     peer = peer_of(model, pace, fails, averaging_s=0.0)
     model.move(1.0, 4.0, 3)
+    peer.leaves_after = 1
     peer.train()
     wait([peer.stepper._running] if peer.stepper._running else [], LIMIT_S)
     peer.stepper.stop()

@@ -24,9 +24,6 @@ from trahiv_cli.optim.state import common_digest
 
 torch.set_num_threads(1)
 
-ENOUGH = 1 + SETTINGS.target_batch_size
-"""Samples with which a peer trains no further without a group."""
-
 EIGHT = range(8)
 LIMIT_S = 10.0
 NO_NUMBERS = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
@@ -112,12 +109,14 @@ def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_th
         raise NotCommitted("one of two peers holds this average", b"proof", 13)
 
     peer, weight, leases = divided(with_b(), not_committed, averaging_s=0.0)
+    peer.leaves_after = 1
     peer.train(positions=EIGHT)
     last = peer.stepper.last_round
     assert not last.committed and "one of two" in last.reason and last.group == ()
     assert (peer.history, peer.state.ledger, weight.tolist()) == (History(), Ledger(), [0.0, 0.0])
     assert peer.tracker.vouched == History().extend(samples=13, proof=b"proof"), "it voted for it"
     assert leases.settled == leases.returned == []
+    peer.leaves_after = math.inf
     peer.gradients.end = commits(trained=(Spans.of([(0, 10)]),))
     peer.train(positions=[8, 9])
     brought = [(claim.samples, claim.trained) for claim in peer.gradients.claims]
@@ -161,7 +160,7 @@ def test_a_long_search_for_a_group_is_said_and_again_after_twice_as_long(solo_af
     tracker, began = Tracker([report("Qm...23456B", History())]), time.monotonic()
     peer, _ = of_one_weight(tracker, fail_until_it_was_said_twice, rules=RoundRules(solo_after_s))
     tracker.companions = frozenset({"QmMe", "Qm...23456C"})
-    peer.train(samples=ENOUGH)
+    peer.train()
     assert peer.codes == ["no-group"] * len(peer.asked_for_help) and time.monotonic() - began >= 0.4
     assert peer.history.step == 0 and len(peer.gradients.claims) > 2, "it trains no further without a group"
     said = next(event for event in peer.told if event["event"] == "warning")
@@ -174,7 +173,7 @@ def test_a_search_that_lasts_no_longer_than_one_that_led_to_a_round_is_nothing_t
     peer, _ = of_one_weight(with_b(), commits())
     peer.parts.company.missed_since = time.monotonic() - 100.0
     peer.train()
-    peer.gradients.end = fails
+    peer.gradients.end, peer.leaves_after = fails, 1
     peer.train()
     assert peer.history.step == 1 and peer.stepper.last_round.reason and not peer.codes
 
@@ -202,6 +201,7 @@ def test_the_weights_that_most_hold_are_adopted(states, every, asked_at, monkeyp
 
 def test_positions_whose_gradients_were_dropped_are_trained_again():
     peer, _, leases = divided(with_b(), fails, averaging_s=0.0)
+    peer.leaves_after = 1
     peer.train(positions=EIGHT)
     peer.position.method.reset()
     peer.parts.work.announce([8])
@@ -246,7 +246,7 @@ def test_training_goes_on_during_a_round_until_one_fails():
 
 def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
     (peer, _), control = of_one_weight(with_b(), averaging_s=0.0), Future()
-    control.stage = AveragingStage.FINISHED
+    control.stage, peer.leaves_after = AveragingStage.FINISHED, 1
     monkeypatch.setattr(seeking, "ANSWER_S", 0.0)
     monkeypatch.setattr(peer.gradients, "start_round", lambda *_: control)
     peer.train()
