@@ -95,10 +95,17 @@ class Standing:
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
         """Whether this digest is of what most of those hold in common, or held, that went by a state.
 
-        None if those who have not said so yet decide it; a final word does without them, if two have.
+        None if those who have not said so yet decide it; a final word does without them, if two have. Nobody
+        waits for a witness that reports no more.
         """
-        mark, backers = mark_of(history), count_backers(history, self.witnesses)
-        told = (state for witness in self.witnesses for state in witness.states)
+        mark = mark_of(history)
+        there = [
+            witness
+            for witness in self.witnesses
+            if not witness.is_quiet or any(state[:2] == mark for state in witness.states)
+        ]
+        backers = count_backers(history, there)
+        told = (state for witness in there for state in witness.states)
         said = Counter(state[2] for state in told if state[:2] == mark)
         agree = said.pop(common[:COMMON_BYTES], 0)
         rivals, silent = max(said.values(), default=0), backers - agree - said.total()

@@ -28,6 +28,7 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 
 DHT_TIMEOUT_S = 5.0
+LATE_AT_MOST_S = 1.0  # from the time at which a report is due until others have it
 REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
 REPORTS_A_STEP = 10
 """At most, in the time until a step is due: reports of two every 0.25 s took 4 % of a link of 5 Mbit/s."""
@@ -237,7 +238,9 @@ class SwarmTracker(ProgressTracker):
         return True
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        newest, gone = read_reports(metadata, self._is_out)
+        # Each peer renews its report in half of its time.
+        quiet_until = swarm_time() + self.metadata_expiration / 2 - LATE_AT_MOST_S
+        newest, gone, quiet = read_reports(metadata, self._is_out, quiet_until)
         own = newest.pop(self.own_id, None)
         self.missing = self.missing.union(one.peer_id for one in self.others) - newest.keys() - gone
         steps = {peer: report.epoch for peer, report in newest.items()}
@@ -245,7 +248,9 @@ class SwarmTracker(ProgressTracker):
             newest.pop(peer, None)
         believed, target = self.doubts.believed_samples, self.target_batch_size
         self.others = tuple(
-            PeerProgress.of(peer, report, believed(peer, report.samples_accumulated, target))
+            PeerProgress.of(
+                peer, report, believed(peer, report.samples_accumulated, target), is_quiet=peer in quiet
+            )
             for peer, report in newest.items()
         )
         self._fetched_at = now = swarm_time()

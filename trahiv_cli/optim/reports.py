@@ -120,6 +120,7 @@ class PeerProgress:
     samples: int  # that it holds towards the next step
     samples_per_second: float
     is_client: bool
+    is_quiet: bool = False  # its report is older than any of a peer that is there
     leases: Spans = Spans()  # positions that it is about to train, or has trained since its last round
     rounds: tuple[Mark, ...] = ()  # through which it came to its history
     states: frozenset[tuple[int, bytes, bytes]] = frozenset()  # what it held in common with all others there
@@ -133,10 +134,10 @@ class PeerProgress:
         return False if first <= history.step <= self.history.step else None
 
     @classmethod
-    def of(cls, peer_id: str, report: Report, samples: int) -> PeerProgress:
+    def of(cls, peer_id: str, report: Report, samples: int, *, is_quiet: bool = False) -> PeerProgress:
         """Read a report, of whose samples so many are believed. Nonsense in it keeps nobody from training."""
         history = History(report.epoch, report.samples_committed, report.history)
-        told = cls(peer_id, history, samples, report.samples_per_second, report.client_mode)
+        told = cls(peer_id, history, samples, report.samples_per_second, report.client_mode, is_quiet)
         with contextlib.suppress(ValueError):
             told = replace(told, leases=Spans.from_wire(report.leases))
         with contextlib.suppress(struct.error):
@@ -145,14 +146,17 @@ class PeerProgress:
         return told
 
 
-def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, Report], set[str]]:
+def read_reports(
+    stored: Any, is_out: Callable[[str], bool], quiet_until: float = 0.0
+) -> tuple[dict[str, Report], set[str], set[str]]:
     """Read what is stored under the key of all reports, perhaps nonsense, by the places of its owners.
 
-    `is_out` says whether the swarm's owner has taken a peer out. Returns reports by peer id, and the ids of
-    peers that said goodbye or were taken out.
+    `is_out` says whether the swarm's owner has taken a peer out. Returns reports by peer id, the ids of
+    peers that said goodbye or were taken out, and of those whose reports end before `quiet_until`.
     """
     reports: dict[str, Report] = {}
     gone: set[str] = set()
+    quiet: set[str] = set()
     for place, entry in stored.items() if isinstance(stored, dict) else ():
         owner = owner_of(place)
         if owner is None or not isinstance(entry, ValueWithExpiration):
@@ -167,6 +171,8 @@ def read_reports(stored: Any, is_out: Callable[[str], bool]) -> tuple[dict[str, 
             continue
         if report.peer_id == PeerID.from_base58(owner).to_bytes():
             reports[owner] = report
+            if entry.expiration_time < quiet_until:
+                quiet.add(owner)
         else:
             disbelieve(owner, "it reports in another's name")
-    return reports, gone
+    return reports, gone, quiet

@@ -1,5 +1,7 @@
 """Whose word counts when samples or a state are reported, offered, or were downloaded."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.kit.stepping import reported
@@ -124,15 +126,20 @@ def test_who_came_later_abstains_and_one_that_stays_behind_keeps_newcomers_from_
 
 @pytest.mark.parametrize(
     ("said", "is_held", "in_the_end"),
-    [  # r: right, w: wrong, x: another one, -: nothing yet
+    [  # r: right, w: wrong, x: another one, -: nothing yet, q: nothing, and it reports no more
         *(("", True, True), ("-", True, True), ("w", True, True), ("r-", None, None), ("rr-", True, True)),
         *(("rr--", None, True), ("--", None, None), ("w-", None, None), ("rrw", True, True)),
         *(("wwr", False, False), ("rw", True, True), ("rw-", None, True), ("ww-", False, False)),
-        ("xwr", True, True),
+        *(("xwr", True, True), ("rq", True, True), ("rqq-", None, None), ("wwrq", False, False)),
     ],
 )
 def test_what_most_hold_is_believed_and_silence_decides_nothing_once_two_spoke(said, is_held, in_the_end):
-    witnesses = [peer(*MAIN, states=[(MAIN[-1], 8 * one.encode())] if one != "-" else []) for one in said]
+    witnesses = [
+        replace(
+            peer(*MAIN, states=[(MAIN[-1], 8 * one.encode())] if one not in "-q" else []), is_quiet=one == "q"
+        )
+        for one in said
+    ]
     view, common = standing(START, *witnesses), b"rrrrrrrr and the rest of a longer digest"
     assert view.holds(MAIN[-1], common) is is_held
     assert view.holds(MAIN[-1], common, is_final=True) is in_the_end

@@ -197,6 +197,16 @@ def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_
     assert gone() == {B} and tracker.others == () and not tracker.is_behind, "the owner took it out"
 
 
+@pytest.mark.parametrize("age", [0.4, 0.6])
+def test_peer_that_does_not_renew_its_report_is_quiet(swarm, tracker, age):
+    record, dht = swarm.report("B"), swarm.others["B"]
+    ends_at = get_dht_time() + (1 - age) * tracker.metadata_expiration
+    dht.store(KEY, record, ends_at, subkey=dht.place, return_future=True)
+    tracker.refresh()
+    [peer] = tracker.others
+    assert peer.is_quiet is (age > 0.5)
+
+
 def test_peer_without_a_goodbye_is_missing_until_it_returns(swarm, tracker):
     def missing():
         tracker.refresh()
