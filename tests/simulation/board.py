@@ -17,6 +17,7 @@ from hivemind.utils import MSGPackSerializer, ValueWithExpiration
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
+from trahiv_cli.swarm.addresses import Listening
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
@@ -129,6 +130,6 @@ class InMemory(Node):
 
     def __init__(self, board: Board, name: str) -> None:
         self.dht: Any = Dht(board, key_of(name))
-        self.peer_id, self._listens_everywhere = id_of(name), False
+        self.peer_id, self._listening = id_of(name), Listening([], [], [])
         self._finder: Any = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
         self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)

@@ -61,7 +61,7 @@ class CatchUp:
         self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
 
     def wait_for_return(self, *, have_others_been_there: bool) -> bool:
-        """Wait for a peer that reported before, or for anybody if `have_others_been_there`.
+        """Wait for a peer that reported before, or for any peer if `have_others_been_there`.
 
         Returns whether one is there, within `RunSettings.load_state_s`; False at once after their goodbyes.
         """
@@ -115,7 +115,7 @@ class CatchUp:
             "the next round",
             lambda: tracker.ready_to_update_epoch or tracker.is_behind,
             self._timeout_s,
-            every_s=POLL_S,  # where this peer was absent nobody waits for it
+            every_s=POLL_S,  # the others do not wait for a peer that was absent
         )
 
     def _wait(

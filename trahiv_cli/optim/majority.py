@@ -95,8 +95,8 @@ class Standing:
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
         """Whether this digest is of what most of those hold in common, or held, that went by a state.
 
-        None if those who have not said so yet decide it; a final word does without them, if two have. Nobody
-        waits for a witness that reports no more.
+        None if those who have not said so yet decide it; a final word does without them, if two have. A
+        witness that reports no more is not waited for.
         """
         mark = mark_of(history)
         there = [

@@ -152,7 +152,7 @@ def read_reports(
     """Read what is stored under the key of all reports, perhaps nonsense, by the places of its owners.
 
     `is_out` says whether the swarm's owner has taken a peer out. Returns reports by peer id, the ids of
-    peers that said goodbye or were taken out, and of those whose reports end before `quiet_until`.
+    peers that said goodbye or were taken out, and the ids of peers whose reports end before `quiet_until`.
     """
     reports: dict[str, Report] = {}
     gone: set[str] = set()

@@ -32,9 +32,7 @@ logger = get_logger(__name__)
 REFRESH_S = 1.0  # how often a peer that waits asks the DHT who is there; in a large swarm less often
 POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user wants to leave
 SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
-DOUBLED_AT_MOST = 16  # times, the patience of a try
 HELD_AT_MOST = 4  # rounds' samples of one peer, where training goes on during a round
-COUNTED_AT_MOST = 2 * HELD_AT_MOST  # rounds' samples of one peer: its last batch may be of several rounds
 SCHEMA_BYTES = 8
 OVERTAKEN = "the others took this step without this peer"
 
@@ -55,7 +53,7 @@ class GroupSeeker:
 
     def patience_s(self) -> float:
         """How long one try looks for a group: longer with each try for a step."""
-        doublings = 1 + min(self._company.tries, DOUBLED_AT_MOST)
+        doublings = min(1 + self._company.tries, 16)
         return min(self._limits.averaging_s, 2**doublings * self._limits.matchmaking_s)
 
     def holds_enough(self) -> bool:
@@ -175,7 +173,8 @@ class GroupSeeker:
             pace.codec,
             is_of_steps=pace.has_local_steps,
             after=self.position.history.digest,
-            most_samples=COUNTED_AT_MOST * method.steps * self._limits.target_batch_size,
+            # A peer may hold more, since its last batch may be larger than a round.
+            most_samples=2 * HELD_AT_MOST * method.steps * self._limits.target_batch_size,
         )
 
     def _step_for_followers(self) -> Outcome | None:

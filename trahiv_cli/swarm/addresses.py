@@ -24,6 +24,9 @@ TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
 """The protocols on which p2pd listens, behind an IP address or a name."""
 
 
+EVERYWHERE = ("0.0.0.0", "::")
+
+
 class Socket(NamedTuple):
     """What a multiaddr over TCP or UDP names."""
 
@@ -80,6 +83,12 @@ class Listening(NamedTuple):
     announced: list[str]  # multiaddrs that it gives to others; empty: those on which it listens
     notes: list[str]
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether p2pd listens on all addresses of this machine, and its user announces no others."""
+        places = (socket_of(Multiaddr(text)) for text in self.hosts)
+        return not self.announced and any(place and place.host in EVERYWHERE for place in places)
+
 
 def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> Listening:
     """Read on which multiaddrs a user wants to listen, and which ones others get.
@@ -108,7 +117,7 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
     for text in announced:
         place = socket_of(Multiaddr(text))
         assert place is not None
-        if place.port == 0 or place.host in ("0.0.0.0", "::"):
+        if place.port == 0 or place.host in EVERYWHERE:
             raise SetupError(
                 f"{text} can't be announced: others need the address and the port that lead to this machine.",
                 hint="name the port that the router forwards, as in /ip4/203.0.113.7/tcp/31337",

@@ -107,10 +107,6 @@ class Node(contextlib.AbstractContextManager["Node"]):
             addresses.require_peer_address(address)
         self._listening = addresses.read_listening(settings.host_maddrs, settings.announce_maddrs)
         addresses.require_free_ports(self._listening.hosts)
-        hosts = {
-            place.host for text in self._listening.hosts if (place := addresses.socket_of(Multiaddr(text)))
-        }
-        self._listens_everywhere = not self._listening.announced and bool(hosts & {"0.0.0.0", "::"})
         self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
         self.book = standing.book() if standing else None  # the policy of the swarm's owner
@@ -237,7 +233,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
         maddrs, reaches = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(addresses.Reach)
-        if self._listens_everywhere:
+        if self._listening.is_everywhere:
             maddrs |= addresses.of_all_interfaces(maddrs)
         maddrs |= {f"{place}/p2p/{self.peer_id}" for place in self._finder.addresses()}
         order = {maddr: reaches.index(addresses.reach_of(maddr)) for maddr in maddrs}
