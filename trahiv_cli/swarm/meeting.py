@@ -68,13 +68,15 @@ FAILED = (*UNREACHABLE, OSError, ValueError, EOFError)  # what a conversation en
 # Both dial for so long, the kernel sends a SYN again after 1 s and after 3 s; and if that was in vain before.
 PUNCH_S, PUNCH_AGAIN_S = 4.0, 2.0
 DIAL_BACK_S = 2.0
+# Of each of the two parts that a caller and its peer choose for the word by which they know each other.
 TOKEN_BYTES = 16
 MIDDLES_TRIED = 3
 MEASURED_BYTES = 2**20
 OPEN_S = 5.0  # a stream may take so long to open: libp2p would dial a machine that is gone for minutes
 LOOK_S = 5.0
 RELAYED_AT_ONCE, RELAYED_FOR_ONE = 64, 8  # circuits through one member, of all callers and of one
-ANSWERED_AT_ONCE = 16  # callers that one peer dials at the same time, at `MAX_PLACES` each
+# Callers that one peer dials at the same time, at `MAX_PLACES` each: of all middles, and of one.
+ANSWERED_AT_ONCE, ANSWERED_FOR_ONE = 16, 4
 # What a pair may say through a member that does not carry: with whom it met, and when it dials.
 TALK_BYTES = 1024
 PING, GO = b"p", b"g"
@@ -109,7 +111,7 @@ class Meeting:
         self._met: dict[int, Way] = {}  # connections of p2pd with a port of 127.0.0.1 that are a meeting's
         self._sought: set[PeerID] = set()
         self._tried_in_vain: set[PeerID] = set()  # by a punch: the next one is shorter
-        self._answered: Counter[PeerID] = Counter()
+        self._answered: Counter[PeerID] = Counter()  # callers that are dialled now, by the middle that asks
         self._tasks: set[asyncio.Task[Any]] = set()  # that serve, or pass bytes on
         self._is_closed = False
 
@@ -246,15 +248,19 @@ class Meeting:
                 raise NotMet("a request that can't be read")
         if peer not in seen or peer in await self.ways() or peer == caller:
             raise NotMet("that peer is not connected here")
+        callers, theirs_seen = seen.get(caller, ()), seen[peer]
+        are_near = not {host for host, _ in callers}.isdisjoint(host for host, _ in theirs_seen)
         has_room = self._has_room and self._circuits[caller] < RELAYED_FOR_ONE
         self._circuits[caller] += has_room  # nobody else has it while the other one is asked
         try:
             async with self._calling(peer, ANSWER) as [other]:
-                await other.send(caller.to_bytes(), places_at(seen.get(caller, ()), read_places(own)), token)
+                places = places_at(callers, read_places(own), are_near=are_near)
+                await other.send(caller.to_bytes(), places, token)
                 match await other.receive():
-                    case [[*theirs], bool(may_be_relayed)]:
+                    case [[*theirs], bool(may_be_relayed), bytes(more)]:
                         carries = has_room and may_be_relayed
-                        await end.send(places_at(seen[peer], read_places(theirs)), carries)
+                        places = places_at(theirs_seen, read_places(theirs), are_near=are_near)
+                        await end.send(places, carries, more)
                     case _:
                         raise NotMet("that peer's answer can't be read")
                 limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=TALK_BYTES),)
@@ -290,7 +296,7 @@ class Meeting:
             [through] = opened
             await through.send(peer.to_bytes(), await self._own_places(), token)
             match await through.receive():
-                case [[*theirs], bool(carries)]:
+                case [[*theirs], bool(carries), bytes(more)] if len(more) == TOKEN_BYTES:
                     places, is_relayed = read_places(theirs), carries and self.may_be_relayed
                 case _:
                     raise NotMet("an answer that can't be read")
@@ -303,7 +309,7 @@ class Meeting:
             await through.writer.drain()
             await asyncio.sleep(half_s)
             punch_s = PUNCH_AGAIN_S if peer in self._tried_in_vain else PUNCH_S
-            end = await first_of(self._knocks(peer, places, token, opened), punch_s)
+            end = await first_of(self._knocks(peer, places, token + more, opened), punch_s)
             if end is None and peer in await self._seen():
                 return None
             if end is None and not is_relayed:
@@ -338,21 +344,21 @@ class Meeting:
             server.close()
         return is_dialled
 
-    async def _answer(self, _: PeerID, through: End) -> None:
+    async def _answer(self, middle: PeerID, through: End) -> None:
         match await through.receive():
-            case [bytes(caller), [*theirs], bytes(token)]:
+            case [bytes(caller), [*theirs], bytes(token)] if len(token) == TOKEN_BYTES:
                 peer, places = peer_from(caller), read_places(theirs)
             case _:
                 raise NotMet("a request that can't be read")
-        # Twice: one who tries again comes before the first try is over.
-        if self._answered[peer] > 1 or self._answered.total() >= ANSWERED_AT_ONCE:
-            raise NotMet("it is met already, or many others are")
-        self._answered[peer] += 1
+        # By the middle that asks, which may name any caller.
+        if self._answered[middle] >= ANSWERED_FOR_ONE or self._answered.total() >= ANSWERED_AT_ONCE:
+            raise NotMet("many others are met")
+        self._answered[middle] += 1
         try:
             found = await self._met_by(peer, places, token, through)
         finally:
-            self._answered[peer] -= 1
-            self._answered += Counter()  # forgets whoever is not met any more
+            self._answered[middle] -= 1
+            self._answered += Counter()  # forgets middles that ask for nobody any more
         if found is not None:
             (end, chunk), opened = found
             try:
@@ -367,13 +373,14 @@ class Meeting:
         self, peer: PeerID, places: Sequence[Place], token: bytes, through: End
     ) -> tuple[tuple[End, bytes], list[End]] | None:
         """Wait until the caller says by its first bytes which connection it takes; return all that opened."""
-        await through.send(await self._own_places(), self.may_be_relayed)
+        more = secrets.token_bytes(TOKEN_BYTES)
+        await through.send(await self._own_places(), self.may_be_relayed, more)
         await through.hear(PING)
         through.writer.write(PING)
         await through.hear(GO)
         opened: list[End] = []
         try:
-            tries = [first_said(one) for one in self._knocks(peer, places, token, opened)]
+            tries = [first_said(one) for one in self._knocks(peer, places, token + more, opened)]
             first = await first_of([*tries, through.first()], PUNCH_S + ANSWER_S)
         except BaseException:
             close(opened)
@@ -384,7 +391,7 @@ class Meeting:
         return first, opened
 
     def _knocks(self, peer: PeerID, places: Sequence[Place], token: bytes, opened: list[End]) -> list[Any]:
-        """Dial places that others named; what is said there must be nothing that they chose."""
+        """Dial places that others named; what is said there depends on what either of the two has chosen."""
         word = hashlib.sha256(b"trahiv meeting " + token).digest()[:TOKEN_BYTES]
         asked = [place for place in places if is_elsewhere(place) and is_ipv6(place) in self._ports]
         dialled = asked if self._punches else []

@@ -19,6 +19,7 @@ from trahiv_cli.swarm.snapshot import unpacked
 
 ANSWER_S = 15.0  # a message may take so long
 AGAIN_S = 0.1  # between two tries to dial a place that refuses
+IDLE_S = 60.0  # streams that carry nothing for so long are closed: libp2p says something every 30 s
 HEARD = 3  # times that libp2p answers a knock before it is taken to listen there: it may have been dialling
 CHUNK_BYTES = 2**16
 MAX_PLACES = 8  # that a stranger may name
@@ -104,17 +105,25 @@ UPLOAD, DOWNLOAD = Pace(), Pace()
 
 
 async def join(one: End, other: End, *paces: Pace) -> None:
-    """Pass bytes on between two streams, no faster than each pace, until one ends; then both are closed."""
+    """Pass bytes on between two streams, no faster than each pace, until one ends or both are idle.
+
+    Then both are closed.
+    """
+    now = asyncio.get_running_loop().time
 
     async def carry(source: End, target: End) -> None:
         while chunk := await source.reader.read(CHUNK_BYTES):
+            idle.reschedule(now() + IDLE_S)
             await asyncio.gather(*(pace.take(len(chunk)) for pace in paces))
             target.writer.write(chunk)
             await target.writer.drain()
 
-    both = [asyncio.create_task(carry(one, other)), asyncio.create_task(carry(other, one))]
+    both: list[asyncio.Task[None]] = []
     try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_S) as idle:
+                both += map(asyncio.create_task, (carry(one, other), carry(other, one)))
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for task in both:
             task.cancel()
@@ -166,13 +175,15 @@ def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
     return tuple(dict.fromkeys(places))
 
 
-def places_at(seen: Sequence[Place], own: Sequence[Place]) -> list[Place]:
+def places_at(seen: Sequence[Place], own: Sequence[Place], *, are_near: bool) -> list[Place]:
     """List where a peer may be that names its `own` places: where it is `seen`, and at its own ports there.
 
-    Not every connection of libp2p comes from the port at which it listens.
+    Not every connection of libp2p comes from the port at which it listens. Own places within a home count
+    only if the two that meet `are_near`: else the other one would dial into its own home.
     """
     ports = [(at[0], place[1]) for at in seen for place in own if is_ipv6(at) == is_ipv6(place)]
-    return list(dict.fromkeys([*seen, *ports, *own]))[:MAX_PLACES]
+    told = [place for place in own if are_near or is_global(place)]
+    return list(dict.fromkeys([*seen, *ports, *told]))[:MAX_PLACES]
 
 
 def read_places(sent: Iterable[Any]) -> tuple[Place, ...]:

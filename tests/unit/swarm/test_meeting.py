@@ -307,15 +307,17 @@ async def test_what_two_may_say_through_a_member_that_does_not_carry_is_little(w
     async def answer(info, reader, writer):
         end = End(reader, writer)
         assert await end.receive() == [A.to_bytes(), [world[A].daemon.public, ("5.5.5.1", 7)], TOKEN]
-        await end.send([("5.5.5.2", 8)], True)
+        await end.send([("5.5.5.2", 8)], True, TOKEN)
         while chunk := await reader.read(TALK_BYTES):
             heard.extend(chunk)
         writer.close()
 
     await settle(world, m={"relay_rate": relay_rate})
     world[B].daemon.handlers[ANSWER] = answer
-    (places, carries), end = await world.ask(A, M, SEEK, B.to_bytes(), [("5.5.5.1", 7)], TOKEN)
-    assert places == [world[B].daemon.public, ("5.5.5.2", 8)] and carries is (relay_rate != 0)
+    (places, carries, more), end = await world.ask(A, M, SEEK, B.to_bytes(), [("5.5.5.1", 7)], TOKEN)
+    assert (
+        more == TOKEN and places == [world[B].daemon.public, ("5.5.5.2", 8)] and carries is (relay_rate != 0)
+    )
     began = now()
     for _ in range(2):
         end.writer.write(bytes(TALK_BYTES))
@@ -329,12 +331,12 @@ async def test_what_two_may_say_through_a_member_that_does_not_carry_is_little(w
 @played
 async def test_of_one_peer_and_of_all_together_so_many_are_relayed_at_once(world, monkeypatch):
     async def relay(caller, peer):
-        (_, carries), end = await world.ask(caller, M, SEEK, peer.to_bytes(), [], TOKEN)
+        (_, carries, _), end = await world.ask(caller, M, SEEK, peer.to_bytes(), [], TOKEN)
         ends.append(end)
         return carries
 
     async def answer(info, reader, writer):
-        await End(reader, writer).send([], True)
+        await End(reader, writer).send([], True, TOKEN)
         await reader.read()
         writer.close()
 
@@ -354,24 +356,53 @@ async def test_of_one_peer_and_of_all_together_so_many_are_relayed_at_once(world
 
 
 @played
-async def test_a_peer_dials_only_so_many_at_once_that_others_send_it_to(world):
-    async def told(number):
+async def test_one_middle_does_not_use_up_the_meetings_of_a_peer(world):
+    async def told(middle, number):
         try:
-            (places, may), end = await world.ask(M, B, ANSWER, made_up(number).to_bytes(), [], TOKEN)
+            (places, may, more), end = await world.ask(
+                middle, B, ANSWER, made_up(number).to_bytes(), [], TOKEN
+            )
             ends.append(end)
+            words.append(more)
             return may and places == ((HOME, world[B].daemon.place[1]),)
         except NotMet as refused:
             return str(refused)
 
-    ends, words = [], "it is met already, or many others are"
+    ends, words = [], []
     await settle(world)
-    assert [await told(9) for _ in range(3)] == [True, True, words], "one who tries again comes early"
-    others = [await told(number) for number in range(10, 10 + meetings.ANSWERED_AT_ONCE)]
-    assert others == [True] * (meetings.ANSWERED_AT_ONCE - 2) + [words] * 2
+    middles = [M, *map(made_up, range(30, 34))]
+    for middle in middles[1:]:
+        await world.add(middle)
+        world.connect(middle, B)
+    for middle in middles[:4]:
+        answers = [await told(middle, number) for number in range(10, 15)]
+        assert answers == [True] * meetings.ANSWERED_FOR_ONE + ["many others are met"]
+    assert await told(middles[4], 9) == "many others are met", "of all together"
+    assert len(set(words)) == len(words), "the peer chooses its part of the word anew"
     pipes.close(ends)
     async with asyncio.timeout(2.0):
-        while await told(9) == words:
+        while await told(middles[4], 9) is not True:
             await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("are_near", [True, False])
+@played
+async def test_homes_are_dialled_into_only_by_neighbours(world, are_near):
+    async def answer(info, reader, writer):
+        asked.append(await End(reader, writer).receive())
+        await End(reader, writer).send([(HOME, 8)], True, TOKEN)
+        await reader.read()
+        writer.close()
+
+    asked = []
+    await settle(world)
+    world[B].daemon.handlers[ANSWER] = answer
+    if are_near:
+        host, port = world[A].daemon.public[0], world[B].daemon.public[1]
+        world[M].daemon.connections[B] = Multiaddr(f"/ip4/{host}/tcp/{port}"), None
+    (places, _, _), end = await world.ask(A, M, SEEK, B.to_bytes(), [("10.0.0.1", 7)], TOKEN)
+    assert (("10.0.0.1", 7) in asked[0][1]) is ((HOME, 8) in places) is are_near
+    pipes.close([end])
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -435,6 +466,7 @@ async def test_whoever_sends_rubbish_is_told_what_is_wrong(world, handler, conte
         (SEEK, [B.to_bytes(), [("example.org", 1)], TOKEN], "not places"),
         (SEEK, [B.to_bytes(), [], TOKEN[1:]], "can't be read"),
         (ANSWER, [bytes(999), [], TOKEN], "no id of a peer"),
+        (ANSWER, [B.to_bytes(), [], TOKEN[1:]], "can't be read"),
         (ANSWER, [B.to_bytes(), [(HERE, 2**16)], TOKEN], "not places"),
     ],
 )

@@ -131,6 +131,20 @@ async def test_two_streams_are_joined_both_ways_until_one_of_them_ends(ends_firs
 
 
 @played
+async def test_joined_streams_that_are_idle_are_closed(monkeypatch):
+    monkeypatch.setattr(pipes, "IDLE_S", 0.3)
+    async with pair() as (a, near_a), pair() as (b, near_b):
+        joined = asyncio.create_task(join(near_a, near_b))
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            a.writer.write(b"word")
+            await b.hear(b"word")
+        assert not joined.done()
+        await asyncio.wait_for(joined, 2.0)
+        assert await a.reader.read() == await b.reader.read() == b""
+
+
+@played
 async def test_what_is_joined_ends_with_more_than_the_most_and_when_it_is_cancelled():
     for paces in ((Pace(most=5), Pace()), ()):
         async with pair() as (a, near_a), pair() as (b, near_b):
@@ -183,9 +197,10 @@ def test_places_are_where_tcp_can_dial_an_ip_address_each_once(maddrs, is_near, 
 def test_a_peer_may_be_where_it_is_seen_at_its_own_ports_there_and_where_it_says():
     seen, own = [("5.5.5.1", 9), ("2606:4700::1", 9)], [("10.0.0.1", 1), ("fd00::1", 2), ("5.5.5.1", 9)]
     at_own_ports = [("5.5.5.1", 1), ("2606:4700::1", 2)]
-    assert pipes.places_at(seen, own) == [*seen, at_own_ports[0], at_own_ports[1], *own[:2]]
+    assert pipes.places_at(seen, own, are_near=True) == [*seen, *at_own_ports, *own[:2]]
+    assert pipes.places_at(seen, own, are_near=False) == [*seen, *at_own_ports], "not within its home"
     many = [(f"5.5.5.{number}", 1) for number in range(2 * MAX_PLACES)]
-    assert pipes.places_at(many, own) == many[:MAX_PLACES]
+    assert pipes.places_at(many, own, are_near=True) == many[:MAX_PLACES]
 
 
 @pytest.mark.parametrize(
