@@ -28,7 +28,6 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 
 DHT_TIMEOUT_S = 5.0
-LATE_AT_MOST_S = 1.0  # from the time at which a report is due until others have it
 REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
 REPORTS_A_STEP = 10
 """At most, in the time until a step is due: reports of two every 0.25 s took 4 % of a link of 5 Mbit/s."""
@@ -238,8 +237,8 @@ class SwarmTracker(ProgressTracker):
         return True
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        # Each peer renews its report in half of its time.
-        quiet_until = swarm_time() + self.metadata_expiration / 2 - LATE_AT_MOST_S
+        # Each peer renews its report in half of its time, and the new one is here within a second.
+        quiet_until = swarm_time() + self.metadata_expiration / 2 - 1.0
         newest, gone, quiet = read_reports(metadata, self._is_out, quiet_until)
         own = newest.pop(self.own_id, None)
         self.missing = self.missing.union(one.peer_id for one in self.others) - newest.keys() - gone

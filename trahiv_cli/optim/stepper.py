@@ -33,8 +33,6 @@ logger = get_logger(__name__)
 LEAVING_S = 10.0
 """A peer that wants to leave waits so long for parts that are being exchanged."""
 
-ATTENDED_AT_MOST = 16  # tries to be in a round without waiting for samples: others do not wait for this peer
-
 
 class Stepper:
     """Takes the steps of a peer's optimizer."""
@@ -108,7 +106,7 @@ class Stepper:
         """Take part in a round with nothing: by this peer's claim all in it learn how slow it is."""
         self._blocked_since = time.monotonic()
         self._parts.adaptation.measure_speed()
-        for _ in range(ATTENDED_AT_MOST):
+        for _ in range(16):  # tries: the others do not wait for a peer that was absent
             self._catch_up.wait_for_round()
             self._advance()
             if not self._tracker.is_behind or self._parts.alive.should_leave():

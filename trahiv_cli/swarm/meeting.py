@@ -111,7 +111,7 @@ class Meeting:
         self._met: dict[int, Way] = {}  # connections of p2pd with a port of 127.0.0.1 that are a meeting's
         self._sought: set[PeerID] = set()
         self._tried_in_vain: set[PeerID] = set()  # by a punch: the next one is shorter
-        self._answered: Counter[PeerID] = Counter()  # callers that are dialled now, by the middle that asks
+        self._answered: Counter[PeerID] = Counter()  # callers, by the middle that asks, which may name any
         self._tasks: set[asyncio.Task[Any]] = set()  # that serve, or pass bytes on
         self._is_closed = False
 
@@ -248,19 +248,16 @@ class Meeting:
                 raise NotMet("a request that can't be read")
         if peer not in seen or peer in await self.ways() or peer == caller:
             raise NotMet("that peer is not connected here")
-        callers, theirs_seen = seen.get(caller, ()), seen[peer]
-        are_near = not {host for host, _ in callers}.isdisjoint(host for host, _ in theirs_seen)
+        here, there = seen.get(caller, ()), seen[peer]
         has_room = self._has_room and self._circuits[caller] < RELAYED_FOR_ONE
         self._circuits[caller] += has_room  # nobody else has it while the other one is asked
         try:
             async with self._calling(peer, ANSWER) as [other]:
-                places = places_at(callers, read_places(own), are_near=are_near)
-                await other.send(caller.to_bytes(), places, token)
+                await other.send(caller.to_bytes(), places_at(here, read_places(own), there), token)
                 match await other.receive():
                     case [[*theirs], bool(may_be_relayed), bytes(more)]:
                         carries = has_room and may_be_relayed
-                        places = places_at(theirs_seen, read_places(theirs), are_near=are_near)
-                        await end.send(places, carries, more)
+                        await end.send(places_at(there, read_places(theirs), here), carries, more)
                     case _:
                         raise NotMet("that peer's answer can't be read")
                 limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=TALK_BYTES),)
@@ -350,15 +347,13 @@ class Meeting:
                 peer, places = peer_from(caller), read_places(theirs)
             case _:
                 raise NotMet("a request that can't be read")
-        # By the middle that asks, which may name any caller.
         if self._answered[middle] >= ANSWERED_FOR_ONE or self._answered.total() >= ANSWERED_AT_ONCE:
             raise NotMet("many others are met")
         self._answered[middle] += 1
         try:
             found = await self._met_by(peer, places, token, through)
         finally:
-            self._answered[middle] -= 1
-            self._answered += Counter()  # forgets middles that ask for nobody any more
+            self._answered -= Counter([middle])  # one with none left is forgotten
         if found is not None:
             (end, chunk), opened = found
             try:

@@ -175,13 +175,14 @@ def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
     return tuple(dict.fromkeys(places))
 
 
-def places_at(seen: Sequence[Place], own: Sequence[Place], *, are_near: bool) -> list[Place]:
+def places_at(seen: Sequence[Place], own: Sequence[Place], others: Sequence[Place]) -> list[Place]:
     """List where a peer may be that names its `own` places: where it is `seen`, and at its own ports there.
 
     Not every connection of libp2p comes from the port at which it listens. Own places within a home count
-    only if the two that meet `are_near`: else the other one would dial into its own home.
+    only if the peer that is to dial them is seen (`others`) at the same address: else it is its own home.
     """
     ports = [(at[0], place[1]) for at in seen for place in own if is_ipv6(at) == is_ipv6(place)]
+    are_near = not {host for host, _ in seen}.isdisjoint(host for host, _ in others)
     told = [place for place in own if are_near or is_global(place)]
     return list(dict.fromkeys([*seen, *ports, *told]))[:MAX_PLACES]
 

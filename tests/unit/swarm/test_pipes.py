@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+from types import SimpleNamespace
 
 import pytest
 from hivemind.p2p import P2P
@@ -130,18 +131,20 @@ async def test_two_streams_are_joined_both_ways_until_one_of_them_ends(ends_firs
             assert await end.reader.read() == b"", "it is closed, too"
 
 
-@played
-async def test_joined_streams_that_are_idle_are_closed(monkeypatch):
-    monkeypatch.setattr(pipes, "IDLE_S", 0.3)
-    async with pair() as (a, near_a), pair() as (b, near_b):
-        joined = asyncio.create_task(join(near_a, near_b))
-        for _ in range(4):
-            await asyncio.sleep(0.1)
-            a.writer.write(b"word")
-            await b.hear(b"word")
-        assert not joined.done()
-        await asyncio.wait_for(joined, 2.0)
-        assert await a.reader.read() == await b.reader.read() == b""
+@virtual
+async def test_joined_streams_that_are_idle_are_closed():
+    async def drain(): ...
+
+    closed, now = [], asyncio.get_running_loop().time
+    readers = [asyncio.StreamReader() for _ in range(2)]
+    writer = SimpleNamespace(write=lambda chunk: None, drain=drain, close=lambda: closed.append(now()))
+    joined = asyncio.create_task(join(*(End(reader, writer) for reader in readers)))
+    for reader in (*readers, *readers):
+        await asyncio.sleep(0.9 * pipes.IDLE_S)
+        reader.feed_data(b"word")
+    assert not closed
+    await joined
+    assert closed == [pytest.approx(4.6 * pipes.IDLE_S)] * 2
 
 
 @played
@@ -197,10 +200,10 @@ def test_places_are_where_tcp_can_dial_an_ip_address_each_once(maddrs, is_near, 
 def test_a_peer_may_be_where_it_is_seen_at_its_own_ports_there_and_where_it_says():
     seen, own = [("5.5.5.1", 9), ("2606:4700::1", 9)], [("10.0.0.1", 1), ("fd00::1", 2), ("5.5.5.1", 9)]
     at_own_ports = [("5.5.5.1", 1), ("2606:4700::1", 2)]
-    assert pipes.places_at(seen, own, are_near=True) == [*seen, *at_own_ports, *own[:2]]
-    assert pipes.places_at(seen, own, are_near=False) == [*seen, *at_own_ports], "not within its home"
+    assert pipes.places_at(seen, own, [("5.5.5.1", 8)]) == [*seen, *at_own_ports, *own[:2]]
+    assert pipes.places_at(seen, own, [("5.5.5.2", 8)]) == [*seen, *at_own_ports], "not within its home"
     many = [(f"5.5.5.{number}", 1) for number in range(2 * MAX_PLACES)]
-    assert pipes.places_at(many, own, are_near=True) == many[:MAX_PLACES]
+    assert pipes.places_at(many, own, seen) == many[:MAX_PLACES]
 
 
 @pytest.mark.parametrize(
