@@ -25,6 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from hivemind.utils import MPFuture
 
@@ -173,11 +174,13 @@ def private_folder(pid: int) -> Path:
     """Return the folder for the sockets of this process, by its id, which goes when the process ends.
 
     The first call makes it, and removes the folders of processes that have ended. A process locks its folder:
-    two containers that share /tmp have processes with the same ids.
+    two containers that share /tmp have processes with the same ids. Earlier versions did not lock theirs.
     """
     for stale in Path("/tmp").glob(f"{PREFIX}*-*"):
         other = stale.name.removeprefix(PREFIX).partition("-")[0]
-        if other.isdigit() and (lock := _lock(stale)) is not None:
+        if not other.isdigit() or (int(other) != pid and psutil.pid_exists(int(other))):
+            continue
+        if (lock := _lock(stale)) is not None:
             _sweep(stale, int(other))
             os.close(lock)
     for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
