@@ -9,8 +9,8 @@
    and so does the smaller half of a swarm that was cut in two, once enough of the others say that it is
    theirs (`majority`).
 
-A peer steps alone where it is alone. Where others are alive, or most of its last group vanished without a
-goodbye, it goes on working, up to a bound, for as long as `RoundRules.solo_after_s`.
+A peer steps alone where it is alone. Where others are alive, or a member of its last group vanished without
+a goodbye, it waits for them as long as `RoundRules.solo_after_s`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class PeerProgress:
 
 
 def read_reports(
-    stored: Any, is_out: Callable[[str], bool], quiet_until: float = 0.0
+    stored: Any, is_out: Callable[[str], bool], quiet_until: float
 ) -> tuple[dict[str, Report], set[str], set[str]]:
     """Read what is stored under the key of all reports, perhaps nonsense, by the places of its owners.
 

@@ -263,8 +263,7 @@ class Meeting:
                 limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=TALK_BYTES),)
                 await join(end, other, *limits)
         finally:
-            self._circuits[caller] -= has_room
-            self._circuits += Counter()  # forgets whoever has none
+            self._circuits -= Counter({caller: has_room})  # one with none left is forgotten
 
     # -- the two ------------------------------------------------------------------------------------
 
