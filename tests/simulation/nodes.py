@@ -16,7 +16,12 @@ from hivemind.p2p import PeerID
 from tests.simulation.board import key_of
 from tests.simulation.network import Message, Network, VirtualLoop, with_the_swarm_s_time
 from trahiv_cli.swarm import clock
-from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
+from trahiv_cli.swarm.corrections.nodes import (
+    CorrectedNode,
+    CorrectedProtocol,
+    RememberingValidator,
+    node_id_of,
+)
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
 
 
@@ -38,7 +43,7 @@ class Member:
             p2p=self.p2p,
             initial_peers=[f"/ip4/127.0.0.1/tcp/1/p2p/{one.id}" for one in initial],
             record_validator=RememberingValidator(validators),
-            **self.options,
+            **{"node_id": node_id_of(self.id.to_bytes())} | self.options,
         )
         self.node.protocol.list_node(is_listed=not self.options.get("client_mode"))
         return self

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from multiprocessing.sharedctypes import RawValue
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hivemind.p2p import P2PContext
@@ -185,7 +186,7 @@ def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_
     nobody = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
     with node(tmp_path, "first") as first:
         address = first.own_addresses()[0].replace(first.peer_id, nobody)
-        with pytest.raises(Unreachable, match=f"{nobody}: something listens there, but not this") as no:
+        with pytest.raises(Unreachable, match=f"{nobody}: something else listens there") as no:
             node(tmp_path, "second", address)
         assert "fresh `trahiv join`" in no.value.hint and no.value.exit_code == 4
         key = (tmp_path / "first.key").read_bytes()
@@ -193,6 +194,20 @@ def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_
             Node(LOCAL, tmp_path / "first.key", tuple(first.own_addresses()))
     assert "--identity FILE" in there.value.hint and there.value.exit_code == 3
     assert (tmp_path / "first.key").read_bytes() == key
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["its DHT", "its p2pd"])
+def test_a_member_that_stands_still_for_seconds_is_entered_by(tmp_path, which):
+    with node(tmp_path, "first") as first:
+        line, process = first.own_addresses(), psutil.Process(first.pids()[which])
+        process.suspend()
+        timer = threading.Timer(7.0, process.resume)
+        timer.start()
+        try:
+            with node(tmp_path, "second", *line) as second:
+                assert second.publish("key", b"value", ttl_s=100)
+        finally:
+            timer.join()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -222,17 +222,17 @@ def answering_of(addresses: Iterable[str]) -> list[str]:
         return [address for address, trouble in zip(addresses, found, strict=True) if trouble is None]
 
 
-def what_answers(address: str, found_before: OSError | None = None) -> str:
-    """Knock at an address that p2pd could not reach, unless that was done, and say what is wrong there."""
+def what_answers(address: str, trouble: OSError | None) -> str:
+    """Explain why p2pd could not reach an address, from the result of `knock`."""
     named = socket_of(Multiaddr(address))
     if named is None or named.kind is not socket.SOCK_STREAM:
         return f"{address}: no answer"
-    match found_before or knock(address):
+    match trouble:
         case None:
-            found = "something listens there, but not this peer, or it hangs"
+            found = "something else listens there, or this peer does not answer"
         case ConnectionRefusedError():
             found = f"nothing listens on port {named.port} (has that peer stopped?)"
-        case trouble:
+        case _:
             why = trouble.strerror or "no answer"
             found = f"{named.host} can't be reached ({why}): is the address public, the port forwarded?"
     return f"{address}: {found}"

@@ -18,7 +18,7 @@ import logging
 import re
 import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -38,6 +38,7 @@ from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion, known_peers
 from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
+from trahiv_cli.swarm.corrections.nodes import node_id_of
 from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.reach import Reach, ReachFinder, ReachRules, visible_maddrs
@@ -125,6 +126,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
             door=Door(standing.membership, standing.book(), self._id) if standing else Door(),
             signing_key=signing_key,
             place=own_place(signing_key, certificate),
+            node_id=node_id_of(self._id),
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
             ),
@@ -153,37 +155,34 @@ class Node(contextlib.AbstractContextManager["Node"]):
     def _entered(
         self, start: Callable[..., CorrectedDHT], initial_peers: Sequence[str], *, must_reach: bool
     ) -> CorrectedDHT:
-        """Start a DHT through those that answer: initial peers, and peers of before."""
+        """Start a DHT through those that answer: initial peers, and peers of before.
+
+        Where something listens and does not answer, try three times: p2pd waits 5 s, and a ping 3 s, for a
+        peer whose machine or link may be slow at that moment.
+        """
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
         is_certain = must_reach and not met and len(initial_peers) < 2
         answering = list(initial_peers) if is_certain else addresses.answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
-        try:
-            if needs_one and not answering:
-                raise RuntimeError("nobody answers")
-            return start(initial_peers=answering or None)
-        except (P2PDaemonError, RuntimeError, ValueError) as error:
-            if "already taken by another peer" in str(error):
-                raise SetupError(
-                    "A peer with this identity is already in the swarm; nothing was changed.",
-                    hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE; "
-                    "in a copy of another peer's folder, move identity.key away: a new one is made then",
-                ) from error
-            if needs_one:
-                knocks = "\n".join("  " + addresses.what_answers(address) for address in initial_peers)
-                raise Unreachable(
-                    f"No peer could be reached; nothing was changed.\n{knocks}",
-                    hint="ask for a fresh `trahiv join` line of any peer that is training",
-                ) from error
-            if not answering:
-                raise SetupError(
-                    f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
-                ) from error
-        except NotAdmitted:
-            if initial_peers:
-                raise
-            logger.warning("Peers of before don't take this one for a member: it starts without them.")
+        for is_last in (False, False, True):
+            try:
+                if needs_one and not answering:
+                    raise RuntimeError("nothing listens at any address")
+                return start(initial_peers=answering or None)
+            except (P2PDaemonError, RuntimeError, ValueError) as error:
+                is_taken = "already taken by another peer" in str(error)
+                troubles = {one: addresses.knock(one) for one in initial_peers if needs_one and not is_taken}
+                if None in troubles.values() and not is_last:
+                    logger.warning(f"No peer has answered in time ({error}); this peer tries again.")
+                    continue
+                if is_taken or needs_one or not answering:
+                    raise _why_not_started(error, troubles, is_taken=is_taken) from error
+            except NotAdmitted:
+                if initial_peers:
+                    raise
+                logger.warning("Peers of before don't take this one for a member: it starts without them.")
+            break
         return start()
 
     def _as_before(self, host_maddr: str) -> str:
@@ -324,6 +323,27 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _why_not_started(
+    error: Exception, troubles: Mapping[str, OSError | None], *, is_taken: bool
+) -> SetupError | Unreachable:
+    """Explain why the network daemon did not start; `troubles` are those of knocks at initial peers."""
+    if is_taken:
+        return SetupError(
+            "A peer with this identity is already in the swarm; nothing was changed.",
+            hint="stop it first, or give this one its own with --output-dir DIR or --identity FILE; "
+            "in a copy of another peer's folder, move identity.key away: a new one is made then",
+        )
+    if troubles:
+        knocks = "\n".join(f"  {addresses.what_answers(*one)}" for one in troubles.items())
+        return Unreachable(
+            f"No peer could be reached; nothing was changed.\n{knocks}",
+            hint="ask for a fresh `trahiv join` line of any peer that is training",
+        )
+    return SetupError(
+        f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
+    )
 
 
 async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:

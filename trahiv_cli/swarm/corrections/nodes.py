@@ -54,6 +54,11 @@ MAX_RECORDS_ANSWERED = 2**12  # by one node at once
 _initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
 
 
+def node_id_of(peer_id: bytes) -> DHTID:
+    """Return the id of a peer's only node: a hash of the peer's id."""
+    return DHTID.generate(source=peer_id)
+
+
 class CorrectedNode(DHTNode):
     """`DHTNode` that has the records of all (`Copies`), and says when it was refused."""
 
@@ -103,6 +108,7 @@ class CorrectedProtocol(DHTProtocol):
       a message with what is stored (dht/protocol.py:355, :395): p2pd takes 4 MiB, and who gets no answer
       forgets the node.
     - dht/protocol.py:304 writes ids of any number and length in base58, which takes hours for 4 MiB.
+    - dht/routing.py:263 lets a node choose its id: one peer takes all places near a key (`node_id_of`).
     - dht/protocol.py:84 has others ask a node that they can't dial. One that enters a swarm is not listed
       until a member has dialled it (`reach`).
     """
@@ -142,6 +148,12 @@ class CorrectedProtocol(DHTProtocol):
             logger.warning(f"Peer {peer} is not entered by: {error}")
             return None
 
+    async def update_routing_table(
+        self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
+    ) -> None:
+        """Note whether a node answered; see `DHTProtocol`. The id that it says is not looked at."""
+        await super().update_routing_table(node_id_of(peer_id.to_bytes()), peer_id, responded)
+
     async def _take_over_time(self, peers: Iterable[PeerID]) -> None:
         """Ask peers for the time, all at once, and go by what they answer."""
 
@@ -171,6 +183,7 @@ class CorrectedProtocol(DHTProtocol):
             for result in answer.results:
                 require(len(result.nearest_peer_ids) <= self.bucket_size)
                 require(all(len(one) <= MAX_ID_BYTES for one in result.nearest_peer_ids))
+                result.nearest_node_ids[:] = [node_id_of(one).to_bytes() for one in result.nearest_peer_ids]
             return answer
 
         def require(is_met: bool) -> None:

@@ -20,7 +20,12 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from tests.simulation.network import Network
 from trahiv_cli.swarm.corrections import nodes
-from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, RememberingValidator
+from trahiv_cli.swarm.corrections.nodes import (
+    CorrectedNode,
+    CorrectedProtocol,
+    RememberingValidator,
+    node_id_of,
+)
 from trahiv_cli.swarm.corrections.streams import (
     MAX_MESSAGE_BYTES,
     URGENT_BYTES,
@@ -182,6 +187,23 @@ def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value):
     for one in (record, replace(record), replace(record, expiration_time=2.0)):
         assert validator.validate(one) == (value == b"truth")
     assert judge.judged == num_judged
+
+
+def test_a_peer_has_one_node_whatever_ids_it_says(monkeypatch):
+    async def scene():
+        nodes = [await CorrectedNode.create(p2p=network.p2p_of(peer)) for peer in (a, b)]
+        for _ in range(5):
+            nodes[1].protocol.node_info = NodeInfo(node_id=DHTID.generate().to_bytes())
+            await nodes[1].protocol.call_ping(a)
+            await asyncio.sleep(0)
+        table = nodes[0].protocol.routing_table
+        assert table.uid_to_peer_id == {node_id_of(b.to_bytes()): b}
+        found = await nodes[1].protocol.call_find(a, [DHTID.generate()])
+        assert [*found.values()] == [(None, {node_id_of(b.to_bytes()): b})]
+
+    monkeypatch.setattr(hivemind.dht.node, "DHTProtocol", CorrectedProtocol)
+    network, a, b = Network(), *(PeerID(b"\x12\x20" + bytes([number] * 32)) for number in (1, 2))
+    asyncio.run(scene())
 
 
 def test_a_node_that_enters_a_swarm_is_asked_for_records_once_it_is_listed_and_not_before(monkeypatch):
