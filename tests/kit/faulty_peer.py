@@ -34,6 +34,7 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
+from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.group_finder import GroupFinder
@@ -41,7 +42,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.rounds import Log, Round
+from trahiv_cli.optim.rounds import Log, Outcome, Round
 from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
@@ -88,6 +89,9 @@ class Settings:
 
     has_buffers: bool = False
     """Whether the model has buffers that training moves: BatchNorm's."""
+
+    auto_share: float | None = None
+    """Of mode `auto`: the share of its time that a peer may wait."""
 
     num_samples: int = 0
     """In a pass over the data, which peers divide by leases; 0: nothing is divided."""
@@ -169,6 +173,7 @@ class Peer:
             max_grad_norm=0.0,
             rules=settings.rules,
             pace=settings.pace,
+            auto_share=settings.auto_share,
             events=Events(self._hear),
         )
         self._listen(optimizer)
@@ -190,6 +195,7 @@ class Peer:
     def _listen(self, optimizer: SwarmOptimizer) -> None:
         position, seeker = optimizer.position, optimizer.seeker
         try_once, commit, come = seeker.try_once, position.commit, optimizer.catch_up.come
+        load = optimizer.catch_up.load
 
         def noted(history: History, *outcome: Any) -> None:
             # One call may take several steps, and go through rounds of others before.
@@ -212,6 +218,13 @@ class Peer:
                 self._count_anew(optimizer)
             return is_dropped
 
+        def loaded(*args: Any, holders: Any = None) -> Any:
+            taken = load(*args, holders=holders)
+            if holders:
+                self.say("made-equal", **self._where(optimizer))
+            return taken
+
+        optimizer.catch_up.load = loaded  # type: ignore[method-assign]
         seeker.try_once, position.commit = told, noted  # type: ignore[method-assign]
         optimizer.catch_up.come = came  # type: ignore[method-assign]
 
@@ -327,6 +340,20 @@ class drop_peer:
             return look_for_group(*args)
 
         GroupFinder.look_for_group = looks  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class change_pace:
+    """Mode `auto` changes to a pace after the first round of a group of this size."""
+
+    pace: Pace
+    group_size: int
+
+    def install(self) -> None:
+        def choose(adaptation: Adaptation, present: Pace, outcome: Outcome) -> tuple[Pace, str]:
+            return (self.pace if len(outcome.group) == self.group_size else present), ""
+
+        Adaptation.choose = choose  # type: ignore[method-assign]
 
 
 CALLS = 160  # of each kind, to each peer, in one round of `ask_too_much`

@@ -232,7 +232,7 @@ def test_likenesses(nodes, caplog):
     for what, lie in published(nodes, likeness_key(RUN), caplog):
         for name in HONEST:
             others = [SimpleNamespace(peer_id=id_of(other)) for other in (*HONEST, LIAR) if other != name]
-            peers[name].require_alike(others, has_begun=True)
+            peers[name].require_alike(others)
         is_one = isinstance(lie, dict) and all(isinstance(value, str) for value in lie.values())
         assert is_one or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
 

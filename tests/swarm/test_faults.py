@@ -19,9 +19,11 @@ from tests.kit.faulty_peer import (
     PHASES,
     Settings,
     ask_too_much,
+    change_pace,
     drop_peer,
 )
 from tests.kit.verdicts import find_broken_promises, find_lost_steps
+from trahiv_cli.optim.pace import Pace
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -38,11 +40,11 @@ def join(workplace: Workplace) -> Callable[..., Peer]:
     It joins those that run. Its identity and its stream of data are those of its number; faults strike in it.
     """
 
-    def start(number: int, *faults: Any, settings: Settings | None = None) -> Peer:
+    def start(number: int, *faults: Any, settings: Settings | None = None, **options: Any) -> Peer:
         plan = pickle.dumps((settings or Settings(), faults)).hex()
         others = [peer.maddr for peer in workplace.peers if peer.is_running]
         script = "from tests.kit.faulty_peer import main; main()"
-        peer = workplace.start_script(script, number, plan, *others)
+        peer = workplace.start_script(script, number, plan, *others, **options)
         peer.wait_for("ready", 60.0)
         return peer
 
@@ -101,6 +103,55 @@ def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_d
     wait_until_equal(*survivors, again, timeout_s=AFTER_DEATH_S, beyond=beyond)
     assert len(again.steps[-1]["group"]) == 3
     require_promises(*workplace.peers)
+
+
+UNLIKE = {"env": {"ATEN_CPU_CAPABILITY": "default"}, "is_cold": True}
+"""A processor without AVX2: torch rounds sums in another order there, as a GPU does."""
+
+
+@pytest.mark.parametrize("mode", ["sync", "overlap"])
+def test_weights_of_unlike_processors_are_made_equal(join, mode):
+    """As soon as the round after the first difference."""
+    join = partial(join, settings=Settings(pace=Pace(mode)))
+    alike, other = (join(0), join(1)), join(2, **UNLIKE)
+    first = other.wait_for("made-equal", STEP_S)["step"]
+    equal = [
+        other.wait_for("made-equal", STEP_S, step=lambda step, at=at: step >= at) for at in (0, first + 1)
+    ]
+    for peer in alike:
+        peer.wait_for("step", STEP_S, step=lambda step: step >= equal[-1]["step"])
+        held = {one["digest"]: one["weights"] for one in peer.events if "digest" in one}
+        assert all(held[one["digest"]] == one["weights"] for one in equal)
+        assert not notices(peer, "drift")
+    assert notices(other, "drift")
+    assert first <= min(one["step"] for one in other.steps if len(one["group"]) > 1) + 1
+    assert find_lost_steps({str(peer.pid): peer.events for peer in (*alike, other)}) == {}
+
+
+@pytest.mark.parametrize("is_changed", [False, True], ids=["streaming", "auto"])
+def test_local_steps_of_unlike_processors_agree(join, is_changed):
+    """Also where mode `auto` has changed to local steps while weights differed."""
+    pace = Pace("streaming", local_steps=4, fragments=2)
+    settings = Settings(auto_share=0.1) if is_changed else Settings(pace=pace)
+    faults = [change_pace(pace, group_size=3)] if is_changed else []
+    join = partial(join, settings=settings)
+    peers = join(0, *faults), join(1, *faults), join(2, *faults, **UNLIKE)
+    changed = peers[2].wait_for("step", STEP_S, group=lambda group: len(group) == 3)["step"]
+    rounds = 4 * pace.num_fragments
+    for peer in peers:
+        peer.wait_for("step", STEP_S, step=lambda step: step >= changed + rounds * pace.steps_per_round)
+    later = [one for peer in peers for one in peer.steps if one["step"] > changed + pace.steps_per_round]
+    assert {len(one["group"]) for one in later} == {3}
+    held = {(one["digest"], one["weights"]) for one in later}
+    assert len(held) == len({digest for digest, _ in held})
+    assert not any(notices(peer, "drift") for peer in peers[:2])
+    assert len(notices(peers[2], "drift")) <= is_changed
+    assert find_lost_steps({str(peer.pid): peer.events for peer in peers}) == {}
+
+
+def notices(peer: Peer, code: str) -> list[dict[str, Any]]:
+    """Return what a peer said to a person under this code."""
+    return [one for one in peer.events if one["event"] == "notice" and one["code"] == code]
 
 
 def test_who_asks_too_much_and_is_deaf_stops_nobody(join):

@@ -228,7 +228,7 @@ class CatchUp:
                 tell("download", f"{what}, {amount}", timeout_s, **fields)
 
             while True:
-                donors = [peer for peer in self._donors() if holders is None or peer in holders][:MAX_DONORS]
+                donors = self._donors(holders)[:MAX_DONORS]
                 silence_s = self._heard_at + timeout_s - time.monotonic()
                 if self._try_download(donors, silence_s, report):
                     return True
@@ -284,14 +284,18 @@ class CatchUp:
 
     # -- whom to ask, whom to believe ----------------------------------------------------------------
 
-    def _donors(self) -> list[str]:
+    def _donors(self, holders: Collection[str] | None = None) -> list[str]:
         """Ids of the peers that may give a useful state; those that were not believed come last.
 
         Of the others, those that passed through the target come first, then the furthest; equals at random.
+        The `holders` have taken this peer's last step, and may not have reported it yet.
         """
         target, own = self._tracker.target, self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]
-        of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
+        if holders is not None:
+            of_use = [peer for peer in there if peer.peer_id in holders]
+        else:
+            of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
         mixed = secrets.SystemRandom().sample(of_use, len(of_use))
         mixed.sort(key=lambda peer: (bool(peer.went_by(target)), peer.history.rank), reverse=True)
         return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)

@@ -149,7 +149,7 @@ class RunSettings:
     schema: bytes = b""  # peers average only with those that have the same
     rules: RoundRules = RoundRules()
     target_batch_size: int = 256  # samples of a step, of all peers
-    average_state_every: int = 1  # steps after which peers whose weights differ hold the same again
+    average_state_every: int = 1  # steps at least between two states that this peer takes over to be equal
     matchmaking_s: float = 5.0  # that a group usually takes to form
     averaging_s: float = 60.0  # the longest that one try of a round looks for its group
     load_state_s: float = 60.0  # the longest that a peer which gives its state, or a round, may be silent

@@ -49,6 +49,7 @@ class Stepper:
         self.lateness = Lateness(parts.events)
         self._is_fresh = True  # whether the batch in training is the first one with its state
         self._told_slow: set[str] = set()
+        self._equal_until = 0  # the step up to which this peer takes over no weights once more
         self._blocked_s = self._blocked_since = 0.0
 
     def step(self, num_samples: int) -> None:
@@ -242,18 +243,21 @@ class Stepper:
             )
 
     def _make_equal(self) -> None:
-        """Have the peers of a group hold the same again, when it is time for that."""
+        """Have the peers of a group hold the same again: at once, and not more often than the user wants."""
         parts, step = self._parts, self._position.history.step
         # In modes with local steps a difference would stay for ever: agreed weights only ever move alike.
-        is_due = self._position.pace.has_local_steps or step % parts.settings.average_state_every == 0
+        is_due = self._position.pace.has_local_steps or step >= self._equal_until
         if not is_due or not (holders := parts.equality.restore()):
             return
+        try:
+            is_equal, why = self._catch_up.load(holders=holders), "none of them gives its state"
+        except RoundFailed as failure:
+            is_equal, why = False, failure.message
+        if is_equal:
+            self._equal_until = step + parts.settings.average_state_every
+        done = "it has taken theirs over" if is_equal else f"it keeps its own until the next round: {why}"
         parts.events.warn(
             "drift",
-            f"This peer's weights at step {step} are not those of others; it takes theirs over.",
+            f"This peer's weights at step {step} were not those of others; {done.rstrip('.')}.",
             "nothing to do if its processor is of another kind than theirs; else its memory may be damaged",
         )
-        try:
-            self._catch_up.load(holders=holders)
-        except RoundFailed as failure:  # the next round finds them unequal again
-            logger.warning(f"The weights that others hold were not taken over: {failure.message}")

@@ -631,8 +631,8 @@ class OptSection(Section):
     not 8-bit and paged optimizers. In `overlap` the loss is higher (docs/modes.md); other modes refuse it."""
 
     average_state_every: Count = 10
-    """If peers' weights differ, they adopt what most of them hold at the next step that is a multiple of
-    this. Averaged gradients are bit-equal, so only what unlike processors round differently is removed."""
+    """A peer whose weights differ adopts what most hold at once, but at most every so many steps. Averaged
+    gradients are bit-equal, so only what unlike processors round differently is removed."""
 
     client_mode: Own[bool | None] = None
     """Default: where this peer can only dial (docs/reach.md)."""

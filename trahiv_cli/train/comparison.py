@@ -6,12 +6,13 @@ reason, and gets into no group: groups compare the digests, too. Two unlike peer
 second compare again when they find no group.
 
 Covered: the number of samples, where they are divided; names, shapes, dtypes and values of all weights that
-are not trained; names and shapes of those that are, and where all are, the values that they begin with; saved
-buffers likewise, as training moves them or not; the tokenizer's vocabulary, special tokens and chat template.
+are not trained; names and shapes of those that are; saved buffers likewise, as training moves them or not;
+the tokenizer's vocabulary, special tokens and chat template.
 Not covered: the values of weights that are quantized while they are loaded, because processors round them
-differently; the files or the hub commit that they came from stand for them. Nor the values that adapters
-begin with: a GPU draws other ones than a CPU, and newcomers get the swarm's. A recipe's agreement covers the
-settings that shape a step; where there is no recipe, they are compared here, too (`compared.py`).
+differently; the files or the hub commit that they came from stand for them. Nor the values that trained
+weights begin with: a GPU, or another kind of processor, draws other ones, and newcomers get the swarm's. A
+recipe's agreement covers the settings that shape a step; where there is no recipe, they are compared here,
+too (`compared.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ REPUBLISH_S = 300.0
 
 OTHER_MODEL = (
     "use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a fresh copy "
-    "of the folder; for a new model, the same versions of torch and transformers"
+    "of the folder"
 )
 OTHER_DATA = (
     "bring the same data; or, so that each peer reads data of its own, let all begin with "
@@ -50,12 +51,12 @@ OTHER_DATA = (
 
 OTHER_SETTINGS = "give these the same values on all peers; docs/rounds.md lists the exceptions"
 
-FROZEN, TRAINABLE, INITIAL = "frozen weights", "trained weights", "initial weights"
+FROZEN, TRAINABLE = "frozen weights", "trained weights"
 TOKENIZER = "tokenizer"
 # Of data that is divided: peers that count it differently would train some samples twice, others never.
 SAMPLES, SHARDS, VALUES = "number of samples", "number of shards", "values of samples"
 
-HINTS = dict.fromkeys((FROZEN, TRAINABLE, INITIAL, TOKENIZER), OTHER_MODEL) | dict.fromkeys(
+HINTS = dict.fromkeys((FROZEN, TRAINABLE, TOKENIZER), OTHER_MODEL) | dict.fromkeys(
     (SAMPLES, SHARDS, VALUES), OTHER_DATA
 )
 """The hint for each part that differs; `OTHER_SETTINGS` for all others."""
@@ -75,7 +76,7 @@ class Comparison:
     def __init__(self, node: Node, run_id: str, own: dict[str, str]) -> None:
         self.node, self._key, self._own = node, likeness_key(run_id), _fitting(own)
         self._publish_at = 0.0
-        self.schema = hashlib.sha256(repr(sorted(_lasting(self._own).items())).encode()).digest()[:8]
+        self.schema = hashlib.sha256(repr(sorted(self._own.items())).encode()).digest()[:8]
         """Peers average only with those that have the same 8 bytes."""
         self.publish()
 
@@ -86,10 +87,10 @@ class Comparison:
                 if self.node.publish(self._key, self._own, LIKENESS_TTL_S):
                     self._publish_at = time.monotonic() + REPUBLISH_S
 
-    def require_alike(self, others: Collection[PeerProgress], *, has_begun: bool) -> None:
+    def require_alike(self, others: Collection[PeerProgress]) -> None:
         """Raise `RecipeMismatch`, with every difference, if most others train something else.
 
-        Those that published nothing are passed over. Initial weights may differ in a run that has begun.
+        Those that published nothing are passed over.
         """
         published = self.node.fetch(self._key)
         theirs: list[dict[str, str]] = []
@@ -100,11 +101,7 @@ class Comparison:
                 theirs.append(record)
             else:
                 disbelieve(peer, "the parts that it compares can't be read")
-        own = self._own
-        if has_begun:
-            own = _lasting(own)
-            theirs = [_lasting(record) for record in theirs]
-        unlike = [differing for record in theirs if (differing := _differing(own, record))]
+        unlike = [differing for record in theirs if (differing := _differing(self._own, record))]
         if len(unlike) * 2 <= len(theirs):
             return
         names = [name for name, _, _ in unlike[0]]
@@ -125,16 +122,11 @@ class Comparison:
         if len(others) < 2 and own <= min((peer.peer_id for peer in others), default=own):
             return
         try:
-            self.require_alike(others, has_begun=True)
+            self.require_alike(others)
         except RecipeMismatch:
             raise
         except SwarmError as error:  # links are bad, which may be why there is no group
             logger.warning("The others' parts were not compared; that is tried again: %s", error.message)
-
-
-def _lasting(parts: dict[str, str]) -> dict[str, str]:
-    """Leave out the initial weights, which no peer has any more once a run has begun."""
-    return {part: text for part, text in parts.items() if part != INITIAL}
 
 
 def _fitting(own: dict[str, str]) -> dict[str, str]:
@@ -169,12 +161,9 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
     """Digest what peers must have in common of a fresh model; a second for each 1.5 GB of frozen weights.
 
     Returns:
-        SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), where nothing is frozen
-        `INITIAL`, which only matters while the swarm is at step 0, and with a tokenizer `TOKENIZER`.
+        SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), and with a tokenizer `TOKENIZER`.
     """
-    frozen, trainable, initial = hashlib.sha256(), hashlib.sha256(), hashlib.sha256()
-    is_quantized = False
-    all_trained = all(weight.requires_grad for weight in model.parameters())
+    frozen, trainable, is_quantized = hashlib.sha256(), hashlib.sha256(), False
     moving = moving_buffers(model)
     for name, tensor in sorted([*model.named_parameters(), *persistent_buffers(model).items()]):
         layout = f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode()
@@ -182,15 +171,12 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
         (trainable if is_trained else frozen).update(layout)
         if not is_trained and type(tensor).__module__.startswith("bitsandbytes"):
             is_quantized = True
-        elif all_trained or not is_trained:
+        elif not is_trained and tensor.numel():
             values = tensor.detach().cpu().contiguous().view(-1)
-            if values.numel():
-                (initial if is_trained else frozen).update(values.view(torch.uint8).numpy().data)
+            frozen.update(values.view(torch.uint8).numpy().data)
     if is_quantized:
         frozen.update(origin_of(model))
     digests = {FROZEN: frozen.hexdigest(), TRAINABLE: trainable.hexdigest()}
-    if all_trained:
-        digests[INITIAL] = initial.hexdigest()
     if tokenizer is not None:
         told = {
             "vocab": tokenizer.get_vocab(),

@@ -4,7 +4,7 @@
 2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
    start again together resume from the furthest.
 3. If another peer is further, or this one has no checkpoint, it downloads the swarm's state.
-4. If nobody is there and it has no checkpoint, the run begins, with the same initial weights on every peer.
+4. If nobody is there and it has no checkpoint, the run begins; those that join then take over its weights.
    A fresh model must not take a trained one's place: that is refused where the swarm is known to have
    trained, and where this peer's checkpoints are all damaged.
 5. Before the first step of a run it waits for `swarm.min_peers`.
@@ -57,8 +57,8 @@ def enter(
     """
     tracker, events, node = optimizer.tracker, optimizer.events, comparison.node
     tracker.refresh()
+    comparison.require_alike(tracker.others)
     has_begun = any(peer.history.step > 0 for peer in tracker.others)
-    comparison.require_alike(tracker.others, has_begun=has_begun)
     if newest is None and checkpoints.all() and not has_begun:
         raise AssetError(
             f"All checkpoints in {checkpoints.folder.parent} are damaged, "
@@ -110,7 +110,7 @@ def enter_swarm(
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
     while optimizer.catch_up.wait_for_return(have_others_been_there=reached_step > 0):
-        # At step 0 the common seed already gives these weights: chunks that are equal are not sent.
+        # At step 0 like processors have these weights by the common seed: equal chunks are not sent.
         is_first = tracker.target.step == 0
         with contextlib.suppress(RoundFailed) if is_first else contextlib.nullcontext():
             if optimizer.load_state_from_peers(STEP_0_PATIENCE_S if is_first else None):

@@ -179,6 +179,8 @@ def test_the_furthest_are_asked_first_and_none_who_can_not_help():
         assert peer.catch_up.load()
     assert all(set(donors[:3]) == set("BCD") and donors[3:] == ["A"] for donors in peer.donors)
     assert {donors[0] for donors in peer.donors} == set("BCD"), "not all joiners ask the same one"
+    assert peer.catch_up.load(holders={"old", "QmN", "gone"})
+    assert peer.donors[-1] == ["old"], "it has not reported its last step yet"
 
 
 def test_a_state_that_comes_after_a_wish_to_leave_is_not_wanted():

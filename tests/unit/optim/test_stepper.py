@@ -179,24 +179,36 @@ def test_a_search_that_lasts_no_longer_than_one_that_led_to_a_round_is_nothing_t
 
 
 @pytest.mark.parametrize(  # what this one, B and C hold
-    ("states", "every", "asked_at"), [("xxy", 1, []), ("xxx", 1, []), ("yxx", 1, [1]), ("yxx", 2, [2])]
+    ("states", "every", "has_failed", "asked_at"),
+    [
+        ("xxy", 1, False, []),
+        ("xxx", 1, False, []),
+        ("yxx", 1, False, [1, 2, 3]),
+        ("yxx", 2, False, [1, 3]),
+        ("yxx", 2, True, [1, 2, 3]),
+    ],
 )
-def test_the_weights_that_most_hold_are_adopted(states, every, asked_at, monkeypatch):
+def test_weights_that_most_hold_are_adopted_at_once(states, every, has_failed, asked_at, monkeypatch):
     held = dict(zip(("QmMe", "QmB", "QmC"), (state.encode() for state in states), strict=True))
     peer, _ = of_one_weight(with_b(), commits(states=held, group=tuple(held)), average_state_every=every)
     asked = []
 
     def load(holders):
         asked.append((peer.history.step, holders))
-        raise RoundFailed("nothing came")  # the next round will find them unequal again
+        if has_failed:
+            raise RoundFailed("Nothing came.")
+        return True
 
     monkeypatch.setattr(peer.catch_up, "load", load)
-    peer.train()
-    peer.gradients.end = commits()
-    peer.train()
+    for _ in range(3):
+        peer.train()
     assert asked == [(step, {"QmB", "QmC"}) for step in asked_at]
-    assert peer.codes == ["drift"] * len(asked) and peer.history.step == 2
-    assert len({claim.state for claim in peer.gradients.claims}) == len(peer.tracker.attested) == 2
+    assert peer.codes == ["drift"] * len(asked) and peer.history.step == 3
+    said = (
+        "it keeps its own until the next round: Nothing came." if has_failed else "it has taken theirs over."
+    )
+    assert all(event["message"].endswith(said) for event in peer.told if event["event"] == "warning")
+    assert len({claim.state for claim in peer.gradients.claims}) == len(peer.tracker.attested) == 3
 
 
 def test_positions_whose_gradients_were_dropped_are_trained_again():

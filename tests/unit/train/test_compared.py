@@ -95,7 +95,7 @@ def refused(mine, theirs):
     node = FakeNode("me")
     both = Comparison(node, "run", mine), Comparison(node.neighbour("one"), "run", theirs)
     try:
-        both[0].require_alike([ONE], has_begun=True)
+        both[0].require_alike([ONE])
     except RecipeMismatch as error:
         assert both[0].schema != both[1].schema, "they must not average either"
         return {name for name, _, _ in error.differences}

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.kit.fakes import FakeNode
 from tests.kit.stand_ins import CHATML_MARKED, chat_tokenizer, write_llama
 from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.train.comparison import FROZEN, INITIAL, SAMPLES, TOKENIZER, TRAINABLE, Comparison, likeness
+from trahiv_cli.train.comparison import FROZEN, SAMPLES, TOKENIZER, TRAINABLE, Comparison, likeness
 
-OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64, SAMPLES: "800", INITIAL: "d" * 64}
+OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64, SAMPLES: "800"}
 ME, ONE, TWO, ANOTHER = (SimpleNamespace(peer_id=name) for name in ("me", "one", "two", "another"))
 
 
@@ -25,13 +25,13 @@ ME, ONE, TWO, ANOTHER = (SimpleNamespace(peer_id=name) for name in ("me", "one",
 def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_schema(part, value, hint):
     node = FakeNode("me")
     ours = Comparison(node, "run", OURS)
-    ours.require_alike([ONE, TWO], has_begun=True)  # they have published nothing
+    ours.require_alike([ONE, TWO])  # they have published nothing
     theirs = Comparison(node.neighbour("one"), "run", OURS | {part: value})
     same = Comparison(node.neighbour("two"), "run", dict(reversed(OURS.items())))
     for there in ([ONE, TWO], [TWO], [ANOTHER]):  # that one has left
-        ours.require_alike(there, has_begun=True)
+        ours.require_alike(there)
     with pytest.raises(RecipeMismatch, match=part) as refused:
-        ours.require_alike([ONE], has_begun=True)
+        ours.require_alike([ONE])
     assert refused.value.differences == ((part, OURS[part][:12], value[:12]),) and hint in refused.value.hint
     assert ours.schema == same.schema != theirs.schema
 
@@ -44,7 +44,7 @@ def test_a_part_that_one_side_lacks_differs():
     theirs = Comparison(node.neighbour("one"), "run", OURS)
     for one, other, row in ((ours, ONE, ("not set", "800")), (theirs, ME, ("800", "not set"))):
         with pytest.raises(RecipeMismatch) as refused:
-            one.require_alike([other], has_begun=True)
+            one.require_alike([other])
         assert refused.value.differences == ((SAMPLES, *row),)
 
 
@@ -53,23 +53,13 @@ def test_a_traceback_shows_the_table_and_the_hint():
     ours = Comparison(node, "run", {"learning_rate": "0.01", "weight_decay": "0"})
     Comparison(node.neighbour("one"), "run", {"learning_rate": "0.0001", "weight_decay": "0.1"})
     with pytest.raises(RecipeMismatch) as refused:
-        ours.require_alike([ONE], has_begun=True)
+        ours.require_alike([ONE])
     _, head, *rows, hint = str(refused.value).splitlines()
     assert [row.split() for row in rows] == [
         ["learning_rate", "0.01", "0.0001"],
         ["weight_decay", "0", "0.1"],
     ]
     assert "in the swarm" in head and hint.startswith("hint: give these the same values")
-
-
-def test_initial_weights_may_differ_in_a_run_that_has_begun():
-    node = FakeNode("me")
-    ours = Comparison(node, "run", OURS)
-    theirs = Comparison(node.neighbour("one"), "run", OURS | {INITIAL: "e"})
-    ours.require_alike([ONE], has_begun=True)
-    assert ours.schema == theirs.schema
-    with pytest.raises(RecipeMismatch, match=INITIAL):
-        ours.require_alike([ONE], has_begun=False)
 
 
 def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves(monkeypatch):
@@ -105,7 +95,7 @@ def test_adapters_count_by_their_shape_and_what_is_frozen_by_every_number(llama_
     torch.manual_seed(1)
     expected = digests(llama_folder)
     torch.manual_seed(2)
-    assert digests(llama_folder) == expected and INITIAL not in expected
+    assert digests(llama_folder) == expected
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     with torch.no_grad():
         model.get_input_embeddings().weight[3, 5] += 1e-3
@@ -127,8 +117,8 @@ def test_moving_buffers_count_like_trained_weights():
 
     ours = digests_of()
     assert digests_of() == ours
-    for other, part in ((digests_of(mask=1.0), FROZEN), (digests_of(mean=1.0), INITIAL)):
-        assert {name for name in ours if other[name] != ours[name]} == {part}
+    assert digests_of(mean=1.0) == ours
+    assert {name for name, other in digests_of(mask=1.0).items() if other != ours[name]} == {FROZEN}
     assert digests_of(width=3)[TRAINABLE] != ours[TRAINABLE]
 
 
@@ -140,7 +130,7 @@ def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):
     assert others[0] == first and len({first, *others}) == 3
 
 
-def test_quantized_weights_count_by_their_files_and_trained_ones_by_their_beginning(llama_folder, tmp_path):
+def test_quantized_weights_count_by_files_and_trained_ones_not(llama_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     with torch.no_grad():  # of a layer that is quantized; all others stay
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
@@ -150,6 +140,4 @@ def test_quantized_weights_count_by_their_files_and_trained_ones_by_their_beginn
     ours, again, other = (digests(folder, quantization_config=nf4)[FROZEN] for folder in folders)
     assert ours == again != other
     assert ours != digests(llama_folder)[FROZEN]
-    one, two = digests(llama_folder, r=0), digests(tmp_path, r=0)
-    assert one[INITIAL] != two[INITIAL]
-    assert {**one, INITIAL: ""} == {**two, INITIAL: ""}
+    assert digests(llama_folder, r=0) == digests(tmp_path, r=0)
