@@ -356,6 +356,46 @@ class change_pace:
         Adaptation.choose = choose  # type: ignore[method-assign]
 
 
+@dataclass(frozen=True)
+class send_just_in_time:
+    """The peer sends each part of its contribution just before the others would give it up."""
+
+    pause_s: float = CHUNK_TIMEOUT_S - 0.5
+
+    def install(self) -> None:
+        generate = ExactAllReduce._generate_input_for_peer
+
+        async def slowly(runner: ExactAllReduce, index: int, *more: Any) -> Any:
+            if index == 0:
+                say_struck(self)
+            async for part in generate(runner, index, *more):
+                await asyncio.sleep(self.pause_s)
+                yield part
+
+        ExactAllReduce._generate_input_for_peer = slowly  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class stay_away:
+    """The peer reports its samples and comes to no group; those that ask it to lead may be accepted."""
+
+    accepts: bool
+
+    def install(self) -> None:
+        async def nobody(finder: GroupFinder, step: Any) -> None:
+            say_struck(self)
+            await asyncio.sleep(AVERAGING_TIMEOUT_S)
+
+        @functools.wraps(GroupFinder.rpc_join_group)
+        async def silent(finder: GroupFinder, request: Any, context: Any) -> Any:
+            if self.accepts:
+                yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
+            await asyncio.sleep(3600.0)
+
+        GroupFinder.look_for_group = nobody  # type: ignore[method-assign,assignment]
+        GroupFinder.rpc_join_group = silent  # type: ignore[method-assign]
+
+
 CALLS = 160  # of each kind, to each peer, in one round of `ask_too_much`
 
 

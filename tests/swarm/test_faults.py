@@ -6,8 +6,10 @@ at the end of each test: equal weights at equal steps, one history, each sample 
 """
 
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +23,8 @@ from tests.kit.faulty_peer import (
     ask_too_much,
     change_pace,
     drop_peer,
+    send_just_in_time,
+    stay_away,
 )
 from tests.kit.verdicts import find_broken_promises, find_lost_steps
 from trahiv_cli.optim.pace import Pace
@@ -152,6 +156,33 @@ def test_local_steps_of_unlike_processors_agree(join, is_changed):
 def notices(peer: Peer, code: str) -> list[dict[str, Any]]:
     """Return what a peer said to a person under this code."""
     return [one for one in peer.events if one["event"] == "notice" and one["code"] == code]
+
+
+ATTACKS = {
+    "parts": send_just_in_time(),
+    "leader": stay_away(accepts=True),
+    "absent": stay_away(accepts=False),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_member_that_holds_others_up_is_named(join, name):
+    """The same in memory, and with more parts, is in `tests/simulation/test_failures.py`."""
+    steps, settings = 12, Settings(num_peers=4, part_bytes=1040)
+    join = partial(join, settings=settings)  # 20 parts of each share
+    peers = [join(number) for number in range(3)]
+    usual_s = settings.batches * settings.seconds_per_batch
+    liar = join(3, ATTACKS[name])
+    liar_id, began = liar.wait_for("ready", 1)["peer"], liar.wait_for("fault", STEP_S)["time"]
+    reached = max(peer.steps[-1]["step"] for peer in peers)
+    for peer in peers:
+        peer.wait_for("step", 2 * STEP_S, step=lambda step: step >= reached + steps)
+        taken = [began, *(one["time"] for one in peer.steps if one["time"] > began)]
+        late = [after - before for before, after in pairwise(taken) if after - before > usual_s + 2.0]
+        assert len(late) <= 3 and max(late, default=0.0) < AVERAGING_TIMEOUT_S, late
+        assert len([one for one in peer.events if one["event"] == "failed"]) <= 2
+        assert re.search(f"Peer {liar_id} is let into no group|do not wait for peer {liar_id}", peer.err)
+    assert find_lost_steps({str(peer.pid): peer.events for peer in peers}) == {}
 
 
 def test_who_asks_too_much_and_is_deaf_stops_nobody(join):

@@ -313,7 +313,7 @@ class ExactAverager(CorrectedAverager):
         decision = await ballot.hold(self.peer_id, self.dht.signing_key, vote, quorum, ask)
         blame = self._matchmaking.blame
         for peer in ballot.unheard:
-            blame.suspect(peer)
+            blame.suspect(peer, "it did not answer in a vote")
         for peer, said in ballot.votes.items():
             if said is TWO_VOTES:
                 blame.exclude(peer, "it voted for two averages in one round")

@@ -91,8 +91,13 @@ class Blame:
         self._points: defaultdict[PeerID, float] = defaultdict(float)
         self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
 
-    def suspect(self, peer: PeerID) -> None:
-        """Do not wait for this peer for a while, and have it lead only when nobody else is left."""
+    def suspect(self, peer: PeerID, why: str) -> None:
+        """Do not wait for this peer for a while, and have it lead only when nobody else is left.
+
+        Log why, once until the peer comes by itself.
+        """
+        if peer not in self._suspected_until:
+            logger.warning(f"Rounds do not wait for peer {peer}: {why}.")
         self._suspected_until[peer] = time.monotonic() + SUSPECT_S
 
     def clear(self, peer: PeerID) -> None:
@@ -108,8 +113,7 @@ class Blame:
             if peer not in members and not self.is_suspect(peer):
                 self._missed[peer] += 1
                 if self._missed[peer] >= MISSED_AT_MOST:
-                    self.suspect(peer)
-                    logger.info(f"Peer {peer} did not come: no wait for it for {SUSPECT_S:.0f} s.")
+                    self.suspect(peer, "it did not come to a group")
 
     def is_suspect(self, peer: PeerID) -> bool:
         """Whether nobody should wait for a peer."""
@@ -419,8 +423,7 @@ class GroupFinder:
                 search.sent_to = peer_from(answer.suggested_leader)
                 return None
         except (*UNREACHABLE, StopAsyncIteration) as error:
-            logger.debug(f"{leader} does not lead: {error!r}")
-            self.blame.suspect(leader)
+            self.blame.suspect(leader, f"it does not lead ({error!r})")
         except ValueError as error:
             self.blame.exclude(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)

@@ -167,7 +167,7 @@ async def test_one_that_left_while_others_looked_is_in_no_group(ended):
 async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
     peers = await swarm(3)
     for peer in peers[:2]:
-        peer.blame.suspect(peers[2].id)
+        peer.blame.suspect(peers[2].id, "it is late")
     searches = look(peers[2:]) if comes else []
     if comes:
         await asyncio.sleep(TINY_S / 2)  # until they wait at the door

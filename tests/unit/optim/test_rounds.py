@@ -97,7 +97,7 @@ def test_who_votes_late_is_suspected_no_more():
     group = GroupInfo(b"round", (id_of("A"), late), claims)
     ballot, blame = averager._ballots.open(group, limit_s=0.0), Blame(PeerID.to_bytes)
     averager._matchmaking = SimpleNamespace(blame=blame)
-    blame.suspect(late)
+    blame.suspect(late, "it is late")
     vote = sign(key_of("B"), ballot.about, Vote(b"held" * 8).to_bytes(), has_key=False)
     request = JoinRequest(schema_hash=group.group_id, gather=Call(vote).to_bytes())
     asyncio.run(averager.rpc_vote(request, SimpleNamespace(remote_id=late)))
