@@ -38,7 +38,9 @@ class TrahivError(Exception):
 
     def __init__(self, message: str, hint: str = "", findings: tuple[Finding, ...] = ()) -> None:
         super().__init__(message)
-        self.message, self.hint, self.findings = message, hint, findings
+        self.message = message
+        self.hint = hint
+        self.findings = findings
 
     def __str__(self) -> str:
         """Return all that a person needs: Python's traceback, and a notebook's, show nothing else."""

@@ -71,14 +71,17 @@ def build_datasets(
     entries = enumerate(data.datasets)
     rows = [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in entries]
     opened = shares_of(rows)
-    train, held_out = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened]), None
+    train = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened])
+    held_out = None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
         num_taken = num_held_out(len(train), data.eval.test_split_size)
         drawn = train.shuffle(seed=seed, keep_in_memory=True)
-        train, held_out = drawn.skip(num_taken), drawn.take(num_taken)
+        train = drawn.skip(num_taken)
+        held_out = drawn.take(num_taken)
     # Data that peers divide is shuffled where they do that, in an order that all share.
     is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
-    is_shuffled, is_stream = data.shuffle and not is_divided, isinstance(train, IterableDataset)
+    is_shuffled = data.shuffle and not is_divided
+    is_stream = isinstance(train, IterableDataset)
     if is_shuffled and is_stream:
         # Files are mixed before blocks are packed: packing goes on from one document to the next, and must
         # not see the files as as many streams.
@@ -162,7 +165,8 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
     kinds = [narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
         for column in {**kinds[0], **kind}:
-            ours, theirs = kinds[0].get(column, "missing"), kind.get(column, "missing")
+            ours = kinds[0].get(column, "missing")
+            theirs = kind.get(column, "missing")
             if ours != theirs and Value("null") not in (ours, theirs):
                 raise AssetError(
                     f"The datasets {opened[0].name} and {part.name} cannot be mixed: the column {column!r} "

@@ -103,7 +103,8 @@ def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    base, has_adapters = recipe.model.model_name_or_path, recipe.peft is not None
+    base = recipe.model.model_name_or_path
+    has_adapters = recipe.peft is not None
     datasets = [source.path for source in recipe.data.datasets if is_of_hub(source.path)]
     front = ModelCardData(
         library_name="peft" if has_adapters else "transformers",

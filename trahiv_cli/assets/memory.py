@@ -227,7 +227,9 @@ def mode_copies(mode: str, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, in
     Source: `optim/method.py` and `optim/rounds.py`. Gradients of a GPU go to RAM through pinned memory of
     their own. When `auto` goes over to local steps, what `overlap` kept is freed.
     """
-    pinned, late, outer = int(on_gpu), 1 if is_offloaded else 2, 3
+    pinned = int(on_gpu)
+    late = 1 if is_offloaded else 2
+    outer = 3
     if mode == "auto":
         return (late, pinned + outer) if on_gpu else (0, max(late, outer))
     return {"sync": (0, pinned), "overlap": (late, pinned)}.get(mode, (0, outer))
@@ -280,7 +282,8 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
     rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     has_tiled_head = recipe.sft is not None or recipe.dpo is not None
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises
-    was_disabled, log.disabled = log.disabled, True
+    was_disabled = log.disabled
+    log.disabled = True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")

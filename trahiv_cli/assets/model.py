@@ -170,7 +170,8 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     Raises:
         AssetError: there is no such model, a field does not fit, or the task trains another kind of model.
     """
-    model, kind = recipe.model, KINDS[recipe.task]
+    model = recipe.model
+    kind = KINDS[recipe.task]
     if (fields := model.config) is not None:
         model_type = str(fields["model_type"])
         # transformers keeps fields that it does not know, older names among them; only near misses count.
@@ -262,7 +263,9 @@ def build_model(
             layers that `peft` asks for.
         SetupError: it is to be quantized and bitsandbytes is not installed.
     """
-    model, seed, config = recipe.model, recipe.training.seed, read_config(recipe)
+    model = recipe.model
+    seed = recipe.training.seed
+    config = read_config(recipe)
     config.get_text_config().pad_token_id = tokenizer.pad_token_id
     for name in ("bos_token_id", "eos_token_id"):  # a type's defaults are of no use to another's tokenizer
         if model.config is not None and name not in model.config:

@@ -157,7 +157,9 @@ def classified(
     Raises:
         AssetError: there is no such column, or a row's class is missing or none of the recipe's.
     """
-    text, label, labels = seq_cls.dataset_text_field, seq_cls.dataset_label_field, seq_cls.labels
+    text = seq_cls.dataset_text_field
+    label = seq_cls.dataset_label_field
+    labels = seq_cls.labels
     require_text(opened, text, "seq_cls.dataset_text_field")
     require_column(opened, label, "seq_cls.dataset_label_field")
     feature = opened.features.get(label)
@@ -220,7 +222,8 @@ def trl_rows(
         return rows
     if form.keys == CHATML:
         return rows.rename_column("conversations", "messages")
-    told, features = opened.features.get("conversations"), None
+    told = opened.features.get("conversations")
+    features = None
     if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
         # What can be known is said: guessing by the first rows fails where a later one has more.
         inner = {KEYS.get(key, key): feature for key, feature in told.feature.items()}
@@ -251,7 +254,8 @@ def judged(
         template = "\n".join(template.values())
 
     def judge(row: dict[str, Any]) -> dict[str, str]:
-        error, warning = form.error(row, template), ""
+        error = form.error(row, template)
+        warning = ""
         if not error:
             warning = form.warning(row)
             try:

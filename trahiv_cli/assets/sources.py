@@ -131,7 +131,8 @@ def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
     own = {"name": source.name, "data_files": source.data_files}
     if not is_local(source.path):
         return {"path": source.path, "revision": source.revision, **own}
-    path, splits = Path(source.path).expanduser(), splits_of(source, files)
+    path = Path(source.path).expanduser()
+    splits = splits_of(source, files)
     if passed_over := set(files).difference(*splits.values()):
         told = "%d files of %r are not read, because other file names mark a split: %s"
         names = listed(sorted(file.name for file in passed_over))
@@ -174,7 +175,8 @@ def splits_of(source: DatasetSection, files: list[Path]) -> dict[str, list[Path]
     if not folder.is_dir() or source.data_files is not None or describes_itself(folder):
         return {"train": files}
     with tempfile.TemporaryDirectory() as name:  # of empty files, whose names `datasets` understands
-        root, twins = Path(name).resolve(), {}
+        root = Path(name).resolve()
+        twins = {}
         for file in files:
             twin = root / str(file.relative_to(folder)).replace("::", "..")
             twin.parent.mkdir(parents=True, exist_ok=True)
@@ -276,7 +278,8 @@ def reading(source: DatasetSection) -> Iterator[None]:
 
 def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     """Make the error of a dataset that can't be read; of local files, name the first that can't."""
-    name, said = f"The dataset {source.path!r} (split {source.split!r})", failure
+    name = f"The dataset {source.path!r} (split {source.split!r})"
+    said = failure
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
     files = local_files(source) if is_local(source.path) else []
     splits = read_splits(splits_of(source, files), source.split)
@@ -291,7 +294,9 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
         except AssetError as error:
             return error
         except FAILURES as broken:
-            name, said, hint = str(file), broken, "Mend the file, bring it again, or leave it out."
+            name = str(file)
+            said = broken
+            hint = "Mend the file, bring it again, or leave it out."
             break
     reason = reason_of(said)
     if isinstance(said.__cause__ or said, UnicodeDecodeError) or "UTF-8" in reason:

@@ -67,7 +67,8 @@ def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     from trahiv_cli.assets.model import estimate, free_bytes, require_room
 
     longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
-    needed, free = estimate(recipe, length=longest), free_bytes()
+    needed = estimate(recipe, length=longest)
+    free = free_bytes()
     traffic = traffic_of(recipe, needed)
     if out.format is Format.json:
         show_event(needed, traffic, free, longest)
@@ -109,7 +110,8 @@ def show_event(needed: Estimate, traffic: Traffic, free: dict[str, int], num_tok
 
 def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tokens: int) -> list[str]:
     """Say line by line what memory is needed for, with a column for each place."""
-    training, batch = recipe.training, needed.activation_bytes or 0
+    training = recipe.training
+    batch = needed.activation_bytes or 0
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
     counts = (needed.num_frozen, needed.num_trainable)
@@ -129,7 +131,8 @@ def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tok
         ("activations", "not known for this model" if needed.activation_bytes is None else tokens, batch, 0),
         (between, "a round, a checkpoint", 0, needed.moment_bytes),
     ]
-    table, notes = [["", *needed.places]], [""]
+    table = [["", *needed.places]]
+    notes = [""]
     for purpose, note, on_device, on_host in rows:
         if on_device or on_host or purpose == "activations":
             cells = (on_device, on_host) if needed.on_gpu else (on_device + on_host,)
@@ -170,8 +173,11 @@ def seconds_by_speed(num_bytes: int) -> dict[str, float]:
 
 def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     """Add up what the recipe's mode and codecs make of the trained weights."""
-    opt, swarm, values = recipe.hivemind_config.opt, recipe.swarm, needed.trained_values
-    is_auto, one_copy = swarm.mode == "auto", needed.trainable_bytes
+    opt = recipe.hivemind_config.opt
+    swarm = recipe.swarm
+    values = needed.trained_values
+    is_auto = swarm.mode == "auto"
+    one_copy = needed.trainable_bytes
     pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, None, swarm.local_steps, swarm.fragments)
     is_free = is_auto and opt.grad_compression is None
     codecs = CODECS_BY_LOSS if is_free else (opt.grad_compression or "none",)

@@ -134,7 +134,8 @@ class Output:
 
         def show(event: Event) -> None:
             """Show it on the live view; what must stay copyable goes above that, and the last words below."""
-            what, ready = event["event"], board.last.get("ready")
+            what = event["event"]
+            ready = board.last.get("ready")
             board(event)
             is_of_the_end = what == "sample" and ready is not None and event["step"] >= ready["max_steps"]
             if is_of_the_end or what == "done":
@@ -153,7 +154,8 @@ class Output:
 
     def rendered(self, finding: Finding) -> str:
         """Return a finding as place and message, the source line with a caret, and the hint."""
-        place, message = str(finding).removesuffix(finding.message), finding.message
+        place = str(finding).removesuffix(finding.message)
+        message = finding.message
         lines = [self.paint("1", visible(place)) + visible(message)]
         if source := finding.source:  # a long line is cut around the caret
             start = max(0, finding.col - MAX_QUOTED * 3 // 4) if len(source) > MAX_QUOTED else 0

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.preview import Part, Preview
 
-TRAINED, SPECIAL = "1;32", "36"
+TRAINED = "1;32"
+SPECIAL = "36"
 """Terminals' codes of bold green and of cyan."""
 
 BRACKETS = "⟦", "⟧"
@@ -94,7 +95,8 @@ def text_of(part: Part) -> str:
     for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.trained):
         said = ""
         for piece in run:
-            words, colour = readable(piece.text), TRAINED if is_trained else SPECIAL
+            words = readable(piece.text)
+            colour = TRAINED if is_trained else SPECIAL
             said += out.paint(colour, words, sys.stdout) if is_trained or piece.special else words
         text += said.join(BRACKETS) if is_trained else said
     return text.removesuffix("\n")
@@ -115,7 +117,9 @@ def figures(preview: Preview) -> dict[str, str]:
     """Say what was counted: a few words for each name."""
     from trahiv_cli.recipe.schema import section_of
 
-    looked_at, total, lengths = preview.looked_at, preview.num_samples, preview.lengths
+    looked_at = preview.looked_at
+    total = preview.num_samples
+    lengths = preview.lengths
     seen = f", the first {looked_at:,} looked at" if total is None or looked_at < total else ""
     rows = {"samples": (f"{total:,}" if total is not None else "a stream") + seen}
     if preview.packed:

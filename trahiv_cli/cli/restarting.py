@@ -21,7 +21,8 @@ RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 SPENT_VARIABLE = "TRAHIV_SPENT"
 """Environment variable with the samples and steps of a budget that were given before it started again."""
 
-RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+RESTARTS = 3
+RESTARTS_WITHIN_S = 600.0
 """At most this many restarts within this time; then the failure ends the peer."""
 
 

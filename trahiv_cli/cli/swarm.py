@@ -181,7 +181,8 @@ def join(
     hidden = taken_peers()  # typed, and then moved into the environment, or there from the start
     peer = [word for word in (*(peer or ()), *hidden) if word.strip()]
     if recipe is not None and peers_in(recipe):
-        peer, recipe = [*peer, recipe], None
+        peer = [*peer, recipe]
+        recipe = None
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
@@ -222,7 +223,9 @@ def agreed(
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.train.folder import known_identity, known_run, read_run, require_same_agreement, scout
 
-    invitation, identity, reached = options.invitation, options.identity, 0
+    invitation = options.invitation
+    identity = options.identity
+    reached = 0
     known = known_run(invitation.addresses, options.output_dir)
     if identity is None or not identity.exists():
         identity = known_identity(invitation, options.output_dir)
@@ -370,7 +373,8 @@ def show(recipe: Recipe) -> None:
     """Say what is about to run, to a person; programs read `ready`."""
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 
-    model, training = recipe.model, recipe.training
+    model = recipe.model
+    training = recipe.training
     source = model.model_name_or_path or f"a new {(model.config or {}).get('model_type')} from scratch"
     how = f"LoRA adapters of rank {recipe.peft.r}" if recipe.peft else "all weights"
     samples = recipe.hivemind_config.opt.target_batch_size

@@ -60,7 +60,9 @@ def watch(
     if folder is not None and not folder.is_dir():
         raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
     if folder is not None:
-        about, token, lookout = {"folder": folder.name}, kept_token(folder), Lookout(Seen(folder))
+        about = {"folder": folder.name}
+        token = kept_token(folder)
+        lookout = Lookout(Seen(folder))
         page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
         open_page(page, no_browser, folder)
         return
@@ -171,7 +173,8 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         from trahiv_cli.swarm.membership import Role
         from trahiv_cli.swarm.owning import OwnedSwarm
 
-        is_watcher, is_once = wanted.get("watch") is True, wanted.get("once") is True
+        is_watcher = wanted.get("watch") is True
+        is_once = wanted.get("once") is True
         hours = wanted.get("hours")
         if not (hours is None or (isinstance(hours, int) and 0 < hours <= MAX_HOURS)):
             raise TrahivError(f"An invitation lasts a number of hours, at most {MAX_HOURS:,}.")

@@ -86,7 +86,8 @@ def examine_members(invitation: Invitation) -> Check:
     hosts = {named.host for address in tried if (named := addresses.socket_of(Multiaddr(address)))}
     are_refused = any(isinstance(trouble, ConnectionRefusedError) for trouble in knocks.values())
     if not _has_route(hosts):
-        said, fix = "This machine has no route to any of them.", "connect it to a network"
+        said = "This machine has no route to any of them."
+        fix = "connect it to a network"
     elif not are_refused:
         with ThreadPoolExecutor() as pool:
             if any(pool.map(_lets_https_out, hosts)):
@@ -126,8 +127,10 @@ def examine_reach(
     `folder` is that of a run that was trained here with it. None of what went wrong is raised.
     """
     with tempfile.TemporaryDirectory(prefix="trahiv-doctor-", ignore_cleanup_errors=True) as passing:
-        standing, met = passing_standing(folder, invitation), Acquaintances(None)
-        own, peers = Path(passing, "identity.key"), invitation.addresses
+        standing = passing_standing(folder, invitation)
+        met = Acquaintances(None)
+        own = Path(passing, "identity.key")
+        peers = invitation.addresses
         try:
             with Node(section, own, peers, met=met, standing=standing, is_visitor=True) as node:
                 if peers:
@@ -159,7 +162,8 @@ def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
     else:
         fix = "forward a TCP port of the router to this machine, and add --host-maddr /ip4/0.0.0.0/tcp/PORT"
         yield Check("inbound", "poor", reach.why, "to be dialled", fix)
-    hosts, ports = {host for host, _ in seen}, {port for _, port in seen}
+    hosts = {host for host, _ in seen}
+    ports = {port for _, port in seen}
     told = {named.host for maddr in announced if (named := addresses.socket_of(Multiaddr(maddr)))}
     if told and hosts and not told & hosts:
         said = f"{', '.join(sorted(told))} is announced, and members see {', '.join(sorted(hosts))}."

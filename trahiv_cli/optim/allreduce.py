@@ -107,7 +107,8 @@ class ExactAllReduce(AllReduceRunner):
             robust=robust,
             num_gradients=self._num_gradients[self._own],
         )
-        self.blamed, self.is_sure = "", False  # see `Vote`
+        self.blamed = ""
+        self.is_sure = False  # see `Vote`
         self.is_late = False
         self.sent = self.received = 0  # bytes of encoded parts
         self._encoded: dict[int, asyncio.Future[averaging_pb2.AveragingData]] = {}
@@ -168,8 +169,11 @@ class ExactAllReduce(AllReduceRunner):
             return
         is_nearly_over = asyncio.get_running_loop().time() >= self._nearly_over_at
         if is_nearly_over and (sender := self.tensor_part_reducer.slowest) is not None:
-            peer, is_sure, self.is_late = self.sender_peer_ids[sender], True, True
-        self.blamed, self.is_sure = peer.to_base58(), is_sure
+            peer = self.sender_peer_ids[sender]
+            is_sure = True
+            self.is_late = True
+        self.blamed = peer.to_base58()
+        self.is_sure = is_sure
 
     def _run_out(self) -> None:
         """Fail the round at its limit: because of a slow sender or, if there is none, of a slow reducer."""
@@ -249,7 +253,8 @@ class ExactAllReduce(AllReduceRunner):
 
         shapes = [part.shape for part, _ in self._container._input_parts_by_peer[index]]
         num_buffers = len(shapes) - self._num_gradients[index]  # the last parts of a share
-        squares, answers = 0.0, aiter_with_timeout(stream, self.reducer_timeout)
+        squares = 0.0
+        answers = aiter_with_timeout(stream, self.reducer_timeout)
         decoding = amap_in_executor(decode, answers, max_prefetch=self._container.prefetch)
         async for average, encoded, square in decoding:
             if not shapes or shapes.pop(0) != average.shape:
@@ -348,10 +353,14 @@ class SoundReducer:
         robust: bool,
         num_gradients: int,
     ) -> None:
-        self.num_parts, self._num_gradients = len(part_shapes), num_gradients
+        self.num_parts = len(part_shapes)
+        self._num_gradients = num_gradients
         self.notes: dict[str, str] = {}  # senders that broke their word, and how; not used from then on
-        self._shapes, self._senders, self._claims = part_shapes, senders, claims
-        self._left_out, self._robust = left_out, robust
+        self._shapes = part_shapes
+        self._senders = senders
+        self._claims = claims
+        self._left_out = left_out
+        self._robust = robust
         counted = [claims[name] for name in senders if name not in left_out]
         self._is_empty = any(claim.samples for claim in counted) and not any(
             claim.weight for claim in counted
@@ -382,12 +391,14 @@ class SoundReducer:
             self._squares[sender] += float(torch.linalg.vector_norm(part)) ** 2
         elif not are_usable(part):
             self._squares[sender] = math.nan
-        sent, claimed = math.sqrt(self._squares[sender]), self._claims[name].norm
+        sent = math.sqrt(self._squares[sender])
+        claimed = self._claims[name].norm
         if not math.isfinite(sent):
             self.notes.setdefault(name, "its parts are not finite")
         elif sent > CLAIM_SLACK * claimed + torch.finfo(torch.float32).tiny:
             self.notes.setdefault(name, f"its parts are larger than the norm {claimed:.3g} that it claimed")
-        arrived, average = self._arrived[index], self._averages[index]
+        arrived = self._arrived[index]
+        average = self._averages[index]
         arrived[sender] = part
         self._num_sent[sender] = index + 1
         now = asyncio.get_running_loop().time()

@@ -168,7 +168,8 @@ def _codec(given: str | compression.CompressionBase) -> compression.CompressionB
         choices = {role.name.lower(): _codec(one) for role, one in given.role_compressions.items()}
         return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
     if isinstance(given, compression.SizeAdaptiveCompression):
-        less, more = _codec(given.less), _codec(given.greater_equal)
+        less = _codec(given.less)
+        more = _codec(given.greater_equal)
         return compression.SizeAdaptiveCompression(given.threshold, less, more)
     if isinstance(given, compression.CompressionBase) and type(given) not in UPSTREAM:
         return given

@@ -50,7 +50,8 @@ SENT_ALIKE = 1.5
 """An exchange was one of a codec if no more was sent than so many times what that codec makes of the values.
 Shares of peers differ by less, and of two codecs the lossier one sends half as much."""
 
-SLOW_COUNT_FROM, SLOW_ROOM = 3, 2
+SLOW_COUNT_FROM = 3
+SLOW_ROOM = 2
 """Where a third of a group or more can't keep up with common steps, it goes over to local ones, in rounds
 that last twice as long as a sample takes those: they then miss one round at most, which is kept for them."""
 
@@ -122,8 +123,10 @@ class Adaptation:
         self, share: float | None, interest: JoinerActivity, num_values: int, target_batch_size: int
     ) -> None:
         self.measured = Measured()  # what this peer knows of its own speed and link
-        self._share, self._interest = share, interest
-        self._num_values, self._target = num_values, target_batch_size
+        self._share = share
+        self._interest = interest
+        self._num_values = num_values
+        self._target = target_batch_size
         self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
         self._left_step_at: float | None = None
         self._rates: deque[float] = deque(maxlen=RECENT)
@@ -177,7 +180,8 @@ class Adaptation:
 
         Returns the next pace, the same for all in the round, and a paragraph with the figures, or "".
         """
-        said, samples = outcome.measured, outcome.samples
+        said = outcome.measured
+        samples = outcome.samples
         known = {peer: one for peer, one in said.items() if one.is_known and samples.get(peer)}
         idle = set() if present.has_local_steps else idle_members(outcome)
         num_training = len(said) - len(idle)
@@ -221,7 +225,8 @@ class Adaptation:
             return best, ""
         self._has_told_pace = True
         local = f", {best.local_steps} local steps" if best.has_local_steps else ""
-        takes_s, every = round_trips_s + size(best) / rate, best.steps_per_round
+        takes_s = round_trips_s + size(best) / rate
+        every = best.steps_per_round
         return best, (
             f"A step of {self._target} samples takes {step_s:.1f} s; an exchange went at "
             f"{8 * rate / 1e6:.1f} Mbit/s each way. Mode {best.mode}, codec {best.codec}{local}: "

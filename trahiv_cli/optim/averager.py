@@ -53,7 +53,9 @@ EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")  # in the task of a roun
 # most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. Thus many fast members do not exclude
 # a slow one, and one that only claims to be slow is excluded after two such rounds. The whole exchange has
 # the same limits, without MOST_PATIENCE_S; the usual rate then is at least LOWEST_RATE, in bytes a second.
-PATIENCE, MOST_PATIENCE_S, SLOWEST_PATIENCE_S = 4.0, 60.0, 30.0
+PATIENCE = 4.0
+MOST_PATIENCE_S = 60.0
+SLOWEST_PATIENCE_S = 30.0
 LOWEST_RATE = 125_000.0
 
 
@@ -107,7 +109,9 @@ class ExactAverager(CorrectedAverager):
         buffers: Sequence[torch.Tensor] = (),
         **kwargs: Any,
     ) -> None:
-        self._rules, self._interest, self._ballots = rules, interest, Ballots()
+        self._rules = rules
+        self._interest = interest
+        self._ballots = Ballots()
         self._buffers = buffers  # see `Buffers.exchanged`
         self._residual: dict[int, torch.Tensor] = {}  # what codecs lost, by place, and whether of local steps
         self._is_of_steps = False
@@ -167,7 +171,8 @@ class ExactAverager(CorrectedAverager):
     async def _step(self, exchange: Exchange, *, step: StepControl, future_for_init: Any) -> None:
         EXCHANGE.set(exchange)
         try:
-            claim, loop = Claim.parse(step.data_for_gather), asyncio.get_running_loop()
+            claim = Claim.parse(step.data_for_gather)
+            loop = asyncio.get_running_loop()
             norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
             step._data_for_gather = replace(claim, norm=norm).to_bytes()
         except BaseException as error:
@@ -178,7 +183,8 @@ class ExactAverager(CorrectedAverager):
     def _prepare_contribution(self, exchange: Exchange) -> float:
         """Add what earlier rounds lost to the tensors, which each try fills anew; return their norm."""
         if self._is_of_steps != exchange.is_of_steps:
-            self._residual, self._is_of_steps = {}, exchange.is_of_steps
+            self._residual = {}
+            self._is_of_steps = exchange.is_of_steps
         with self.get_tensors() as tensors, torch.no_grad():
             for place in exchange.places:
                 if place in self._residual:
@@ -193,7 +199,9 @@ class ExactAverager(CorrectedAverager):
         as it comes, which leaves a mixture when the round dies half-way, and declares the new state in the
         DHT once per tensor: 800 tensors cost 2.75 s a round, not 0.62 s.
         """
-        exchange, loop, gathered = EXCHANGE.get(), asyncio.get_running_loop(), group_info.gathered
+        exchange = EXCHANGE.get()
+        loop = asyncio.get_running_loop()
+        gathered = group_info.gathered
         said = [Claim.parse(content_of(statement)) for statement in gathered]  # they are verified
         claims, outcome = judge(group_info.peer_ids, said, exchange.most_samples, self._rules.norm_limit)
         clients = [peer for peer, claim in zip(group_info.peer_ids, said, strict=True) if claim.is_client]
@@ -206,8 +214,10 @@ class ExactAverager(CorrectedAverager):
                 runner = await self._make_runner(group_info, tensors, claims, outcome.left_out, **options)
                 async for _ in runner:
                     pass  # its parts are kept, encoded: less memory than a second copy takes until the vote
-                took_s, parts = loop.time() - started, runner.encoded_averages
-                average, schema = decoded(parts, tensors), self._matchmaking.schema
+                took_s = loop.time() - started
+                parts = runner.encoded_averages
+                average = decoded(parts, tensors)
+                schema = self._matchmaking.schema
                 proof = await loop.run_in_executor(None, proof_of, average, gathered, schema)
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
@@ -333,7 +343,8 @@ class ExactAverager(CorrectedAverager):
 
         A caller whose group is not known here yet waits, with one vote at a time.
         """
-        limit_s, peer = self.allreduce_kwargs["sender_timeout"], context.remote_id
+        limit_s = self.allreduce_kwargs["sender_timeout"]
+        peer = context.remote_id
         ballot = await self._ballots.find(request.schema_hash, peer, limit_s)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
         self._matchmaking.blame.clear(peer)  # it was late, as its line is slow, and is there
@@ -384,7 +395,8 @@ class ExactAverager(CorrectedAverager):
                 missing -= len(parts[-1].buffer)
             if missing:
                 raise ValueError("parts of another size than was said")
-        loop, schema = asyncio.get_running_loop(), self._matchmaking.schema
+        loop = asyncio.get_running_loop()
+        schema = self._matchmaking.schema
         average = decoded(parts, tensors)
         if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")

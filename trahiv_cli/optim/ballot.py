@@ -30,7 +30,9 @@ from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import sign, verified
 from trahiv_cli.swarm.snapshot import unpacked
 
-LONGEST_REASON, LONGEST_ID, DIGEST_BYTES = 200, 100, 32
+LONGEST_REASON = 200
+LONGEST_ID = 100
+DIGEST_BYTES = 32
 MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on each, in UTF-8
 BALLOTS_KEPT = 8  # this peer's rounds whose votes are still told to members that ask late
 VOTE_GRACE_S = 2.0  # for the last votes once the round is decided: only their names are missing
@@ -101,7 +103,9 @@ class NotCommitted(AllreduceException):
 
     def __init__(self, reason: str, proof: bytes = b"", samples: int = 0) -> None:
         super().__init__(reason, proof, samples)  # all of them, so that it can be pickled
-        self.reason, self.proof, self.samples = reason, proof, samples
+        self.reason = reason
+        self.proof = proof
+        self.samples = samples
 
     def __str__(self) -> str:
         return self.reason
@@ -121,7 +125,8 @@ def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote],
 
     So many as `quorum`, and more than half of the group, must hold what it holds.
     """
-    mine, needed = votes[own], max(len(group) // 2 + 1, quorum)
+    mine = votes[own]
+    needed = max(len(group) // 2 + 1, quorum)
     unlike = {
         peer: f"peer {peer} did not average: {votes[peer].reason or 'it holds other values'}"
         if peer in votes
@@ -136,7 +141,8 @@ def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote],
         ]
         reasons = [mine.reason, *(said for said in others if mine.reason not in said)]
         return Decision(False, "; ".join(reasons), votes)
-    agree, reason = [peer for peer in group if peer not in unlike], "; ".join(unlike.values())
+    agree = [peer for peer in group if peer not in unlike]
+    reason = "; ".join(unlike.values())
     if len(agree) < needed:
         reason = f"{len(agree)} of {len(group)} peers hold this average, {needed} must: {reason}"
     return Decision(len(agree) >= needed, reason, votes)
@@ -159,7 +165,8 @@ class Ballot:
         self._heard_at: dict[PeerID, float] = {}
         self._is_undone = False
         self._silent = set(clients)  # those that can't be asked
-        self._is_settled, self._has_changed = asyncio.Event(), asyncio.Event()
+        self._is_settled = asyncio.Event()
+        self._has_changed = asyncio.Event()
 
     @property
     def unheard(self) -> set[PeerID]:
@@ -223,7 +230,8 @@ class Ballot:
 
         asked = [member for member in self.members if member != peer and member not in self._silent]
         calls = [asyncio.create_task(exchange(member)) for member in asked]
-        loop, is_decided = asyncio.get_running_loop(), False
+        loop = asyncio.get_running_loop()
+        is_decided = False
         began = loop.time()
         while True:
             self._has_changed.clear()

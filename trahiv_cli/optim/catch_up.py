@@ -31,7 +31,8 @@ from trahiv_cli.swarm.download import MAX_DONORS, Report
 logger = get_logger(__name__)
 
 FOLLOWED_AT_MOST = 8  # peers are asked for one round: first those last asked for their state
-BELIEVED_S, SAID_S = 10.0, 60.0
+BELIEVED_S = 10.0
+SAID_S = 60.0
 """How long a peer that has downloaded a state waits until other peers' reports confirm it, in seconds; and
 how long if only its donor confirms it, because the others report the state before their next round."""
 
@@ -43,8 +44,12 @@ class CatchUp:
     """Waits for others, and fetches rounds that this peer missed, or the state that it should take over."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
-        self._parts, self._position, self._seeker = parts, position, seeker
-        self._tracker, self._alive, self._timeout_s = parts.tracker, parts.alive, parts.settings.load_state_s
+        self._parts = parts
+        self._position = position
+        self._seeker = seeker
+        self._tracker = parts.tracker
+        self._alive = parts.alive
+        self._timeout_s = parts.settings.load_state_s
         self._asked: list[str] = []  # ids of the peers that were last asked for their state
         self._wished = History()  # the state that the present download is to lead to, or beyond
         self._disbelieved: set[str] = set()  # ids of the peers that gave a state which was not believed
@@ -57,7 +62,8 @@ class CatchUp:
 
     def wait_for(self, peers: Collection[str], limit_s: float) -> None:
         """Wait until all of these peers, ids in base58, have reported, or this peer is to leave."""
-        what, tracker = "peers that were there before", self._tracker
+        what = "peers that were there before"
+        tracker = self._tracker
         self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
 
     def wait_for_return(self, *, have_others_been_there: bool) -> bool:
@@ -76,7 +82,8 @@ class CatchUp:
 
     def wait_for_stragglers(self, limit_s: float, fetching_s: float) -> None:
         """Stay `limit_s` for peers that are behind; up to `fetching_s` while one downloads the state."""
-        own, deadline = self._tracker.history.rank, time.monotonic() + fetching_s
+        own = self._tracker.history.rank
+        deadline = time.monotonic() + fetching_s
         what = "peers that are behind to fetch the last state"
 
         def have_come() -> bool:
@@ -97,13 +104,16 @@ class CatchUp:
 
     def wait_for_longer_steps(self, seconds: float, limit_s: float) -> None:
         """Wait, behind the others, until they stay at one step for so long, or the run is over."""
-        tracker, max_steps = self._tracker, self._parts.settings.max_steps
-        step, since = tracker.target.step, time.monotonic()
+        tracker = self._tracker
+        max_steps = self._parts.settings.max_steps
+        step = tracker.target.step
+        since = time.monotonic()
 
         def is_long() -> bool:
             nonlocal step, since
             if tracker.target.step != step:
-                step, since = tracker.target.step, time.monotonic()
+                step = tracker.target.step
+                since = time.monotonic()
             return not tracker.is_behind or step >= max_steps or time.monotonic() - since >= seconds
 
         self._wait(f"a step of the swarm that takes {seconds:.1f} s, as a batch does here", is_long, limit_s)
@@ -122,7 +132,8 @@ class CatchUp:
         self, what: str, is_done: Callable[[], bool], limit_s: float, every_s: float = REFRESH_S
     ) -> bool:
         """Read reports until `is_done` or this peer should leave; say whether that was in time."""
-        deadline, told = time.monotonic() + limit_s, 0
+        deadline = time.monotonic() + limit_s
+        told = 0
         with self._parts.events.waiting(what, limit_s) as tell:
             while not self._alive.should_leave():
                 self._alive.require()
@@ -215,7 +226,8 @@ class CatchUp:
         return True
 
     def _download(self, timeout_s: float, holders: Collection[str] | None) -> bool:
-        step, was_behind = self._tracker.target.step, self._tracker.is_behind
+        step = self._tracker.target.step
+        was_behind = self._tracker.is_behind
         self._disbelieved = set()
         what = f"the swarm's state at step {step}"
         self._heard_at = time.monotonic()
@@ -248,7 +260,8 @@ class CatchUp:
                     )
                 time.sleep(DONOR_PAUSE_S)
                 # Those that report the state to come to and did not give it.
-                target, others = self._tracker.target, self._tracker.others
+                target = self._tracker.target
+                others = self._tracker.others
                 claim_it = [peer.peer_id for peer in others if peer.history == target]
                 if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
                     self._tracker.doubts.gave_nothing(claim_it, [peer.peer_id for peer in others])
@@ -263,7 +276,8 @@ class CatchUp:
         """
         heard_at, self._asked, given_up = self._heard_at, donors, threading.Event()
         self._wished = target = self._tracker.target
-        load, lowest = self._parts.state.load_state_from_peers, min(target.rank, self._position.history.rank)
+        load = self._parts.state.load_state_from_peers
+        lowest = min(target.rank, self._position.history.rank)
         wanted = {"donors": donors, "rank": target.rank, "lowest": lowest, "silence_s": silence_s}
         before = self._position.history
         download = in_background(
@@ -290,7 +304,8 @@ class CatchUp:
         Of the others, those that passed through the target come first, then the furthest; equals at random.
         The `holders` have taken this peer's last step, and may not have reported it yet.
         """
-        target, own = self._tracker.target, self._position.history
+        target = self._tracker.target
+        own = self._position.history
         there = [peer for peer in self._tracker.others if not peer.is_client]
         if holders is not None:
             of_use = [peer for peer in there if peer.peer_id in holders]
@@ -305,12 +320,14 @@ class CatchUp:
 
         `common` digests what all peers of that history hold; it is empty if it can't be compared.
         """
-        began, pause_s = time.monotonic(), REFRESH_S
+        began = time.monotonic()
+        pause_s = REFRESH_S
         while True:
             if self._alive.must_stop:  # the download was given up, and the weights may be saved now
                 return False
             self._tracker.refresh()
-            standing, waited_s = self._tracker.standing, time.monotonic() - began
+            standing = self._tracker.standing
+            waited_s = time.monotonic() - began
             is_late = waited_s >= BELIEVED_S
             is_one_of_them = history.step >= self._wished.step and standing.believes(history)
             is_held = standing.holds(history, common, is_final=is_late) if common else True

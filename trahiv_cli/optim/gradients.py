@@ -28,7 +28,8 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         self._anchor_weight = self.local_weight = 0.0
         self._copies: HostCopies | None = None
         self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
-        self.samples_aside, self.weight_aside = 0, 0.0
+        self.samples_aside = 0
+        self.weight_aside = 0.0
         self._announced: list[tuple[int, float]] = []  # samples and weights of batches, not counted yet
         super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
@@ -88,9 +89,11 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
     def set_aside(self) -> None:
         """Set what was accumulated aside, for a round; what comes now goes into other memory, if anything."""
-        self.aside, self._local_accumulators = tuple(self._grad_accumulators()), ()
+        self.aside = tuple(self._grad_accumulators())
+        self._local_accumulators = ()
         self.samples_aside, self.weight_aside = self.local_samples_accumulated, self.local_weight
-        self.local_samples_accumulated, self.local_weight = 0, 0.0
+        self.local_samples_accumulated = 0
+        self.local_weight = 0.0
         if any(accumulator.is_cuda for accumulator in self.aside):
             self._copies = self._copies or HostCopies(self.aside)
             self._copies.begin(self.aside)
@@ -119,7 +122,9 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         self._local_accumulators = self.aside
         self.local_samples_accumulated += self.samples_aside
         self.local_weight += self.weight_aside
-        self.aside, self.samples_aside, self.weight_aside = (), 0, 0.0
+        self.aside = ()
+        self.samples_aside = 0
+        self.weight_aside = 0.0
 
     @torch.no_grad()
     def use_up(self) -> None:
@@ -128,7 +133,9 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
             for accumulator in self.aside:
                 accumulator.zero_()
             self._local_accumulators = self.aside
-        self.aside, self.samples_aside, self.weight_aside = (), 0, 0.0
+        self.aside = ()
+        self.samples_aside = 0
+        self.weight_aside = 0.0
 
     def use_averaged_gradients(self) -> AbstractContextManager[None]:
         """Have the averages as the parameters' `.grad` within the block; `use_up` comes next.

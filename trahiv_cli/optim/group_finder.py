@@ -54,7 +54,9 @@ MISSED_AT_MOST = 2
 MISSED_AFTER_ONE = 6
 
 # When, and for how long at most, a peer of which rounds fail is let into no group: see `Blame.note_votes`.
-MOST_POINTS, POINTS_A_ROUND, MOST_EXCLUDED_S = 2.0, 0.25, 1280.0
+MOST_POINTS = 2.0
+POINTS_A_ROUND = 0.25
+MOST_EXCLUDED_S = 1280.0
 
 MESSAGE = averaging_pb2.MessageFromLeader
 
@@ -190,9 +192,13 @@ class GroupFinder:
         **_: Any,
     ) -> None:
         self.request_timeout = request_timeout
-        self._p2p, self._servicer_type, self._prefix = p2p, servicer_type, prefix
+        self._p2p = p2p
+        self._servicer_type = servicer_type
+        self._prefix = prefix
         self._tensors_schema = self.schema = schema_hash
-        self._is_client, self._patience_s, self._key = client_mode, min_matchmaking_time, dht.signing_key
+        self._is_client = client_mode
+        self._patience_s = min_matchmaking_time
+        self._key = dht.signing_key
         self._expected: tuple[PeerID, ...] = ()
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
@@ -244,7 +250,8 @@ class GroupFinder:
 
     async def _search_until_found(self, search: Search) -> GroupInfo | None:
         while search.schema == self.schema:
-            leader, group = self._choose_leader(search), None
+            leader = self._choose_leader(search)
+            group = None
             search.sent_to = None
             if leader is None:
                 search.refused.clear()

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from trahiv_cli.telemetry.events import Events
 
-LATE, OF_THE_LAST = 2, 4
+LATE = 2
+OF_THE_LAST = 4
 """Late batches before anything is done: one alone may have slept with its machine."""
 
 ENOUGH_IN_TIME = 64

@@ -42,13 +42,16 @@ MOST_ROUNDS = 32
 holds samples of at most 4 rounds while those of 4 others are averaged (`seeker.HELD_AT_MOST`); it
 leases up to twice as many, and a block."""
 
-AHEAD_S, AHEAD_ROUNDS = 20.0, 8
+AHEAD_S = 20.0
+AHEAD_ROUNDS = 8
 """A block is what this peer trains in that time, at most what all peers together train in so many rounds, and
 no less than what it holds already. Leasing one costs two requests to the DHT."""
 
 FIRST_BLOCK = 64  # positions, until it is known how fast this peer trains
-TRIES, PAUSE_S = 8, 0.5  # blocks that are looked for before this peer pauses
-PATIENCE_S, POLL_S = 120.0, 0.05
+TRIES = 8
+PAUSE_S = 0.5  # blocks that are looked for before this peer pauses
+PATIENCE_S = 120.0
+POLL_S = 0.05
 
 
 class Leases:
@@ -71,9 +74,12 @@ class Leases:
         samples_per_second: Callable[[], float] = lambda: 0.0,
         while_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        self._reports, self._ledger, self.number = reports, ledger, number
+        self._reports = reports
+        self._ledger = ledger
+        self.number = number
         self.unit = SHARD if is_stream else 1  # positions that are leased as one
-        self._samples_per_second, self._while_waiting = samples_per_second, while_waiting
+        self._samples_per_second = samples_per_second
+        self._while_waiting = while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self.held = Spans()  # all that this peer has leased
@@ -91,7 +97,8 @@ class Leases:
         Raises:
             SwarmError: there was none for two minutes.
         """
-        deadline, failure = time.monotonic() + PATIENCE_S, None
+        deadline = time.monotonic() + PATIENCE_S
+        failure = None
         while True:
             with self._lock:
                 if len(self._ready) <= self._ahead() // 2 and (self._running is None or self._running.done()):
@@ -129,7 +136,8 @@ class Leases:
             theirs = (self.held & self._leased_by_others()).widened(self.unit)
             left = self.held - theirs - self._ledger().covered - Spans.of_positions(done)
             self.held = left.longest(FREE_LEASES)
-            mine, num_ready = self.held.widened(self.unit), len(self._ready)
+            mine = self.held.widened(self.unit)
+            num_ready = len(self._ready)
             self._ready = deque(start for start in self._ready if start in mine)
             self.lost += num_ready - len(self._ready)
             self._handed_out = {position for position in self._handed_out if position in self.held}
@@ -185,7 +193,8 @@ class Leases:
         Leases of more than `MOST_ROUNDS` that is not covered, or beyond what all together come to, don't
         count; their owner is named if it is at this peer's history: else it may know of more that is covered.
         """
-        others, covered = self._reports.others, self._ledger().covered
+        others = self._reports.others
+        covered = self._ledger().covered
         self._longest_round = max(self._longest_round, self._reports.target_batch_size)
         most = MOST_ROUNDS * self._longest_round * self.unit
         end = covered.end + (1 + len(others)) * most
@@ -271,7 +280,8 @@ class Work:
 
     def aside(self, num_samples: int) -> Spans:
         """Return the positions of the first samples, which a round is about, and of the useless ones."""
-        leases, mine = self.leases, Spans.of_positions([*self._held[:num_samples], *self._useless])
+        leases = self.leases
+        mine = Spans.of_positions([*self._held[:num_samples], *self._useless])
         return mine if leases is None or leases.unit == 1 else mine | leases.last_positions(mine)
 
     def settle(self, num_samples: int, brought: Spans) -> None:

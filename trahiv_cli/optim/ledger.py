@@ -140,7 +140,8 @@ class Ledger:
         Left out, and to be trained again, are positions more than `most_ahead` for each member beyond the
         last covered one, and claims that would leave more spans than `MAX_SPANS`: those in the most pieces.
         """
-        covered, duplicates = self.covered, self.duplicates
+        covered = self.covered
+        duplicates = self.duplicates
         near = Spans(((0, min(MAX_POSITION, covered.end + most_ahead * len(trained))),))
         for claimed in sorted(trained, key=lambda claimed: (len(claimed.spans), claimed.spans)):
             spans = claimed & near
@@ -168,7 +169,9 @@ class Ledger:
         unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards * SHARD)
         covered = [(-(-start // unit) * unit, stop // unit * unit) for start, stop in self.covered.spans]
         taken = Spans.of(covered) | leased.widened(unit)
-        size, least, low = size * unit, min(least * unit, in_a_row), taken.first_gap
+        size = size * unit
+        least = min(least * unit, in_a_row)
+        low = taken.first_gap
         while low < MAX_POSITION:
             end = min((low // in_a_row + 1) * in_a_row, MAX_POSITION)
             gaps = (Spans(((low, end),)) - taken).spans
@@ -194,7 +197,8 @@ class Ledger:
 
 def _without_tails(covered: Spans) -> Spans:
     """Cover what lies between the samples of each shard and its last position, where that is covered."""
-    tails, end = [], 0
+    tails = []
+    end = 0
     for start, stop in covered.spans:
         if (start + 1) % SHARD == 0:
             tails.append((max(end, start + 1 - SHARD), start))

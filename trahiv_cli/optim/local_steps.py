@@ -30,7 +30,8 @@ class OuterState:
         self.anchor = [weight.detach().to("cpu", torch.float32, copy=True) for weight in weights]
         self.momentum = [torch.zeros_like(weight) for weight in self.anchor]
         self.rounds = 0  # rounds committed; it tells which fragment is next
-        self._learning_rate, self._momentum = np.float32(learning_rate), np.float32(momentum)
+        self._learning_rate = np.float32(learning_rate)
+        self._momentum = np.float32(momentum)
 
     def resume(self, momentum: Sequence[torch.Tensor], rounds: int) -> None:
         """Go on with a checkpoint's momentum, copied, of the same shapes; the weights are its own already."""
@@ -75,7 +76,9 @@ class LocalSteps(Method):
             self._state.weights, pace.outer_learning_rate, pace.outer_momentum
         )
         self._state.agreed = self.outer.anchor
-        self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
+        self.samples_aside = 0
+        self.weight_aside = 0.0
+        self._samples_stepped = 0
         self._goes_on = False
         self._own_weights = [0.0]  # see `OwnSteps.weights`
         self.set_pace(pace)
@@ -116,7 +119,8 @@ class LocalSteps(Method):
     def account(self, samples: int) -> None:
         """Accumulate gradients; with this peer's share of the swarm's batch, take a step."""
         self._gradients.accumulate_grads_(samples)
-        held, weight = self._gradients.local_samples_accumulated, self._gradients.local_weight
+        held = self._gradients.local_samples_accumulated
+        weight = self._gradients.local_weight
         if held < self._inner_batch:
             return
         done = min(self.steps - 1, self._tracker.samples_accumulated // self._settings.target_batch_size)
@@ -141,7 +145,9 @@ class LocalSteps(Method):
     def reset(self) -> None:
         """Forget all samples, and gradients without a step: the weights were replaced."""
         self._gradients.reset_accumulated_grads_()
-        self.samples_aside, self.weight_aside, self._samples_stepped = 0, 0.0, 0
+        self.samples_aside = 0
+        self.weight_aside = 0.0
+        self._samples_stepped = 0
         self._own_weights = [0.0] * len(self._fragments)
 
     @torch.no_grad()
@@ -163,7 +169,8 @@ class LocalSteps(Method):
         if self._copied != self.places:
             self._copies, self._copied = HostCopies(weights), self.places
         self._copies.begin(weights)
-        self.samples_aside, self._samples_stepped = self._samples_stepped, 0
+        self.samples_aside = self._samples_stepped
+        self._samples_stepped = 0
         self._weights_aside = [
             weight if places.start in self.places else 0.0
             for places, weight in zip(self._fragments, self._own_weights, strict=True)
@@ -175,7 +182,9 @@ class LocalSteps(Method):
         """Write the pseudo-gradient: the agreed weights minus those that were set aside."""
         with self._gradients.get_tensors() as tensors:
             for place, weight in zip(self.places, self._copies.wait(), strict=True):
-                anchor, own, out = self.outer.anchor[place], weight, tensors[place].detach()
+                anchor = self.outer.anchor[place]
+                own = weight
+                out = tensors[place].detach()
                 np.subtract(anchor.numpy(), own.numpy(), out=out.numpy())
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
@@ -186,14 +195,16 @@ class LocalSteps(Method):
     def take_back(self) -> None:
         """Leave the weights as they are; the next round brings these steps and those that came meanwhile."""
         self._samples_stepped += self.samples_aside
-        self.samples_aside, self.weight_aside = 0, 0.0
+        self.samples_aside = 0
+        self.weight_aside = 0.0
 
     def apply(self, *, is_empty: bool = False) -> None:
         """Take the outer step; what this peer's own steps did during the round stays on top of it."""
         self._step_outer(self._copies.wait(), keeps_own=self._goes_on, is_empty=is_empty)
         both = zip(self._own_weights, self._weights_aside, strict=True)
         self._own_weights = [done - aside for done, aside in both]
-        self.samples_aside, self.weight_aside = 0, 0.0
+        self.samples_aside = 0
+        self.weight_aside = 0.0
 
     def follow(self, *, is_empty: bool = False) -> None:
         """Take the outer step; this peer's own steps stay on top of it, for the next round."""
@@ -209,7 +220,8 @@ class LocalSteps(Method):
         with self._gradients.get_tensors() as averages:
             self.outer.step(range(0) if is_empty else self.places, averages)
         for place, replaced in zip(self.places, before, strict=True):
-            agreed, weight = self.outer.anchor[place], self._state.weights[place]
+            agreed = self.outer.anchor[place]
+            weight = self._state.weights[place]
             if keeps_own and not self._is_last:
                 weight.add_(agreed.sub(replaced).to(weight.device))
             else:

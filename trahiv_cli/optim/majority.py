@@ -35,7 +35,8 @@ PASSED_OVER_S = 300.0
 MOST_REMEMBERED = 4096
 CREDIT_MARGIN = 4  # a peer may report so many times the share of a round that it brought into one of its last
 
-APART_S, APART_ROUNDS = 300.0, 8  # so long, and so many rounds, without others: `is_together` no more
+APART_S = 300.0
+APART_ROUNDS = 8  # so long, and so many rounds, without others: `is_together` no more
 
 
 def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
@@ -108,7 +109,8 @@ class Standing:
         told = (state for witness in there for state in witness.states)
         said = Counter(state[2] for state in told if state[:2] == mark)
         agree = said.pop(common[:COMMON_BYTES], 0)
-        rivals, silent = max(said.values(), default=0), backers - agree - said.total()
+        rivals = max(said.values(), default=0)
+        silent = backers - agree - said.total()
         if backers < 2 or agree > rivals + silent:
             return True
         if rivals > agree + silent:
@@ -167,7 +169,8 @@ class Doubts:
         if self._together is not None and now > self._together[0]:
             self._interval_s = now - self._together[0]
             self._pace = max(0.9 * self._pace, (step - self._together[1]) / self._interval_s)
-        self._together, self._together_at = (now, step), now
+        self._together = (now, step)
+        self._together_at = now
         for peer, number in samples.items():
             self._credit[peer] = max(self._credit.get(peer, 0.0) / 2, number / target)
         self._credit = dict([*self._credit.items()][-MOST_REMEMBERED:])
@@ -213,7 +216,8 @@ class Doubts:
 
         All other peers report `steps`, by id; this peer is at step `own`.
         """
-        now, furthest = self._clock(), math.inf
+        now = self._clock()
+        furthest = math.inf
         if self._together is not None and self._pace:  # one round says nothing of the pace
             ordered = sorted([own, *steps.values()], reverse=True)
             since = max(REPORTS_OLD_S, now - self._together[0])

@@ -27,7 +27,8 @@ from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.pace import divide
 from trahiv_cli.optim.parts import Parts
 
-GUESS_BYTES, GUESS_BATCHES = 2**22, 32
+GUESS_BYTES = 2**22
+GUESS_BATCHES = 32
 """A guess is made for so many bytes of weights at a time, or in so many batches if there are more: so long, a
 batch's gradients and optimizer state are there twice. One of 32 MB took three times as long."""
 
@@ -65,7 +66,8 @@ class Method:
     """What both have. Gradients are scaled down to `max_grad_norm` before an inner step; 0 leaves them."""
 
     def __init__(self, parts: Parts) -> None:
-        self._gradients, self._state = parts.gradients, parts.state
+        self._gradients = parts.gradients
+        self._state = parts.state
         self._max_norm = parts.settings.max_grad_norm or float("inf")
         self.last_grad_norm: float | None = None
         """The norm of the gradient of the inner optimizer's last step, before it was scaled down."""
@@ -140,7 +142,8 @@ class SharedGradients(Method):
     @torch.no_grad()
     def _guess(self, norm: float) -> None:
         """Move the weights, and nothing else, by a step with this peer's gradients, of this norm together."""
-        optimizer, weights = self._state.optimizer, self._state.weights
+        optimizer = self._state.optimizer
+        weights = self._state.weights
         if not self._agreed:
             self._agreed = [torch.empty_like(weight) for weight in weights]
         for kept, weight in zip(self._agreed, weights, strict=True):

@@ -78,7 +78,8 @@ class SwarmOptimizer(hivemind.Optimizer):
     ) -> None:
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
-        self._interest, options = JoinerActivity(), averager_opts or {}
+        self._interest = JoinerActivity()
+        options = averager_opts or {}
         self._buffers = Buffers(model)
         try:
             super().__init__(
@@ -234,7 +235,8 @@ class SwarmOptimizer(hivemind.Optimizer):
     @property
     def agreed_values(self) -> dict[torch.Tensor, torch.Tensor]:
         """What all peers of this history agree on, by parameter or buffer, where the model's may differ."""
-        agreed, weights = self.state_averager.agreed, self.state_averager.main_parameters
+        agreed = self.state_averager.agreed
+        weights = self.state_averager.main_parameters
         of_weights = {} if agreed is None else dict(zip(weights, agreed, strict=True))
         return of_weights | self._buffers.agreed
 

@@ -102,7 +102,9 @@ def divide(sizes: Sequence[int], num_fragments: int) -> tuple[range, ...]:
     Returns:
         Of each fragment the places of its tensors, at least one; with few tensors, fewer fragments.
     """
-    count, ends, borders = min(num_fragments, len(sizes)), list(accumulate(sizes)), [0]
+    count = min(num_fragments, len(sizes))
+    ends = list(accumulate(sizes))
+    borders = [0]
     for number in range(1, count):
         filling = bisect_left(ends, -(-ends[-1] * number // count))  # the tensor with which so many are full
         last = len(sizes) - count + number - 1  # each fragment after this one needs a tensor, too

@@ -33,7 +33,8 @@ class Company:
     """The other peers, as far as this peer's next step depends on them, by reports that are a little old."""
 
     def __init__(self, tracker: SwarmTracker, rules: RoundRules) -> None:
-        self._tracker, self._rules = tracker, rules
+        self._tracker = tracker
+        self._rules = rules
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -49,7 +50,8 @@ class Company:
         Members of the round that led here count however old their reports are: else a quick peer would go on
         without them.
         """
-        own, last_group = self._tracker.history, self._tracker.companions
+        own = self._tracker.history
+        last_group = self._tracker.companions
         return [
             peer.peer_id
             for peer in self._tracker.others
@@ -76,7 +78,8 @@ class Company:
         """
         if self._may_go_solo:
             return 2
-        own, others = self._tracker.history, self._tracker.others
+        own = self._tracker.history
+        others = self._tracker.others
         gone_on = {one.peer_id for one in others if one.history.rank > own.rank or one.went_by(own)}
         return max(2, (1 + len(gone_on.union(self.groupmates))) // 2 + 1, len(self.vanished) + 1)
 
@@ -89,7 +92,8 @@ class Equality:
     """Digests the tensors that all peers of a history hold alike, each once while it does not change."""
 
     def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
-        self._state, self._tracker = state, tracker
+        self._state = state
+        self._tracker = tracker
         self._digest = b""
         self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by `id`
         self.claimed: dict[str, bytes] = {}
@@ -102,7 +106,8 @@ class Equality:
             NotFinite: a common tensor is not finite. Nothing has left this peer.
         """
         if not self._digest:
-            common, history = self._state.common_tensors(), self._state.history
+            common = self._state.common_tensors()
+            history = self._state.history
             new = [tensor for tensor in common if id(tensor) not in self._digests]
             for tensor, value in zip(new, host_values(new, self._state.lock_state.changes), strict=True):
                 if not are_finite([value]):
@@ -131,7 +136,8 @@ class Equality:
 
     def restore(self) -> set[str]:
         """Return ids of those whose state to take over, none if most hold this peer's; forget the claims."""
-        claimed, self.claimed = self.claimed, {}
+        claimed = self.claimed
+        self.claimed = {}
         adopted = state_to_adopt(claimed, self._state.history.digest)
         if claimed.get(self._tracker.own_id, adopted) == adopted:
             return set()

@@ -27,7 +27,8 @@ class Position:
     """Moves a peer from one committed state to the next."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self._state = parts, parts.state
+        self._parts = parts
+        self._state = parts.state
         self.method = self._make_method()
         self.step_taken = -1
         """The last step that this peer took itself, rather than went through after others or downloaded."""
@@ -55,7 +56,8 @@ class Position:
         Call it after loading a checkpoint or at a fresh start. Without a ledger, this peer's stays.
         """
         with self._state.lock_state:
-            self._state.local_epoch, self._state.history = history.step, history
+            self._state.local_epoch = history.step
+            self._state.history = history
             self._state.ledger = ledger or self._state.ledger
             self._state.move_schedule(history.step)
         self._parts.equality.forget()
@@ -93,7 +95,8 @@ class Position:
         if self.history.step:  # else there is nothing yet to hold to
             self._parts.tracker.doubts.join()
         self.enter(self.history)
-        self._parts.tracker.companions, self.step_taken = frozenset({self._state.donor}) - {""}, -1
+        self._parts.tracker.companions = frozenset({self._state.donor}) - {""}
+        self.step_taken = -1
 
     def set_pace(self, pace: Pace) -> None:
         """Go over to another pace, between two rounds, as all peers do.
@@ -102,7 +105,8 @@ class Position:
         """
         if pace == self.pace:
             return
-        before, self._state.pace = self.method, pace
+        before = self.method
+        self._state.pace = pace
         self._parts.equality.forget()
         if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
@@ -116,7 +120,8 @@ class Position:
 
         The pace follows from what the round's members had measured before it.
         """
-        state, parts = self._state, self._parts
+        state = self._state
+        parts = self._parts
         self.last_learning_rates = [group["lr"] for group in state.optimizer.param_groups]
         with state.lock_state.changing():  # a joiner gets the pace that belongs to the state
             with parts.tracker.pause_updates():
@@ -127,7 +132,8 @@ class Position:
                     is_last = history.step >= parts.settings.max_steps
                     state.buffers.apply(keeps_own=self.pace.is_background and not is_last)
                 parts.equality.forget(self.method.held_in_common())
-                state.local_epoch, state.history = history.step, history
+                state.local_epoch = history.step
+                state.history = history
                 state.move_schedule(history.step)
                 parts.tracker.update_history(history, self.method.samples_held)
             pace, reason = parts.adaptation.choose(self.pace, outcome)
@@ -140,7 +146,8 @@ class Position:
 
     def _begin_step(self) -> None:
         """Forget what was known of the step before."""
-        parts, method = self._parts, self.method
+        parts = self._parts
+        method = self.method
         parts.company.begin_step()
         method.begin(self.history.step, 1 + len(parts.tracker.others))
         parts.tracker.steps_a_round = method.steps

@@ -58,9 +58,12 @@ class SwarmTracker(ProgressTracker):
         self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
     ) -> None:
         self.own_id = str(dht.peer_id.to_base58())
-        self.history, self.past, self.leases = History(), Past(), Spans()
+        self.history = History()
+        self.past = Past()
+        self.leases = Spans()
         """This peer's state, how it came there, and what it has leased: each report has them."""
-        self.doubts, self._fork = Doubts(), Fork()
+        self.doubts = Doubts()
+        self._fork = Fork()
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self.missing: frozenset[str] = frozenset()
@@ -73,7 +76,8 @@ class SwarmTracker(ProgressTracker):
         """Ids of those in the round that led here, or that gave this state; set after `update_history`."""
         # When this peer began to train towards the next step, and when `others` was fetched.
         self._begun_at = self._fetched_at = swarm_time()
-        self._is_announced, self._is_out = False, is_out
+        self._is_announced = False
+        self._is_out = is_out
         self._way_back: History | None = None
         # Before upstream adds its own schema, of which our reports are not, and looks for reports.
         dht.add_validators([SchemaValidator(ReportSchema, prefix=prefix)])
@@ -114,7 +118,9 @@ class SwarmTracker(ProgressTracker):
         seen = [(peer, peer.samples, self._fetched_at) for peer in self.mates]
         if self.fetch_every_s < GUESSED_FROM_S:
             return own + sum(samples for _, samples, _ in seen)
-        now, target, guessed = swarm_time(), self.target_batch_size, 0.0
+        now = swarm_time()
+        target = self.target_batch_size
+        guessed = 0.0
         for peer, samples, at in (*seen, *((peer, 0, self._begun_at) for peer in self._coming)):
             by_now = samples + peer.samples_per_second * max(0.0, now - at)
             guessed += min(by_now, self.doubts.believed_samples(peer.peer_id, math.ceil(by_now), target))
@@ -169,7 +175,9 @@ class SwarmTracker(ProgressTracker):
         # What it holds already it has trained during a round, as the others have.
         begun_at = swarm_time() - samples / self.performance_ema.samples_per_second
         self._begun_at = max(self._begun_at, begun_at)
-        self.history, self.vouched, self._way_back = history, None, None
+        self.history = history
+        self.vouched = None
+        self._way_back = None
         self.update_epoch(history.step)
         # Not by `report_local_progress`, which would count them as trained since the last report.
         self.local_progress = self._get_local_progress(history.step, samples)
@@ -245,7 +253,8 @@ class SwarmTracker(ProgressTracker):
         steps = {peer: report.epoch for peer, report in newest.items()}
         for peer in self.doubts.unbelieved(steps, self.history.step, self.steps_a_round):
             newest.pop(peer, None)
-        believed, target = self.doubts.believed_samples, self.target_batch_size
+        believed = self.doubts.believed_samples
+        target = self.target_batch_size
         self.others = tuple(
             PeerProgress.of(
                 peer, report, believed(peer, report.samples_accumulated, target), is_quiet=peer in quiet
@@ -256,7 +265,8 @@ class SwarmTracker(ProgressTracker):
         self._way_back = self._fork.look(self.standing, self.past)
         gone |= self.gone & self.companions  # of others nobody asks
         self.gone = frozenset(gone - newest.keys())
-        known, step = set(LocalTrainingProgress.__fields__), self.target.step  # hivemind's takes no others
+        known = set(LocalTrainingProgress.__fields__)
+        step = self.target.step  # hivemind's takes no others
         plain = {
             peer: ValueWithExpiration(report.dict(include=known), float("inf"))
             for peer, report in {self.own_id: own, **newest}.items()

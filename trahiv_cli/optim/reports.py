@@ -28,10 +28,12 @@ from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm.clock import LATEST_S
 from trahiv_cli.swarm.records import disbelieve, owner_of
 
-MARK_BYTES, COMMON_BYTES = 8, 8  # of the digests of a history, and of what peers hold in common
+MARK_BYTES = 8
+COMMON_BYTES = 8  # of the digests of a history, and of what peers hold in common
 MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
 ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
-STATES_TOLD, GIVEN_TOLD = 12, 8  # in a report, 20 bytes each; and of them those that somebody fetched
+STATES_TOLD = 12
+GIVEN_TOLD = 8  # in a report, 20 bytes each; and of them those that somebody fetched
 
 ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
@@ -141,7 +143,8 @@ class PeerProgress:
         with contextlib.suppress(ValueError):
             told = replace(told, leases=Spans.from_wire(report.leases))
         with contextlib.suppress(struct.error):
-            rounds, states = ROUND.iter_unpack(report.rounds), STATE.iter_unpack(report.states)
+            rounds = ROUND.iter_unpack(report.rounds)
+            states = STATE.iter_unpack(report.states)
             told = replace(told, rounds=tuple(rounds), states=frozenset(states))
         return told
 

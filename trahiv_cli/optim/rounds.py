@@ -34,7 +34,10 @@ from trahiv_cli.swarm.snapshot import unpacked
 
 # Of a claim that can be read; how many samples count is for `Claim.counted` to say. A weight is of trained
 # tokens: far above any step, far below float32's limit.
-MOST_SAMPLES, MOST_QUORUM, MOST_DIGEST_BYTES, GREATEST_WEIGHT = 2**40, 2**16, 32, 1e12
+MOST_SAMPLES = 2**40
+MOST_QUORUM = 2**16
+MOST_DIGEST_BYTES = 32
+GREATEST_WEIGHT = 1e12
 
 USELESS_AT_MOST = 1024  # positions claimed beyond the samples: those whose gradients were not finite
 
@@ -89,7 +92,8 @@ class Claim:
                 and 1 <= quorum <= MOST_QUORUM
                 and moves in ([], [True])
             ):  # fmt: skip
-                known, spans = Measured.from_wire(measured), Spans.from_wire(trained)
+                known = Measured.from_wire(measured)
+                spans = Spans.from_wire(trained)
                 if len(spans) <= samples + USELESS_AT_MOST:
                     return cls(samples, weight, norm, state, quorum, is_client, known, spans, bool(moves))
         raise ValueError("not a claim")
@@ -153,7 +157,9 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     a mean over fewer tokens may be larger, as its noise is, but never by more than makes up for its weight.
     """
     judges = [claim for claim in claims.values() if 0 < claim.norm < math.inf]
-    found, median, usual = {}, 0.0, 0.0
+    found = {}
+    median = 0.0
+    usual = 0.0
     if judges:
         median = statistics.median_low(claim.norm for claim in judges)
         usual = statistics.median_low(claim.weight for claim in judges)

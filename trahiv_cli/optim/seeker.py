@@ -46,8 +46,11 @@ class GroupSeeker:
     """
 
     def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
-        self._parts, self.position = parts, position
-        self._tracker, self._company, self._limits = parts.tracker, parts.company, parts.settings
+        self._parts = parts
+        self.position = position
+        self._tracker = parts.tracker
+        self._company = parts.company
+        self._limits = parts.settings
         self._when_no_group_is_found = when_no_group_is_found
         self._usual_wait_s = 0.0  # until a round was committed
 
@@ -76,7 +79,8 @@ class GroupSeeker:
         """
         self._tracker.refresh()
         started = time.monotonic()
-        deadline, reasons = started + self.patience_s(), dict[str, None]()
+        deadline = started + self.patience_s()
+        reasons = dict[str, None]()
         while not self._company.may_step_alone:
             try:
                 outcome = self.try_once(deadline)
@@ -111,7 +115,9 @@ class GroupSeeker:
 
         What was set aside is then unchanged.
         """
-        company, alive, tracker = self._company, self._parts.alive, self._tracker
+        company = self._company
+        alive = self._parts.alive
+        tracker = self._tracker
         if tracker.is_behind:
             raise RoundFailed(OVERTAKEN)
         patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
@@ -143,7 +149,8 @@ class GroupSeeker:
         return _outcome_of(control)
 
     def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> StepControl:
-        parts, method = self._parts, self.position.method
+        parts = self._parts
+        method = self.position.method
         claim = Claim(
             samples=method.samples_aside,
             weight=method.weight_aside,
@@ -159,7 +166,8 @@ class GroupSeeker:
 
     def expect(self, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
-        history, position = self.position.history, self.position
+        history = self.position.history
+        position = self.position
         clients = [peer.peer_id for peer in self._tracker.others if peer.is_client and peer.peer_id in peers]
         pace = hashlib.sha256(repr((position.pace, position.method.places)).encode()).digest()[:SCHEMA_BYTES]
         schema = history.step.to_bytes(8, "big") + history.digest + pace + self._parts.settings.schema
@@ -167,7 +175,8 @@ class GroupSeeker:
 
     def exchange(self) -> Exchange:
         """What the next round from this history is about."""
-        pace, method = self.position.pace, self.position.method
+        pace = self.position.pace
+        method = self.position.method
         return Exchange(
             method.places,
             pace.codec,

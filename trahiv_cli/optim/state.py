@@ -88,8 +88,11 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
 
     def __init__(self, *args: Any, interest: JoinerActivity, buffers: Buffers, **kwargs: Any) -> None:
-        self.lock_state, self._interest = StateLock(), interest
-        self.history, self.ledger, self.buffers = History(), Ledger(), buffers
+        self.lock_state = StateLock()
+        self._interest = interest
+        self.history = History()
+        self.ledger = Ledger()
+        self.buffers = buffers
         # Written by the process that serves the averager, read by the one that trains.
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
@@ -212,13 +215,15 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
         self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
-        told, changed_at = [0, 0, 0], time.monotonic()
+        told = [0, 0, 0]
+        changed_at = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
                 fetched = future.result(timeout=REPORT_EVERY_S)
                 break
             if (progress := [number.value for number in self._download_progress]) != told:
-                told, changed_at = progress, time.monotonic()
+                told = progress
+                changed_at = time.monotonic()
                 report(*told)
             if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
                 raise RoundFailed("The DHT's process did not say what came of the download.")
@@ -244,16 +249,19 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         All of it is judged before anything changes. optim/state_averager.py:630 loads the optimizer's state
         before it looks at the weights.
         """
-        layout, rounds = metadata.get("optimizer_metadata"), metadata.get("outer_rounds")
+        layout = metadata.get("optimizer_metadata")
+        rounds = metadata.get("outer_rounds")
         try:
             history = History.from_wire(metadata.get("history"))
-            ledger, pace = Ledger.from_wire(metadata.get("ledger")), Pace.from_wire(metadata.get("pace"))
+            ledger = Ledger.from_wire(metadata.get("ledger"))
+            pace = Pace.from_wire(metadata.get("pace"))
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a history, a ledger or a pace.") from error
         shapes = [tensor.shape for tensor in (*self.weights, *self.buffers.common)]
         if pace.has_local_steps:  # the outer momentum of each weight
             shapes += [weight.shape for weight in self.weights]
-        common, statistics = tensors[: len(shapes)], tensors[len(shapes) :]
+        common = tensors[: len(shapes)]
+        statistics = tensors[len(shapes) :]
         if not isinstance(layout, (list, tuple)):
             raise RoundFailed("A peer sent a state without its optimizer's layout.")
         if [tensor.shape for tensor in common] != shapes:
@@ -276,7 +284,10 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
             for target, tensor in zip(self.common_tensors(), common, strict=True):
                 target.copy_(tensor)
             self.buffers.restore()
-            self.history, self.local_epoch, self.ledger, self.donor = history, history.step, ledger, donor
+            self.history = history
+            self.local_epoch = history.step
+            self.ledger = ledger
+            self.donor = donor
             if self.outer is not None:
                 self.outer.rounds = metadata["outer_rounds"]
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):

@@ -38,7 +38,10 @@ class Stepper:
     """Takes the steps of a peer's optimizer."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker, catch_up: CatchUp) -> None:
-        self._parts, self._position, self._seeker, self._catch_up = parts, position, seeker, catch_up
+        self._parts = parts
+        self._position = position
+        self._seeker = seeker
+        self._catch_up = catch_up
         self._tracker = parts.tracker
         self.last_round: Round | None = None
         """The last round that was tried; None while this peer is alone."""
@@ -54,7 +57,8 @@ class Stepper:
 
     def step(self, num_samples: int) -> None:
         """Account for one local batch; see `SwarmOptimizer.step`, also for what it raises."""
-        parts, method = self._parts, self._position.method
+        parts = self._parts
+        method = self._position.method
         num_samples = parts.gradients.announced_samples or num_samples
         seconds = parts.adaptation.end_batch(num_samples)
         is_behind = self._running is None and self._tracker.is_behind
@@ -62,7 +66,8 @@ class Stepper:
             return
         if self._running is None and not is_behind:
             self.lateness.note_in_time(self._moment_before(seconds))
-        dropped, before = method.dropped_samples, self._position.history
+        dropped = method.dropped_samples
+        before = self._position.history
         method.account(num_samples)
         parts.work.count_announced(num_samples)
         parts.work.drop(method.samples_held, are_useless=method.dropped_samples > dropped)
@@ -82,7 +87,8 @@ class Stepper:
 
     def _come(self, num_samples: int, seconds: float) -> bool:
         """Come to the swarm's state after a batch; say whether its gradient is of no use any more."""
-        began, ended = self._moment_before(seconds), Moment(time.monotonic(), self._tracker.target.step)
+        began = self._moment_before(seconds)
+        ended = Moment(time.monotonic(), self._tracker.target.step)
         if not self._catch_up.come():
             return False
         # This batch's gradient belonged to weights that the swarm has left.
@@ -136,7 +142,9 @@ class Stepper:
 
     def _advance(self) -> None:
         """Begin a round if one is due; apply or undo one that is over; wait if training can't go on."""
-        parts, position, seeker = self._parts, self._position, self._seeker
+        parts = self._parts
+        position = self._position
+        seeker = self._seeker
         while True:
             if self._running is None:
                 is_at_end = position.history.step >= parts.settings.max_steps
@@ -161,8 +169,10 @@ class Stepper:
 
     def _wait_for(self, running: Future[Attempt]) -> None:
         """Wait for a round to end; a wish to leave ends the wait, if the round does not in time."""
-        alive, leave_at = self._parts.alive, float("inf")
-        step, others = self._position.history.step + 1, len(self._parts.company.groupmates)
+        alive = self._parts.alive
+        leave_at = float("inf")
+        step = self._position.history.step + 1
+        others = len(self._parts.company.groupmates)
         with self._parts.events.waiting(
             f"a round for step {step} with {others} other peer(s)", self._seeker.patience_s()
         ):
@@ -173,8 +183,10 @@ class Stepper:
     def _settle(self) -> bool:
         """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
         assert self._running is not None
-        parts, position = self._parts, self._position
-        running, self._running = self._running, None
+        parts = self._parts
+        position = self._position
+        running = self._running
+        self._running = None
         try:
             self.last_round, outcome = running.result()
         except BaseException:
@@ -189,7 +201,8 @@ class Stepper:
         brought = parts.work.aside(self.my_step_samples)
         if outcome is None:  # a step alone, of which nobody else is to know the past
             position.method.load()
-            samples, proof = {own: self.my_step_samples}, secrets.token_bytes(16)
+            samples = {own: self.my_step_samples}
+            proof = secrets.token_bytes(16)
             outcome = Outcome(
                 samples,
                 (own,),
@@ -208,7 +221,8 @@ class Stepper:
         if self.last_round is not None:
             blocked_s = self._blocked_s + now - self._blocked_since
             self.last_round = replace(self.last_round, blocked_seconds=blocked_s)
-        self._blocked_s, self._blocked_since = 0.0, now
+        self._blocked_s = 0.0
+        self._blocked_since = now
         parts.work.settle(self.my_step_samples, brought)
         if parts.equality.claimed and len(outcome.group) > 1:
             self._make_equal()
@@ -244,15 +258,18 @@ class Stepper:
 
     def _make_equal(self) -> None:
         """Have the peers of a group hold the same again: at once, and not more often than the user wants."""
-        parts, step = self._parts, self._position.history.step
+        parts = self._parts
+        step = self._position.history.step
         # In modes with local steps a difference would stay for ever: agreed weights only ever move alike.
         is_due = self._position.pace.has_local_steps or step >= self._equal_until
         if not is_due or not (holders := parts.equality.restore()):
             return
         try:
-            is_equal, why = self._catch_up.load(holders=holders), "none of them gives its state"
+            is_equal = self._catch_up.load(holders=holders)
+            why = "none of them gives its state"
         except RoundFailed as failure:
-            is_equal, why = False, failure.message
+            is_equal = False
+            why = failure.message
         if is_equal:
             self._equal_until = step + parts.settings.average_state_every
         done = "it has taken theirs over" if is_equal else f"it keeps its own until the next round: {why}"

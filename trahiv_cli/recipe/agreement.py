@@ -89,7 +89,8 @@ def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
     Returns:
         Fields by their dotted paths, and the names of local data that was edited since.
     """
-    may_differ, edited = {"training.max_steps"}, {}
+    may_differ = {"training.max_steps"}
+    edited = {}
     if all(run_id(renamed(each, None)) == run_id(each) for each in (earlier, later)):
         may_differ.add(_RUN_ID)
     for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False)):

@@ -56,5 +56,6 @@ def version() -> str:
 
 def _files(folder: str, pattern: str) -> list[Path]:
     """List what a wheel carries inside the package, and a checkout beside it."""
-    in_wheel, in_checkout = _PACKAGE / folder, _PACKAGE.parent / folder
+    in_wheel = _PACKAGE / folder
+    in_checkout = _PACKAGE.parent / folder
     return sorted((in_wheel if in_wheel.is_dir() else in_checkout).glob(pattern))

@@ -31,7 +31,8 @@ def read_contents(recipe: Recipe) -> Recipe:
         RecipeMismatch: the recipe, from a swarm or a run's folder, says already what they hold, and here they
             hold something else.
     """
-    missing, datasets = [], []
+    missing = []
+    datasets = []
     for index, dataset in enumerate(recipe.data.datasets):
         try:
             found = content_of(dataset) if _is_of_files(dataset) else None
@@ -43,7 +44,8 @@ def read_contents(recipe: Recipe) -> Recipe:
             hint = "bring an unchanged copy of the starter's; `--files DIR` finds it, whatever its name"
             if wanted.version:
                 hint = f"install trahiv {wanted.version} unchanged on all machines, or start a new swarm"
-            place, ours = f"data.datasets.{index}.content", found.model_dump() if found else {}
+            place = f"data.datasets.{index}.content"
+            ours = found.model_dump() if found else {}
             pairs = [(f"{place}.{name}", ours.get(name), it) for name, it in wanted.model_dump().items()]
             raise RecipeMismatch(
                 f"{dataset.path!r} is not what the run trains on: it has "
@@ -99,7 +101,8 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     Raises:
         AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
     """
-    path, known = Path(dataset.path).expanduser(), f"Known are {' '.join(READERS)}."
+    path = Path(dataset.path).expanduser()
+    known = f"Known are {' '.join(READERS)}."
     if path.is_dir() and dataset.data_files is None:
         if not (files := [file for file in _data_files(path) if file.is_file()]):
             raise AssetError(f"The folder {dataset.path!r} holds no data files.", known)

@@ -232,7 +232,8 @@ def _read(text: str, file: str) -> Document:
     except yaml.MarkedYAMLError as error:
         message = f"not valid YAML: {error.problem or 'no value'}"
         since = f" since line {error.context_mark.line + 1}" if error.context_mark else ""
-        mark, hint = error.problem_mark or error.context_mark, _SYNTAX_HINT.format(since=since)
+        mark = error.problem_mark or error.context_mark
+        hint = _SYNTAX_HINT.format(since=since)
         raise document.error([document.finding("", message, hint, mark)]) from None
     except yaml.reader.ReaderError as error:
         mark = yaml.Mark(file, error.position, text.count("\n", 0, error.position), 0, None, 0)
@@ -267,7 +268,8 @@ def _value(document: Document, node: yaml.Node, location: Location) -> Any:
 
 
 def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> Any:
-    kind, text = node.tag.removeprefix(_TAG), str(node.value)
+    kind = node.tag.removeprefix(_TAG)
+    text = str(node.value)
     value: int | float | None = None
     if kind == "str":
         return text if is_text(text) else _refuse(document, node, location, "has half of a surrogate pair")

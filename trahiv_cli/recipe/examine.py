@@ -57,10 +57,12 @@ def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
 
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
-    new, section = recipe.model.config, section_of(recipe.task) or ""
+    new = recipe.model.config
+    section = section_of(recipe.task) or ""
     config = _local_config(recipe.model) if new is None else new
     source: Location = ("model", "model_name_or_path" if new is None else "config")
-    model_type, known = config.get("model_type"), model_types()
+    model_type = config.get("model_type")
+    known = model_types()
     if isinstance(model_type, str) and known and model_type not in known:
         location: Location = ("model", "config", "model_type")
         yield document.finding_at(location, *unknown_model_type(model_type, known))
@@ -72,7 +74,8 @@ def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
     if new is None and not (recipe.clm is not None and recipe.clm.packing and model_type in _TABLES):
         return  # else no sample may be that long
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
-    max_length, context = getattr(recipe, section).max_length, config.get(key)
+    max_length = getattr(recipe, section).max_length
+    context = config.get(key)
     if isinstance(context, int) and max_length > context:
         path: Location = (section, "max_length")
         is_said = path in document.values or document.is_replaced(path)
@@ -105,7 +108,8 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
                 raise forms.empty_dataset(source.path, source.split)
             # Of a folder `datasets` may read some files only, as their names and a README.md say.
             whole = [] if Path(source.path).expanduser().is_dir() else files
-            place, num_bytes = f"data.datasets.{index}", READ_BYTES
+            place = f"data.datasets.{index}"
+            num_bytes = READ_BYTES
             for file in whole:
                 for found, message, hint in _about_file(recipe, source, place, file, num_bytes):
                     yield replace(document.finding_at(location, message, hint), code=found)

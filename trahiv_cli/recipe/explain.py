@@ -69,7 +69,8 @@ def _locate(details: ErrorDetails, places: Sequence[str], data: Any) -> Location
     location: Location = ()
     for part in details["loc"]:
         if _holds(data, (part,)):
-            location, data = (*location, part), data[part]
+            location = (*location, part)
+            data = data[part]
     return location
 
 
@@ -90,7 +91,9 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
     kinds = [each["type"] for each in group]
     near = [kind for kind in kinds if not kind.endswith("_type") and kind != "literal_error"]
     group = [each for each in group if each["type"] in (near or kinds)]
-    details, kind, got = group[0], group[0]["type"], kind_of(group[0]["input"])
+    details = group[0]
+    kind = group[0]["type"]
+    got = kind_of(group[0]["input"])
     if kind == "extra_forbidden":
         return "unknown key", _about_unknown(location)
     if kind == "missing":
@@ -98,7 +101,8 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
     if kind in ("broken_rules", "value_error"):
         return details["msg"].removeprefix("Value error, "), ""
     if kind == "literal_error" and len(group) == 1:
-        path, chosen = dotted(location), str(details["input"])
+        path = dotted(location)
+        chosen = str(details["input"])
         if refused := REFUSED_CHOICES.get(path, {}).get(chosen):
             return f"{got} can't work in a swarm: {refused[0]}", refused[1]
         meant = closest(FOREIGN_CHOICES.get(chosen, chosen), re.findall(r"'([^']*)'", details["msg"]))
@@ -115,7 +119,8 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
 
 def _about_unknown(location: Location) -> str:
     """Say where an unknown key belongs, what it is called here, or which keys there are."""
-    section, key = general(location[:-1]), str(location[-1])
+    section = general(location[:-1])
+    key = str(location[-1])
     sections = sections_of_a_recipe()
     if key in FOREIGN:
         return f"other tools call it `{key}`; here it is {FOREIGN[key]}".rpartition("it is nothing: ")[2]

@@ -35,7 +35,8 @@ def read_rows(file: Path, num_bytes: int = READ_BYTES) -> list[Any]:
         AssetError: no reader could read it as it is meant; the message has the number of a broken row.
         OSError: it can't be read.
     """
-    reader, name = reader_of(file), repr(str(file))
+    reader = reader_of(file)
+    name = repr(str(file))
     if reader == "parquet":
         return []
     require_readable(file)
@@ -102,7 +103,8 @@ def csv_columns(file: Path) -> list[str]:
 
 
 def _csv_rows(text: str, file: Path) -> list[dict[str, str | None]]:
-    columns, rows = csv_columns(file), []
+    columns = csv_columns(file)
+    rows = []
     lines = _csv_lines(io.StringIO(text, newline=""), strict=True)
     next(lines, None)
     for number, fields in enumerate(lines, 1):

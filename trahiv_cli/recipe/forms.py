@@ -165,7 +165,8 @@ def _form(table: Table, columns: tuple[str, ...]) -> Form:
 
 
 def _no_conversation(table: Table, column: str) -> AssetError:
-    value, renaming = table.first[column], f"`{table.place}.columns: {{{column}: ...}}`"
+    value = table.first[column]
+    renaming = f"`{table.place}.columns: {{{column}: ...}}`"
     hint = f"Rename columns with {renaming}."
     if is_conversation(value, SHAREGPT):
         hint = (

@@ -119,7 +119,8 @@ def _put_template(document: Document, location: Location, file: Path) -> None:
 
 
 def _find(source: str | Path) -> Path:
-    path, builtin = Path(source), builtin_recipes()
+    path = Path(source)
+    builtin = builtin_recipes()
     is_folder = os.path.isdir(path)
     if os.path.exists(path) and not is_folder:
         return path

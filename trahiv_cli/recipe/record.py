@@ -142,7 +142,8 @@ def _require_harmless(wire: dict[str, Any]) -> None:
     wrong = []
     for part in ("shared", "suggested"):
         for location, value in leaves(wire[part], is_deep=True):
-            objection, marks = _objection(location, value), marks_of(location)
+            objection = _objection(location, value)
+            marks = marks_of(location)
             if part == "shared" and OWN in marks:
                 objection = "is this peer's own choice; a swarm may not set it"
             elif part == "suggested" and location and SUGGESTED not in marks:
@@ -185,7 +186,8 @@ def _require_brought(recipe: Recipe, looked_in: Path | None) -> None:
     for location, value in leaves(recipe.to_data()):
         if location[-1] not in PATH_KEYS or not str(value).startswith(LOCAL):
             continue
-        path, name = dotted(location), value.removeprefix(LOCAL)
+        path = dotted(location)
+        name = value.removeprefix(LOCAL)
         content = recipe.data.datasets[int(location[2])].content if location[0] == "data" else None
         if content is None:
             hint = f"the starter has its own folder `{name}`: bring a copy and `--set {path}=FOLDER`"

@@ -206,7 +206,8 @@ def _has_speakers(value: Any, key: str) -> bool:
 
 
 def _error_of(message: dict[str, Any], keys: tuple[str, str], column: str, template: str | None) -> str:
-    role, content = message["role"], message.get("content")
+    role = message["role"]
+    content = message.get("content")
     is_named = template is None or re.search(f"['\"]{re.escape(role)}['\"]", template)
     if role not in _KNOWN_ROLES and not is_named:
         return _unknown_role(role, column)

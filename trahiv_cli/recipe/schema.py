@@ -30,7 +30,10 @@ from trahiv_cli.recipe.pasted import INVITATION_PREFIX
 from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
 from trahiv_cli.recipe.upstream import mistake_in, mistakes_in_schedule
 
-OWN, SUGGESTED, COMPARED, LOOKED_UP = "own", "suggested", "compared", "looked up"
+OWN = "own"
+SUGGESTED = "suggested"
+COMPARED = "compared"
+LOOKED_UP = "looked up"
 """What a field may be marked with; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
 
 _T = TypeVar("_T")
@@ -368,7 +371,8 @@ class DataSection(Section):
             elif mistake := mistake_in(template):
                 yield f"is not valid Jinja: {mistake}; correct the template there", "chat_template"
         without = [index for index, dataset in enumerate(self.datasets) if dataset.fraction is None]
-        streaming, share = "`streaming` has no known length, so ", "datasets.0.fraction"
+        streaming = "`streaming` has no known length, so "
+        share = "datasets.0.fraction"
         if 0 < len(without) < len(self.datasets):
             yield "give every dataset a `fraction`, or none of them", f"datasets.{without[0]}"
         if self.streaming and not without:
@@ -442,7 +446,8 @@ class DpoSection(Section):
     """Tokens in prompt and answer together; what is longer is cut off at its end."""
 
     def _broken_rules(self) -> Rules:
-        losses, weights = self.loss_type, self.loss_weights
+        losses = self.loss_type
+        weights = self.loss_weights
         if weights is not None and len(weights) != len(losses):
             yield f"has {len(weights)} weights for {len(losses)} losses", "loss_weights"
         if "exo_pair" in losses and not self.label_smoothing:
@@ -796,7 +801,8 @@ class Recipe(Section):
         if self.quantization is not None and self.model.config is not None:
             message = "only a model that is loaded can be quantized; `model.config` makes a new one"
             yield message, "quantization"
-        training, opt = self.training, self.hivemind_config.opt
+        training = self.training
+        opt = self.hivemind_config.opt
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
         if local > opt.target_batch_size:
             yield (
@@ -854,7 +860,8 @@ def marks_of(location: Location) -> set[str]:
     Args:
         location: of a value, maybe a stranger's; it need not lead to a field.
     """
-    sections, place = sections_of_a_recipe(), general(location)
+    sections = sections_of_a_recipe()
+    place = general(location)
     fields = (sections.get(place[:end], {}).get(str(place[end])) for end in range(len(place)))
     return {mark for field in fields if field for mark in field.metadata if isinstance(mark, str)}
 

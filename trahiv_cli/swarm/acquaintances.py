@@ -45,13 +45,18 @@ MAX_ADDRESSES = 12  # of one peer: what others publish must not fill a disk
 # Peers seen within so long of each other were there together. Times are kept to a tenth of it.
 LATELY_S = 600.0
 
-PUBLISH_EVERY_S, ADDRESSES_TTL_S = 120.0, 600.0
+PUBLISH_EVERY_S = 120.0
+ADDRESSES_TTL_S = 600.0
 CALL_S = 5.0  # a peer may take so long to answer: libp2p would dial an address that is gone for minutes
-DIAL_S, DIAL_NEAR_S = 3.0, 1.0  # the same for a dial, and for one that can only be meant for this network
+DIAL_S = 3.0
+DIAL_NEAR_S = 1.0  # the same for a dial, and for one that can only be meant for this network
 CALLS_AT_ONCE = 8
 # Between two calls on the same peer, each longer than the one before; `LATELY`: on one that was there lately,
 # and on all where this node knows nobody.
-PAUSE_S, LONGER, LONGEST_PAUSE_S, LONGEST_PAUSE_LATELY_S = 2.0, 1.25, 300.0, 10.0
+PAUSE_S = 2.0
+LONGER = 1.25
+LONGEST_PAUSE_S = 300.0
+LONGEST_PAUSE_LATELY_S = 10.0
 
 
 _calling: set[asyncio.Task[None]] = set()
@@ -77,7 +82,8 @@ class Acquaintances:
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
-        self._path, self._clock = path, clock
+        self._path = path
+        self._clock = clock
         self._peers: dict[str, Acquaintance] = {}
         self.ports: dict[str, int] = {}  # at which this peer listened the last time, by what it was told
         if path is not None:
@@ -106,7 +112,8 @@ class Acquaintances:
         """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
         if not (maddrs := read_addresses(peer_id, record)):
             return
-        before, now = self._peers.get(peer_id), Acquaintance(maddrs, self._clock())
+        before = self._peers.get(peer_id)
+        now = Acquaintance(maddrs, self._clock())
         if before is None and len(self._peers) >= MAX_PEERS:
             longest_away = min(self._peers, key=lambda peer: self._peers[peer].seen)
             if self._peers[longest_away].seen > now.seen - LATELY_S:
@@ -140,7 +147,8 @@ class Acquaintances:
                 if maddrs:
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-            self._peers, self.ports = {}, {}
+            self._peers = {}
+            self.ports = {}
 
 
 class Reunion:
@@ -160,7 +168,10 @@ class Reunion:
         is_visitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._key, self._met, self._clock = node, key, met, clock
+        self._node = node
+        self._key = key
+        self._met = met
+        self._clock = clock
         self._also: dict[str, list[str]] = {}  # by peer id
         for address in also:
             self._also.setdefault(address.rpartition("/p2p/")[2], []).append(address)
@@ -240,7 +251,8 @@ async def greet(
 
 async def call_on(node: DHTNode, peer: PeerID, maddrs: Sequence[str], *, asks: bool) -> None:
     """Dial a peer, or meet it if that fails and this one `asks`, and ping it."""
-    p2p, is_far = node.protocol.p2p, any(reach_of(maddr) == "internet" for maddr in maddrs)
+    p2p = node.protocol.p2p
+    is_far = any(reach_of(maddr) == "internet" for maddr in maddrs)
     try:
         dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # libp2p is told the id beside
         try:

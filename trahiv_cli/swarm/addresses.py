@@ -153,7 +153,8 @@ def of_all_interfaces(maddrs: Iterable[str]) -> set[str]:
 
     p2pd listens on all of them, and tells of the one alone through which the default route leads.
     """
-    stats, found = psutil.net_if_stats(), set()
+    stats = psutil.net_if_stats()
+    found = set()
     for name, entries in psutil.net_if_addrs().items():
         if not (name in stats and stats[name].isup):
             continue

@@ -34,11 +34,13 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
 
     Those that are gone have used none. One that waits for a disk counts as busy.
     """
-    used, is_stopped = 0.0, False
+    used = 0.0
+    is_stopped = False
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
-            times, status = process.cpu_times(), process.status()
+            times = process.cpu_times()
+            status = process.status()
             used += times.user + times.system
             standing = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE
             is_stopped = is_stopped or status in standing
@@ -53,9 +55,13 @@ class Alive:
     """
 
     def __init__(self, home: Node | None, events: Events, should_leave: Callable[[], bool]) -> None:
-        self._home, self._events, self.should_leave = home, events, should_leave
+        self._home = home
+        self._events = events
+        self.should_leave = should_leave
         self._answer: Any = None  # the future of a sign of life that was asked for
-        self._asked_at, self._used_s, self._still_looks = -math.inf, -1.0, 0
+        self._asked_at = -math.inf
+        self._used_s = -1.0
+        self._still_looks = 0
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
         self.ailment = ""  # what is wrong with a process that failed; empty if none did. It stays
@@ -111,7 +117,8 @@ class Alive:
             return "has ended"
         now = time.monotonic()
         if self._answer is None and now >= self._asked_at + PULSE_EVERY_S:
-            self._asked_at, self._still_looks = now, 0
+            self._asked_at = now
+            self._still_looks = 0
             try:
                 self._answer = node.pulse()
             except OSError as error:
@@ -119,7 +126,8 @@ class Alive:
         if self._answer is None:
             return ""
         if self._answer.done():
-            answer, self._answer = self._answer, None
+            answer = self._answer
+            self._answer = None
             failure = None if answer.cancelled() else answer.exception()
             return f"fails: {failure!r}" if failure is not None else ""
         used_s, is_stopped = effort_of(node.pids())

@@ -14,7 +14,8 @@ from multiprocessing.sharedctypes import RawValue
 
 TOLERATED_S = 1.0  # a difference that is left alone; hivemind refuses a peer that is more than 3 s apart
 # The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970.
-EARLIEST_S, LATEST_S = 1767225600.0, 2.0**32
+EARLIEST_S = 1767225600.0
+LATEST_S = 2.0**32
 
 _COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _began = time.time() - time.clock_gettime(_COUNTER)

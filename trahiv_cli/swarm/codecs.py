@@ -26,7 +26,8 @@ MAX_DIMENSIONS = 64
 
 # Numbers of `CompressionType` after the end of hivemind's enum. An unknown number survives in a message, and
 # a peer that does not know it raises, where another codec's number would be misread.
-BLOCKWISE_4BIT, MOMENTS_8BIT = 6, 7
+BLOCKWISE_4BIT = 6
+MOMENTS_8BIT = 7
 
 
 class Codec(CompressionBase):
@@ -65,7 +66,8 @@ class Codec(CompressionBase):
         From a lossy codec its values are finite. No memory is taken for more than the buffer can hold.
         ValueError if no such codec makes such a message.
         """
-        size, buffer = tuple(serialized_tensor.size), serialized_tensor.buffer
+        size = tuple(serialized_tensor.size)
+        buffer = serialized_tensor.buffer
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
         if dtype is None:
             raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
@@ -78,13 +80,15 @@ class Codec(CompressionBase):
             raise ValueError(f"A peer sent a tensor of {len(buffer)} bytes where its shape takes {expected}.")
         if not num_values:
             return torch.empty(size, dtype=dtype)
-        header_bytes, content = self._header_bytes(num_values), memoryview(buffer)
+        header_bytes = self._header_bytes(num_values)
+        content = memoryview(buffer)
         values = self._decode(content[:header_bytes], content[header_bytes:], num_values)
         if not self.bits:
             if dtype is torch.bool and values.amax() > 1:
                 raise ValueError("A peer sent a bool that is neither true nor false.")
             return values.view(dtype).reshape(size)
-        peak, limit = _peak(values), torch.finfo(dtype).max
+        peak = _peak(values)
+        limit = torch.finfo(dtype).max
         if not math.isfinite(peak):
             raise ValueError("A peer sent a tensor with values that are not finite.")
         if peak > limit:  # the largest value of a narrow dtype, rounded up in float32
@@ -136,11 +140,14 @@ class Half(Codec):
     """
 
     compression_type = runtime_pb2.FLOAT16
-    bits, block, scale_bytes = 16, 2**63, 2
+    bits = 16
+    block = 2**63
+    scale_bytes = 2
 
     # float32 ends at 2^128, and 2^-127 would be subnormal there. Its smallest value, 2^-149, is above the
     # smallest one of half precision when multiplied by 2^126.
-    MIN_SHIFT, MAX_SHIFT = 15 - 128, 126
+    MIN_SHIFT = 15 - 128
+    MAX_SHIFT = 126
     BELOW_2_15 = 2.0**15 - 2.0**4  # the last number of half precision below 2^15
 
     def _encode(self, values: torch.Tensor) -> bytes:
@@ -165,7 +172,9 @@ class UniformBlocks(Codec):
     """
 
     compression_type = runtime_pb2.UNIFORM_8BIT
-    bits, block, scale_bytes = 8, 1024, 4
+    bits = 8
+    block = 1024
+    scale_bytes = 4
 
     def _encode(self, values: torch.Tensor) -> bytes:
         blocks = self._blocks(values)
@@ -245,7 +254,9 @@ class NormalBlocks(Codec):
     """
 
     compression_type = BLOCKWISE_4BIT
-    bits, block, scale_bytes = 4, 64, 2
+    bits = 4
+    block = 64
+    scale_bytes = 2
 
     def _encode(self, values: torch.Tensor) -> bytes:
         blocks = self._blocks(values)

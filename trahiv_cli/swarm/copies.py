@@ -41,7 +41,8 @@ ENDS_SOON_S = 6.0
 DIGEST_BYTES = 8
 # The most bytes of records in one message: hivemind waits 3 s for an answer, in which an uplink of 5 Mbit/s
 # sends them. On average a peer is given less.
-MAX_ANSWER_BYTES, GIVEN_BYTES_A_SECOND = 3 * 2**19, 2**18
+MAX_ANSWER_BYTES = 3 * 2**19
+GIVEN_BYTES_A_SECOND = 2**18
 
 
 class Record(NamedTuple):
@@ -77,7 +78,8 @@ class _Outbox:
 
     def take(self) -> tuple[list[Record], asyncio.Future[bool]]:
         """Take all records out, with the future to set once they are sent."""
-        taken, is_sent = list(self._waiting.values()), self._is_sent
+        taken = list(self._waiting.values())
+        is_sent = self._is_sent
         self._waiting, self._is_sent = {}, asyncio.Future()
         return taken, is_sent
 
@@ -239,7 +241,9 @@ class Copies:
     def lacking(self, peer: PeerID, digests: frozenset[bytes]) -> StoreRequest:
         """Return the records that a peer lacks; only this node's own if it has had many others lately."""
         self.hear(peer)
-        answer, size, now = StoreRequest(), 0, asyncio.get_running_loop().time()
+        answer = StoreRequest()
+        size = 0
+        now = asyncio.get_running_loop().time()
         own_id = self._own_id.to_base58()
         gives_all = self._may_ask_at.get(peer, 0.0) <= now
         for record in self._kept():
@@ -278,7 +282,8 @@ class Copies:
                 connections = await self._look_who_is_connected()
                 for peer in await close_dead(self._protocol.p2p, connections):
                     self._start(self._ask(peer))
-            now, kept = swarm_time(), list(self._kept())
+            now = swarm_time()
+            kept = list(self._kept())
             places = {one.place for one in kept}.union(*self._read.values())
             self._known &= _owners(places).union(self._connected)
             ending = {one.place: one.ends_at for one in kept if one.ends_at < now + ENDS_SOON_S}

@@ -55,7 +55,8 @@ LOOKED = WATCHED | {"rpc_look", "rpc_measure", "rpc_seek", "rpc_answer"}
 
 # Of one peer to one process, or of all strangers together: a round takes a peer four calls of another one,
 # and to judge a certificate takes 0.26 ms.
-CALLS_A_SECOND, CALLS_AT_ONCE = 300.0, 3000
+CALLS_A_SECOND = 300.0
+CALLS_AT_ONCE = 3000
 # A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
 # none is shorter by much.
 CALL_BYTES = 1024
@@ -105,7 +106,8 @@ class Door:
     def __init__(
         self, membership: Membership | None = None, book: PolicyBook | None = None, own: bytes = b""
     ) -> None:
-        self._membership, self._own = membership, own  # the id of this peer
+        self._membership = membership
+        self._own = own  # the id of this peer
         self._book = book or PolicyBook(membership.owner if membership else b"")
         self.certificate = membership.certify(own) if membership else b""  # goes before each request
         self.is_open = membership is None
@@ -139,8 +141,10 @@ class Door:
         """
         if self._membership is None:
             return
-        id_, name = peer.to_bytes(), handler.rpartition(".")[2]
-        grant, policy = certified(self._membership.owner, id_, certificate), self._book.policy
+        id_ = peer.to_bytes()
+        name = handler.rpartition(".")[2]
+        grant = certified(self._membership.owner, id_, certificate)
+        policy = self._book.policy
         if grant is None:
             self._refuse(peer, "it is not a member of this swarm")
         self._grants.add(certificate[:GRANT_BYTES])
@@ -189,7 +193,8 @@ class Door:
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
         """Count a call before its certificate is judged; Refused if there are too many."""
-        now, account = time.monotonic(), self._account(peer, certificate)
+        now = time.monotonic()
+        account = self._account(peer, certificate)
         left, then = self._calls_left.pop(account, (float(CALLS_AT_ONCE), now))
         left = min(CALLS_AT_ONCE, left + (now - then) * CALLS_A_SECOND)
         cost = 1 + num_bytes // CALL_BYTES
@@ -264,7 +269,8 @@ class Door:
             async with asyncio.timeout(INTRODUCTION_S):
                 answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
             if not answer:
-                self.was_refused, self._why_refused = True, OPEN
+                self.was_refused = True
+                self._why_refused = OPEN
             self.admit(peer, answer, INTRODUCE)
             return answer
         except (TimeoutError, NotAMember) as error:
@@ -310,7 +316,8 @@ class GuardedP2P(P2P):
             writer.drain = drain_in_time
             with contextlib.ExitStack() as stack:
                 try:
-                    peer, certificate = stream_info.peer_id, b""
+                    peer = stream_info.peer_id
+                    certificate = b""
                     with self.door.stream(peer, INTRODUCE):
                         if not self.door.is_open:
                             async with asyncio.timeout(INTRODUCTION_S):
@@ -322,7 +329,8 @@ class GuardedP2P(P2P):
                         words = str(error if isinstance(error, Refused) else NotAMember("no certificate"))
                         await P2P.send_protobuf(RPCError(message=words), writer)
                     return
-                close, writer.close = writer.close, lambda: None  # handlers close what they have just sent
+                close = writer.close
+                writer.close = lambda: None  # handlers close what they have just sent
                 try:
                     await handler(stream_info, reader, writer)
                     await caller_is_gone(reader)

@@ -40,7 +40,8 @@ WORTH_HALVING = 4  # chunks: of fewer nothing is taken from a donor that is not 
 PAUSE_S = 1.0  # before a donor whose stream broke off is asked again
 IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
 MAX_MANIFEST_BYTES = 64 * 2**20
-NOT_AS_OFFERED, OF_NO_USE = "it gives another state than it offers", "the state that it gives is of no use"
+NOT_AS_OFFERED = "it gives another state than it offers"
+OF_NO_USE = "the state that it gives is of no use"
 Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
 
 
@@ -86,7 +87,8 @@ class ChunkBoard:
     """
 
     def __init__(self, digest: bytes, manifest: Manifest, own: Snapshot | None = None) -> None:
-        self.digest, self.manifest = digest, manifest
+        self.digest = digest
+        self.manifest = manifest
         self.content = shared_bytes(manifest.num_bytes)  # encoded, uint8; other processes can map it
         self._view: Any = self.content.numpy().data
         self._is_there = [False] * len(manifest.checksums)
@@ -150,7 +152,9 @@ class Downloader:
     """
 
     def __init__(self, donors: Any, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
-        self._donors, self._own, self._report = donors, own, report
+        self._donors = donors
+        self._own = own
+        self._report = report
         self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
         self._active: set[str] = set()  # donors that have it, and are asked
 
@@ -176,8 +180,10 @@ class Downloader:
 
     async def _offers(self, wanted: StateRequest) -> dict[str, StateOffer]:
         """Ask donors, wait for the first offer, then a moment for the others; none if nobody offers any."""
-        digest, offers = self._board.digest if self._board else b"", dict[str, StateOffer]()
-        donors, loop = wanted.donors[:MAX_DONORS], asyncio.get_running_loop()
+        digest = self._board.digest if self._board else b""
+        offers = dict[str, StateOffer]()
+        donors = wanted.donors[:MAX_DONORS]
+        loop = asyncio.get_running_loop()
 
         async def ask(donor: str, limit: asyncio.Timeout) -> None:
             if (offer := await self._ask(donor, wanted, digest)) is not None:

@@ -43,7 +43,8 @@ def publish_recipe(node: Node, recipe: Recipe) -> None:
 
     RecipeError if the recipe is too long, or no other peer would take it over.
     """
-    packed, run = pack(recipe), run_id(recipe)
+    packed = pack(recipe)
+    run = run_id(recipe)
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
         part = packed[start : start + MAX_RECORD_BYTES]
         node.publish(recipe_key(run, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)

@@ -32,7 +32,8 @@ class StateLock:
         self.devices: frozenset[torch.device] = frozenset()  # the GPUs that the tensors are on
         self.changes = NO_CHANGES  # asked for before the thread that made the lock last released it
         self.is_torn = False  # whether a failure has left the tensors half changed
-        self._lock, self._maker = threading.RLock(), threading.get_ident()
+        self._lock = threading.RLock()
+        self._maker = threading.get_ident()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -124,12 +125,15 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
     buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
     index = 0
     while index < len(tensors):
-        batch, memory, start = list[torch.Tensor](), list[torch.Tensor](), 0
+        batch = list[torch.Tensor]()
+        memory = list[torch.Tensor]()
+        start = 0
         while index < len(tensors) and start + sizes[index] <= room:
             tensor = tensors[index]
             batch.append(tensor)
             memory.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start, index = start + sizes[index], index + 1
+            start = start + sizes[index]
+            index = index + 1
         copies = HostCopies(batch, memory)
         copies.begin(batch, after)
         yield from copies.wait()

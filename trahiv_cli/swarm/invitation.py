@@ -213,7 +213,8 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
     None if this peer came by an invitation that was good for one; SetupError as by `keep_invitation`.
     """
     assert node.standing is not None
-    membership, path = node.standing.membership, (folder / INVITATION_FILE).resolve()
+    membership = node.standing.membership
+    path = (folder / INVITATION_FILE).resolve()
     if membership.grant.is_once:
         return None
     own = node.entrances()

@@ -66,7 +66,8 @@ LOOK, MEASURE, SEEK, ANSWER = (f"Meeting.rpc_{name}" for name in ("look", "measu
 FAILED = (*UNREACHABLE, OSError, ValueError, EOFError)  # what a conversation ends with
 
 # Both dial for so long, the kernel sends a SYN again after 1 s and after 3 s; and if that was in vain before.
-PUNCH_S, PUNCH_AGAIN_S = 4.0, 2.0
+PUNCH_S = 4.0
+PUNCH_AGAIN_S = 2.0
 DIAL_BACK_S = 2.0
 # Of each of the two parts that a caller and its peer choose for the word by which they know each other.
 TOKEN_BYTES = 16
@@ -74,12 +75,15 @@ MIDDLES_TRIED = 3
 MEASURED_BYTES = 2**20
 OPEN_S = 5.0  # a stream may take so long to open: libp2p would dial a machine that is gone for minutes
 LOOK_S = 5.0
-RELAYED_AT_ONCE, RELAYED_FOR_ONE = 64, 8  # circuits through one member, of all callers and of one
+RELAYED_AT_ONCE = 64
+RELAYED_FOR_ONE = 8  # circuits through one member, of all callers and of one
 # Callers that one peer dials at the same time, at `MAX_PLACES` each: of all middles, and of one.
-ANSWERED_AT_ONCE, ANSWERED_FOR_ONE = 16, 4
+ANSWERED_AT_ONCE = 16
+ANSWERED_FOR_ONE = 4
 # What a pair may say through a member that does not carry: with whom it met, and when it dials.
 TALK_BYTES = 1024
-PING, GO = b"p", b"g"
+PING = b"p"
+GO = b"g"
 
 
 class Seen(NamedTuple):
@@ -103,9 +107,12 @@ class Meeting:
     def __init__(
         self, p2p: GuardedP2P, listens: Sequence[Place], relay_rate: float | None, *, punches: bool = True
     ) -> None:
-        self._p2p, self._listens, self._punches = p2p, listens, punches
+        self._p2p = p2p
+        self._listens = listens
+        self._punches = punches
         self._ports = {is_ipv6(place): place[1] for place in reversed(listens)}
-        self._carries, self._pace = relay_rate != 0, Pace(relay_rate)
+        self._carries = relay_rate != 0
+        self._pace = Pace(relay_rate)
         self.may_be_relayed = False  # not before it is known whether others can dial this peer
         self._circuits: Counter[PeerID] = Counter()  # that this peer relays, by who asked for them
         self._met: dict[int, Way] = {}  # connections of p2pd with a port of 127.0.0.1 that are a meeting's
@@ -218,7 +225,8 @@ class Meeting:
 
     async def measure(self, member: PeerID) -> tuple[float, float]:
         """Return the bytes a second to a member and from it, of `MEASURED_BYTES`; one of `FAILED`."""
-        clock, load = asyncio.get_running_loop().time, bytes(MEASURED_BYTES)
+        clock = asyncio.get_running_loop().time
+        load = bytes(MEASURED_BYTES)
         async with self._calling(member, MEASURE) as [end]:
             began = clock()
             await end.send(load)
@@ -248,7 +256,8 @@ class Meeting:
                 raise NotMet("a request that can't be read")
         if peer not in seen or peer in await self.ways() or peer == caller:
             raise NotMet("that peer is not connected here")
-        here, there = seen.get(caller, ()), seen[peer]
+        here = seen.get(caller, ())
+        there = seen[peer]
         has_room = self._has_room and self._circuits[caller] < RELAYED_FOR_ONE
         self._circuits[caller] += has_room  # nobody else has it while the other one is asked
         try:
@@ -287,13 +296,15 @@ class Meeting:
         raise NotMet("; ".join(reasons) or "there is nobody in the middle")
 
     async def _meet_through(self, peer: PeerID, middle: PeerID) -> Way | None:
-        token, loop = secrets.token_bytes(TOKEN_BYTES), asyncio.get_running_loop()
+        token = secrets.token_bytes(TOKEN_BYTES)
+        loop = asyncio.get_running_loop()
         async with self._calling(middle, SEEK) as opened:
             [through] = opened
             await through.send(peer.to_bytes(), await self._own_places(), token)
             match await through.receive():
                 case [[*theirs], bool(carries), bytes(more)] if len(more) == TOKEN_BYTES:
-                    places, is_relayed = read_places(theirs), carries and self.may_be_relayed
+                    places = read_places(theirs)
+                    is_relayed = carries and self.may_be_relayed
                 case _:
                     raise NotMet("an answer that can't be read")
             # The other begins when it hears of it, and this one when that is: half of a round trip later.
@@ -343,7 +354,8 @@ class Meeting:
     async def _answer(self, middle: PeerID, through: End) -> None:
         match await through.receive():
             case [bytes(caller), [*theirs], bytes(token)] if len(token) == TOKEN_BYTES:
-                peer, places = peer_from(caller), read_places(theirs)
+                peer = peer_from(caller)
+                places = read_places(theirs)
             case _:
                 raise NotMet("a request that can't be read")
         if self._answered[middle] >= ANSWERED_FOR_ONE or self._answered.total() >= ANSWERED_AT_ONCE:

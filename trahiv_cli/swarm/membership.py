@@ -34,7 +34,9 @@ from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.snapshot import unpacked
 
-SECRET_BYTES, KEY_BYTES, SIGNATURE_BYTES = 16, 32, 64
+SECRET_BYTES = 16
+KEY_BYTES = 32
+SIGNATURE_BYTES = 64
 TERMS = struct.Struct(">32sBIQ")  # of a grant: the invitation's public key, flags, era, and when it expires
 GRANT_BYTES = TERMS.size + SIGNATURE_BYTES
 CERTIFICATE_BYTES = GRANT_BYTES + SIGNATURE_BYTES
@@ -141,7 +143,8 @@ def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
 @lru_cache(1024)
 def _certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant:
     """Read the same; ValueError if it is not good. So the cache keeps good ones only."""
-    grant, signature = Grant.parse(certificate[:GRANT_BYTES]), certificate[GRANT_BYTES:]
+    grant = Grant.parse(certificate[:GRANT_BYTES])
+    signature = certificate[GRANT_BYTES:]
     if not grant.is_by(owner) or not is_signed(grant.key, signature, _CERTIFIED + peer_id):
         raise ValueError("not signed by the owner, or not for that peer")
     return grant

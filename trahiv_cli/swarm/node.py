@@ -231,7 +231,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
-        maddrs, reaches = {str(maddr) for maddr in self.run(visible_maddrs)}, get_args(addresses.Reach)
+        maddrs = {str(maddr) for maddr in self.run(visible_maddrs)}
+        reaches = get_args(addresses.Reach)
         if self._listening.is_everywhere:
             maddrs |= addresses.of_all_interfaces(maddrs)
         maddrs |= {f"{place}/p2p/{self.peer_id}" for place in self._finder.addresses()}

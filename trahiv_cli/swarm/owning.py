@@ -50,7 +50,8 @@ class OwnedSwarm:
                 hint="name the folder of a run that you started: --output-dir DIR; members hand on "
                 "@DIR/invitation",
             )
-        self.folder, self.owner = folder, owner
+        self.folder = folder
+        self.owner = owner
         self.book = PolicyBook(owner.public, folder / POLICY_FILE)
 
     @property
@@ -84,7 +85,8 @@ class OwnedSwarm:
 
         SetupError if there is none with that id.
         """
-        came, keys = roll.read_roll(self.folder), None
+        came = roll.read_roll(self.folder)
+        keys = None
         if id_ is not None:
             known = [*self.given(), *came.values()]
             keys = {grant.key for grant in known if grant.id == id_ and self._is_open(grant)}
@@ -144,7 +146,8 @@ class OwnedSwarm:
         """
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
-        addresses, met = _addresses_of(self._home), Acquaintances.remembered(self.folder / FILE)
+        addresses = _addresses_of(self._home)
+        met = Acquaintances.remembered(self.folder / FILE)
         with suppress(SwarmError), visiting(addresses, visitor, met) as node:
             return roll.synchronize(node, visitor, self.book)
         return False

@@ -81,7 +81,10 @@ class Pace:
     """
 
     def __init__(self, rate: float | None = None, most: int | None = None) -> None:
-        self.rate, self._left, self._free_at, self._lock = rate, most, 0.0, threading.Lock()
+        self.rate = rate
+        self._left = most
+        self._free_at = 0.0
+        self._lock = threading.Lock()
 
     async def take(self, num_bytes: int, *, is_urgent: bool = False) -> None:
         """Wait until so many bytes may go on; NotMet if that is more than altogether.
@@ -101,7 +104,8 @@ class Pace:
 
 
 # All that this process sends to other peers, and receives from them.
-UPLOAD, DOWNLOAD = Pace(), Pace()
+UPLOAD = Pace()
+DOWNLOAD = Pace()
 
 
 async def join(one: End, other: End, *paces: Pace) -> None:

@@ -47,7 +47,8 @@ Kind = Literal["direct", "punched", "relayed", "dials-out", "alone"]
 Wanted = Literal["auto", "direct", "relay", "dial-out"]
 
 LOOKS = 3  # members that are asked at once; one is enough
-LOOK_EVERY_S, LOOK_EVERY_ALONE_S = 30.0, 4.0
+LOOK_EVERY_S = 30.0
+LOOK_EVERY_ALONE_S = 4.0
 
 
 class Reach(NamedTuple):
@@ -89,7 +90,10 @@ class ReachFinder:
         is_visitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._wanted, self._router, self._clock = node, rules.wanted, router, clock
+        self._node = node
+        self._wanted = rules.wanted
+        self._router = router
+        self._clock = clock
         self._is_visitor = is_visitor
         self.reach = Reach("alone", "This peer has just started.")
         self.is_known = threading.Event()
@@ -100,9 +104,12 @@ class ReachFinder:
 
     def turn(self) -> None:
         """Look every `LOOK_EVERY_S`, soon if nobody was there, and when own addresses have changed."""
-        now, own = self._clock(), self._node.run(visible_maddrs)
+        now = self._clock()
+        own = self._node.run(visible_maddrs)
         if own != self._own:
-            self._own, self._look_at, self._ask_at = own, now, now
+            self._own = own
+            self._look_at = now
+            self._ask_at = now
         if now < self._look_at:
             return
         look = partial(find_reach, self._wanted, self._is_visitor)
@@ -222,11 +229,14 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
     ways = set((await meeting.ways()).values()) if meeting is not None else set()
     kind: Kind
     if "relayed" in ways:
-        why, kind = "Some peers reach this one through a relaying member.", "relayed"
+        why = "Some peers reach this one through a relaying member."
+        kind = "relayed"
     elif ways:
-        why, kind = "Hole punching through the routers works.", "punched"
+        why = "Hole punching through the routers works."
+        kind = "punched"
     else:
-        why, kind = f"Of the members, {len(seen)} tried to dial this peer, and could not.", "dials-out"
+        why = f"Of the members, {len(seen)} tried to dial this peer, and could not."
+        kind = "dials-out"
     reach = Reach(kind, why, looks=tuple(seen))
     if reach.only_dials:
         more = "No member relays for it, so it averages only with peers that it can dial."

@@ -56,7 +56,8 @@ MAX_PLACE_BYTES = 1300  # a place that is somebody's has no more, as MessagePack
 
 KIND = b"ssh-rsa "
 # Of a statement; enough for RSA with 4096 bits, ours have 2048. A much longer key takes long to check.
-MOST_KEY_BYTES, MOST_SIGNATURE_BYTES = 600, 512
+MOST_KEY_BYTES = 600
+MOST_SIGNATURE_BYTES = 512
 
 
 @lru_cache(OWNERS_REMEMBERED)
@@ -193,7 +194,8 @@ class Quota:
 
     def count(self, record: DHTRecord) -> None:
         """Count a record that there is room for, and that was found valid."""
-        place, now = _place_in(record.subkey), swarm_time()
+        place = _place_in(record.subkey)
+        now = swarm_time()
         assert place is not None, "it was found valid"
         held = {key: other for key, other in self._held.pop(place.owner, {}).items() if other[1] > now}
         until = max(record.expiration_time, held.get(record.key, (b"", 0.0))[1])

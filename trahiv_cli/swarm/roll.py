@@ -84,9 +84,11 @@ class PolicyBook:
     """
 
     def __init__(self, owner: bytes, path: Path | None = None) -> None:
-        self._owner, self._path = owner, path
+        self._owner = owner
+        self._path = path
         self._looked_at = -POLICY_LOOK_EVERY_S
-        self._policy, self._wire = Policy(), b""
+        self._policy = Policy()
+        self._wire = b""
         self._kept = b""  # what stood in the file at the last look
         self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
 
@@ -138,7 +140,8 @@ class PolicyBook:
             self._seen = newer.with_those_of(older)
             if policy.serial > self._policy.serial:
                 assert isinstance(wire, bytes)
-                self._policy, self._wire = policy, wire
+                self._policy = policy
+                self._wire = wire
 
     def _look(self, *, at_once: bool = False) -> None:
         """Read what other processes of this peer have written since the last look."""
@@ -173,7 +176,10 @@ class MemberList:
     def __init__(
         self, node: Node, standing: Credentials, book: PolicyBook, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._node, self._standing, self._book, self._now = node, standing, book, now
+        self._node = node
+        self._standing = standing
+        self._book = book
+        self._now = now
         self._publish_at = self._look_at = 0.0
 
     def turn(self) -> None:
@@ -213,7 +219,8 @@ def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
     """Have those stay whose invitation expires, or is for one peer, and is used then."""
     staying = Counter(grant.key for peer, grant in roll.items() if policy.keeps(_id(peer), grant))
     for peer, grant in roll.items():
-        id_, has_room = _id(peer), staying[grant.key] < MAX_STAYING and policy.room >= 2
+        id_ = _id(peer)
+        has_room = staying[grant.key] < MAX_STAYING and policy.room >= 2
         is_for_ever = not grant.is_once and not grant.expires
         if is_for_ever or not has_room or policy.keeps(id_, grant) or policy.objection(id_, grant):
             continue

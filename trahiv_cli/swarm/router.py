@@ -40,7 +40,8 @@ class Router:
             gateway.addportmapping(port, "TCP", gateway.lanaddr, port, NAME, "", LEASE_S)
         except Exception as error:  # noqa: BLE001 - as above
             return Forwarded("", f"The router does not forward port {port}: {error}.")
-        self._gateway, self._port = gateway, port
+        self._gateway = gateway
+        self._port = port
         with contextlib.suppress(ValueError):
             if ipaddress.ip_address(host).is_global:
                 return Forwarded(host, f"The router forwards port {port} from {host}.")
@@ -49,7 +50,8 @@ class Router:
 
     def close(self) -> None:
         """Tell the router that the port is not needed any more."""
-        gateway, self._gateway = self._gateway, None
+        gateway = self._gateway
+        self._gateway = None
         if gateway is not None:
             with contextlib.suppress(Exception):
                 gateway.deleteportmapping(self._port, "TCP")

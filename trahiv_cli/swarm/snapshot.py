@@ -33,7 +33,8 @@ from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_valu
 
 CHUNK_BYTES = 256 * 1024  # what is lost when a stream breaks off: 0.1 s at 20 Mbit/s
 CHECKSUM_BYTES = DIGEST_BYTES = 16
-MAX_RANK, MAX_TIE_BYTES = 2**62, 32
+MAX_RANK = 2**62
+MAX_TIE_BYTES = 32
 FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
 KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
 MAX_SNAPSHOTS = 2  # that one peer keeps at a time; each is as large as its encoded state
@@ -78,7 +79,8 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
 
 def views_of(flat: torch.Tensor, infos: Iterable[CompressionInfo]) -> list[torch.Tensor]:
     """Return the tensors that `copy_into` put into a buffer, in its memory."""
-    views, start = [], 0
+    views = []
+    start = 0
     for shape, dtype in ((info.descriptor.size, info.descriptor.dtype) for info in infos):
         length = math.prod(shape) * dtype.itemsize
         views.append(flat[start : start + length].view(dtype).view(shape))
@@ -278,7 +280,8 @@ def build_snapshot(
 
 def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -> bytes:
     """Copy a span of what lies in several pieces; `starts` says where each of them begins."""
-    first, after = bisect.bisect_right(starts, span.start) - 1, bisect.bisect_left(starts, span.stop)
+    first = bisect.bisect_right(starts, span.start) - 1
+    after = bisect.bisect_left(starts, span.stop)
     pairs = zip(content[first:after], starts[first:after], strict=True)
     return b"".join(piece[max(0, span.start - start) : span.stop - start] for piece, start in pairs)
 
@@ -299,7 +302,8 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
     metadata = unpacked(manifest.metadata)
     if not isinstance(metadata, dict):
         raise ValueError("a state without metadata")
-    tensors, start = [], 0
+    tensors = []
+    start = 0
     for dtype, shape, codec, length in manifest.tensors:
         part = content[start : start + length]
         start += length

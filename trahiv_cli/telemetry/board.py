@@ -22,7 +22,8 @@ MAX_PEERS_SHOWN = 12
 OTHER_ROWS = 20
 """Rows of the board besides those of peers, at most."""
 
-MIN_COLUMNS, MIN_ROWS = 60, OTHER_ROWS + 1
+MIN_COLUMNS = 60
+MIN_ROWS = OTHER_ROWS + 1
 """In a smaller terminal the board does not fit, and plain lines are better."""
 
 PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
@@ -33,7 +34,9 @@ ROWS_A_NOTE = 2
 ECHO_COLUMNS = 4
 """Columns that stay free at the right of the board: a terminal writes ^C where the cursor is, at the end of
 the last line, and on a line of its own that would push the board down."""
-LABEL_COLUMNS, BAR_COLUMNS, FIGURES_COLUMNS = 20, 46, 24
+LABEL_COLUMNS = 20
+BAR_COLUMNS = 46
+FIGURES_COLUMNS = 24
 
 
 def sparkline(values: list[float]) -> str:
@@ -41,7 +44,8 @@ def sparkline(values: list[float]) -> str:
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
@@ -106,7 +110,8 @@ class Board:
 
     def _steps(self, width: int) -> RenderableType:
         """Draw how far the run is, and how far the next step, of which each peer has a part."""
-        ready, progress = self.last.get("ready"), self.last.get("progress")
+        ready = self.last.get("ready")
+        progress = self.last.get("progress")
         newest = progress or self.last.get("step")
         if not ready or not newest:
             return Text(self.phase)
@@ -114,7 +119,9 @@ class Board:
         grid.add_column(width=LABEL_COLUMNS, no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(justify="right", width=FIGURES_COLUMNS)
-        done, total, time_left = newest["step"], ready["max_steps"], ""
+        done = newest["step"]
+        total = ready["max_steps"]
+        time_left = ""
         pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
         if progress and pace > 1e-6:
             samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
@@ -124,7 +131,9 @@ class Board:
         whole = ProgressBar(total=total, completed=done, complete_style="cyan")
         grid.add_row(label, whole, Text(time_left, style="dim"))
         if progress:
-            bar, target, samples = Text(), progress["target"], progress["samples"]
+            bar = Text()
+            target = progress["target"]
+            samples = progress["samples"]
             width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
             for index, peer in enumerate(progress["peers"]):
                 blocks = round(width * min(1.0, peer["samples"] / target))
@@ -148,7 +157,8 @@ class Board:
             grid.add_row("learning rate", f"{step['learning_rate'] or 0:.3g}")
             said = "none needed: no other peer gave samples"
             if last := step["round"]:
-                up, down = last["bytes_sent"] / 2**20, last["bytes_received"] / 2**20
+                up = last["bytes_sent"] / 2**20
+                down = last["bytes_received"] / 2**20
                 traffic = f"{up:.1f} MiB up, {down:.1f} down"
                 said = f"{len(last['group'])} peers, {last['seconds']:.2f} s, {traffic}"
             grid.add_row("last round", said)

@@ -93,7 +93,8 @@ class Events:
             A function that tells news at once: an event's name, what is awaited from now on, after how many
             seconds from now that ends, and fields of the event.
         """
-        started, over = time.monotonic(), threading.Event()
+        started = time.monotonic()
+        over = threading.Event()
         said: tuple[str, float] = (what, until_s)
 
         def say(event: str, **fields: Any) -> None:
@@ -142,7 +143,8 @@ class RotatingFile(RotatingFileHandler):
             with contextlib.suppress(FileNotFoundError):
                 is_renamed = not os.path.samestat(os.fstat(self.stream.fileno()), os.stat(self.baseFilename))
             if is_renamed:
-                full, self.stream = self.stream, None
+                full = self.stream
+                self.stream = None
                 full.close()
         return bool(super().shouldRollover(record))
 

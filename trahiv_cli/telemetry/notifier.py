@@ -19,7 +19,8 @@ PASSING = frozenset({"no-group", "round", "overflow"})
 """Codes of warnings of which nobody need know at once: they may come every few seconds."""
 
 MAX_WAITING = 100
-COMMAND_S, AT_THE_END_S = 30.0, 5.0
+COMMAND_S = 30.0
+AT_THE_END_S = 5.0
 
 
 class Notifier:

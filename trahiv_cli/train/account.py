@@ -79,7 +79,8 @@ class Account:
 
 
 def _step(event: Event) -> dict[str, Any]:
-    loss, last = event["loss"], event["round"]
+    loss = event["loss"]
+    last = event["round"]
     changes = {
         "step": event["step"],
         "loss": loss if loss is not None and math.isfinite(loss) else None,

@@ -67,7 +67,10 @@ def announce(
         reach = node.known_reach(REACH_KNOWN_S)
     for note in node.notes():
         events.warn("addresses", note, hint="docs/reach.md says where to listen, and what to announce")
-    addresses, join, file, invite = node.own_addresses(), "", None, None
+    addresses = node.own_addresses()
+    join = ""
+    file = None
+    invite = None
     if addresses and node.standing is None:
         join = joined(node.entrances()[0])
     elif addresses and (file := write_invitation(folder, node, run, mark)):
@@ -99,7 +102,8 @@ def log_event(event: Event) -> None:
 
 def log_how_to_join(node: Node, file: Path | None) -> None:
     """Log how others join: by an invitation only where a person alone reads it, and else by its file."""
-    peers, note = node.entrances(), ""
+    peers = node.entrances()
+    note = ""
     if node.standing is not None and peers:
         if file is None:
             return  # this peer's own invitation was for one
@@ -130,7 +134,9 @@ def published(node: Node, recipe: Recipe | None, account: Account, events: Event
 
     What the others say of themselves becomes an event `peers`, every 15 s, or less often if they are many.
     """
-    stop, look_at, is_warned = threading.Event(), 0.0, False
+    stop = threading.Event()
+    look_at = 0.0
+    is_warned = False
 
     def publish() -> None:
         nonlocal look_at, is_warned
@@ -198,7 +204,8 @@ def progress_told(trainer: Trainer, events: Events) -> Iterator[None]:
     def tell() -> None:
         if trainer.swarm_optimizer is None:
             return
-        tracker, own = trainer.swarm_optimizer.tracker, trainer.swarm_optimizer.tracker.local_progress
+        tracker = trainer.swarm_optimizer.tracker
+        own = trainer.swarm_optimizer.tracker.local_progress
         peers = [(tracker.own_id, own.samples_accumulated, own.samples_per_second, own.epoch, True)]
         for peer in tracker.others:
             step = peer.history.step

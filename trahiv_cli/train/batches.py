@@ -47,7 +47,9 @@ class Batches:
     """
 
     def __init__(self, trainer: Any, size: int, events: Events) -> None:
-        self._trainer, self._size, self._events = trainer, size, events
+        self._trainer = trainer
+        self._size = size
+        self._events = events
         self._num_parts = 1  # of a batch, so that it fits into memory
         self._num_stepped = 0  # parts of the batch in training that the optimizer has counted
         self._counted: list[tuple[torch.Tensor, BatchWeight]] = []  # losses of the batch's parts
@@ -60,8 +62,10 @@ class Batches:
         `num_items` is the number of trained tokens in the window of gradient accumulation, as the Trainer
         counts them. Returns the batch's loss as the Trainer logs it: a scalar on the model's device.
         """
-        optimizer, num_parts = self._trainer.swarm_optimizer, self._num_parts
-        self._num_stepped, self._counted = 0, []
+        optimizer = self._trainer.swarm_optimizer
+        num_parts = self._num_parts
+        self._num_stepped = 0
+        self._counted = []
         # Not with a scaler: gradients are scaled until the end of the window.
         if self._trainer.accelerator.scaler is None:
             num_parts = max(num_parts, math.ceil(self._size / optimizer.samples_in_time))
@@ -152,7 +156,8 @@ class Batches:
             if is_too_large and not is_last and trainer.accelerator.scaler is None:
                 self._count(done)
                 self._step_between()
-                self._num_stepped, done = number, []
+                self._num_stepped = number
+                done = []
         self._count(done)
         shares = [loss * (own.weight / whole.weight) for loss, own in self._counted if own.weight]
         loss = torch.stack(shares or [torch.zeros_like(loss)]).sum()

@@ -28,7 +28,8 @@ class MeanLoss:
     """Averages the losses of batches, each weighted by what it is a mean over; never waits for a GPU."""
 
     def __init__(self) -> None:
-        self._sum, self._weight = torch.zeros(()), 0.0
+        self._sum = torch.zeros(())
+        self._weight = 0.0
         self.has_empty = False
         """Whether a batch had no trained token."""
 
@@ -62,15 +63,23 @@ class SwarmCallback(TrainerCallback):
         budget: Budget = ENDLESS_BUDGET,
         given: Given = NOTHING_GIVEN,
     ) -> None:
-        args, self._trainer, self._optimizer = trainer.swarm_args, trainer, optimizer
-        self._events, self._should_leave, self._on_step = optimizer.events, should_leave, on_step
+        args = trainer.swarm_args
+        self._trainer = trainer
+        self._optimizer = optimizer
+        self._events = optimizer.events
+        self._should_leave = should_leave
+        self._on_step = on_step
         self.checkpoints = checkpoints
         minutes = trainer.swarm_settings.swarm.save_minutes
         self._save_seconds = math.inf if args.save_strategy == "no" or not minutes else 60 * minutes
         self._began_at = self._saved_at = self._step_began = time.monotonic()
         self.step = self.began_at_step = optimizer.local_epoch
-        self._budget, self._my_samples, self._my_steps = budget, 0, 0
-        self._samples, self._tokens, self._loss = 0, 0, MeanLoss()
+        self._budget = budget
+        self._my_samples = 0
+        self._my_steps = 0
+        self._samples = 0
+        self._tokens = 0
+        self._loss = MeanLoss()
         self._logged_losses = {"loss": MeanLoss(), "train_loss": MeanLoss()}
         """Means for the Trainer's logs of these names: since the last log, and since the start."""
         self._given = given
@@ -95,7 +104,8 @@ class SwarmCallback(TrainerCallback):
 
     def end_batch(self, control: TrainerControl) -> bool:
         """Return whether the swarm has taken a step during this batch; end training where it is time."""
-        now, max_steps = self._optimizer.local_epoch, self._optimizer.max_steps
+        now = self._optimizer.local_epoch
+        max_steps = self._optimizer.max_steps
         steps = now - self.step
         is_new_step = steps != 0
         self._warn_of_trouble(is_new_step)
@@ -152,7 +162,8 @@ class SwarmCallback(TrainerCallback):
 
     def figures(self) -> dict[str, float]:
         """What trackers are told about the last step beside the Trainer's own numbers."""
-        optimizer, peers = self._optimizer, 1 + len(self._optimizer.tracker.others)
+        optimizer = self._optimizer
+        peers = 1 + len(self._optimizer.tracker.others)
         figures = {"step": optimizer.local_epoch, "peers": peers, "samples": optimizer.step_samples}
         if (last := optimizer.last_round) is not None:
             figures |= {"group_size": len(last.group), "round_seconds": last.seconds}
@@ -165,7 +176,9 @@ class SwarmCallback(TrainerCallback):
         self.checkpoints.save_beside(CheckpointData.of(self._trainer.plain_model, self._optimizer))
 
     def _report_step(self, step: int, *, steps: int) -> None:
-        optimizer, last, now = self._optimizer, self._optimizer.last_round, time.monotonic()
+        optimizer = self._optimizer
+        last = self._optimizer.last_round
+        now = time.monotonic()
         took_part = optimizer.step_taken == step  # and did not download it
         round_: dict[str, Any] | None = None
         if took_part:

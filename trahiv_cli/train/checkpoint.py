@@ -50,8 +50,12 @@ from trahiv_cli.recipe.rows import listed
 from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, views_of
 from trahiv_cli.telemetry.events import Events
 
-WEIGHTS, OPTIMIZER, STATE = "weights.safetensors", "optimizer.safetensors", "state.json"
-OUTER, OWN, MANIFEST = "outer.safetensors", "own.safetensors", "manifest.json"
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+OUTER = "outer.safetensors"
+OWN = "own.safetensors"
+MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
 """Name of their folder in a run's folder."""
 
@@ -125,7 +129,9 @@ class CheckpointData:
         averager = optimizer.state_averager
         with averager.lock_state:  # a download may be about to replace it
             layout, statistics = dump_optimizer_state(optimizer.opt)
-            outer, agreed, own = averager.outer, optimizer.agreed_values, optimizer.own_steps
+            outer = averager.outer
+            agreed = optimizer.agreed_values
+            own = optimizer.own_steps
             rounds = 0 if outer is None else outer.rounds
             trained = _trainable(model) | averager.buffers.live
             files = {
@@ -183,7 +189,8 @@ class Checkpoint:
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Copy the trainable weights and moving buffers into `model`, keeping its dtypes and devices."""
-        weights, trained = self._read(WEIGHTS), _trainable(model) | moving_buffers(model)
+        weights = self._read(WEIGHTS)
+        trained = _trainable(model) | moving_buffers(model)
         shapes = {name: value.shape for name, value in trained.items()}
         saved = {name: tensor.shape for name, tensor in weights.items()}
         if unlike := [name for name in shapes | saved if shapes.get(name) != saved.get(name)]:
@@ -199,7 +206,8 @@ class Checkpoint:
     @torch.no_grad()
     def load_own_steps(self, optimizer: SwarmOptimizer) -> None:
         """Go on from this peer's own steps, if the mode has local steps of as many fragments."""
-        own, method = self.state.own_steps, optimizer.position.method
+        own = self.state.own_steps
+        method = optimizer.position.method
         if own and isinstance(method, LocalSteps) and method.resume(own):
             averager = optimizer.state_averager
             trained = [*averager.weights, *averager.buffers.live.values()]
@@ -242,7 +250,9 @@ class Checkpoints:
     """The checkpoints of one run in `folder`, of which the newest `keep` stay; None keeps all."""
 
     def __init__(self, folder: Path, keep: int | None = None, events: Events | None = None) -> None:
-        self.folder, self._keep, self._events = folder, keep, events or Events()
+        self.folder = folder
+        self._keep = keep
+        self._events = events or Events()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self.last: Future[Path | None] | None = None
         """The last checkpoint that `save_beside` began: its folder, or None if it could not be written."""
@@ -276,7 +286,8 @@ class Checkpoints:
         """
         step = data.state.history.step
         final = self.folder / f"step-{step}"
-        there, new = Checkpoint(final, step), data.state
+        there = Checkpoint(final, step)
+        new = data.state
         is_intact = final.exists() and not there.find_damage()
         if not is_intact or (there.state.history, there.state.own_steps) != (new.history, new.own_steps):
             for left in self.folder.glob(".step-*"):  # by a killed process: no other one writes here now

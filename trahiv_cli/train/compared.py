@@ -96,7 +96,9 @@ def compared_by(
 
 def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> dict[str, str]:
     """Return the settings that a drop-in's peers must have in common, by name; see `compared_by`."""
-    settings, args, model = trainer.swarm_settings, trainer.swarm_args, trainer.plain_model
+    settings = trainer.swarm_settings
+    args = trainer.swarm_args
+    model = trainer.plain_model
     own = {field.name for field in fields(args) if field.metadata.get("may_differ")}
     told = _changed(args, MAY_DIFFER | own, ALWAYS) | {
         "max_steps": max_steps,
@@ -145,7 +147,8 @@ def digest_of_samples(samples: Any) -> str:
 
     before = random_states()
     try:
-        first, again = digest(0), digest(1)
+        first = digest(0)
+        again = digest(1)
     finally:
         set_random_states(before)
     return first if first == again else "random"

@@ -51,10 +51,13 @@ OTHER_DATA = (
 
 OTHER_SETTINGS = "give these the same values on all peers; docs/rounds.md lists the exceptions"
 
-FROZEN, TRAINABLE = "frozen weights", "trained weights"
+FROZEN = "frozen weights"
+TRAINABLE = "trained weights"
 TOKENIZER = "tokenizer"
 # Of data that is divided: peers that count it differently would train some samples twice, others never.
-SAMPLES, SHARDS, VALUES = "number of samples", "number of shards", "values of samples"
+SAMPLES = "number of samples"
+SHARDS = "number of shards"
+VALUES = "values of samples"
 
 HINTS = dict.fromkeys((FROZEN, TRAINABLE, TOKENIZER), OTHER_MODEL) | dict.fromkeys(
     (SAMPLES, SHARDS, VALUES), OTHER_DATA
@@ -74,7 +77,9 @@ class Comparison:
     """
 
     def __init__(self, node: Node, run_id: str, own: dict[str, str]) -> None:
-        self.node, self._key, self._own = node, likeness_key(run_id), _fitting(own)
+        self.node = node
+        self._key = likeness_key(run_id)
+        self._own = _fitting(own)
         self._publish_at = 0.0
         self.schema = hashlib.sha256(repr(sorted(self._own.items())).encode()).digest()[:8]
         """Peers average only with those that have the same 8 bytes."""
@@ -131,7 +136,8 @@ class Comparison:
 
 def _fitting(own: dict[str, str]) -> dict[str, str]:
     """Return as many parts as fit into a record, and one digest of the others."""
-    fitting, others = dict(own), {}
+    fitting = dict(own)
+    others = {}
     while sum(len(f"{part}{text}".encode()) + 6 for part, text in fitting.items()) > MAX_RECORD_BYTES - 100:
         part, text = fitting.popitem()
         others[part] = text
@@ -163,7 +169,9 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
     Returns:
         SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), and with a tokenizer `TOKENIZER`.
     """
-    frozen, trainable, is_quantized = hashlib.sha256(), hashlib.sha256(), False
+    frozen = hashlib.sha256()
+    trainable = hashlib.sha256()
+    is_quantized = False
     moving = moving_buffers(model)
     for name, tensor in sorted([*model.named_parameters(), *persistent_buffers(model).items()]):
         layout = f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode()

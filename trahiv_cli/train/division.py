@@ -33,7 +33,10 @@ class Divided:
     is_stream = False
 
     def __init__(self, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
-        self.number, self._batch, self.seed, self._should_leave = number, batch, seed, should_leave
+        self.number = number
+        self._batch = batch
+        self.seed = seed
+        self._should_leave = should_leave
         self.size = {SHARDS if self.is_stream else SAMPLES: str(number)}  # what must be the same on all peers
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
@@ -103,7 +106,8 @@ def divide(
     samples: Any, args: TrainingArguments, should_leave: Callable[[], bool]
 ) -> DividedSampler | DividedStream | None:
     """Make what reads this peer's part of the data; None where that has no shards or no plain order."""
-    batch, strategy = args.per_device_train_batch_size, args.train_sampling_strategy
+    batch = args.per_device_train_batch_size
+    strategy = args.train_sampling_strategy
     seed = args.data_seed if args.data_seed is not None else args.seed
     order = batch, seed if strategy == "random" else None, should_leave
     if not is_divisible(samples, args.dataloader_num_workers):

@@ -46,9 +46,11 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
     Yields:
         The samples and tokens that this peer gave when it trained in this folder before.
     """
-    settings, folder = trainer.swarm_settings, Path(trainer.swarm_args.output_dir)
+    settings = trainer.swarm_settings
+    folder = Path(trainer.swarm_args.output_dir)
     max_steps = settings.max_steps(trainer.swarm_args, trainer.train_dataset)
-    saved, given = saved_in(folder), given_in(folder)
+    saved = saved_in(folder)
+    given = given_in(folder)
     account = Account(settings.run_id, saved[-1].step if saved else 0, max_steps, given=given)
     events.add(account)
     with contextlib.ExitStack() as stack, published(node, None, account, events), reach_told(node, events):

@@ -55,7 +55,9 @@ def enter(
         AssetError: all checkpoints are damaged, and no peer is there that has trained.
         RoundFailed: see `enter_swarm`.
     """
-    tracker, events, node = optimizer.tracker, optimizer.events, comparison.node
+    tracker = optimizer.tracker
+    events = optimizer.events
+    node = comparison.node
     tracker.refresh()
     comparison.require_alike(tracker.others)
     has_begun = any(peer.history.step > 0 for peer in tracker.others)
@@ -70,7 +72,8 @@ def enter(
     except RoundFailed:
         node.require_membership()  # peers that refuse this one look as if they had left
         raise
-    step, peers = optimizer.local_epoch, 1 + len(tracker.others)
+    step = optimizer.local_epoch
+    peers = 1 + len(tracker.others)
     more = {"why": entry.why, "reached": node.reach.kind, "reached_why": node.reach.why}
     events.emit("joined", step=step, peers=peers, source=entry.source, **more)
     if step == 0 and not optimizer.catch_up.gather(min_peers, wait_s):
@@ -93,7 +96,8 @@ def enter_swarm(
         RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
             reached `reached_step` and has gone.
     """
-    tracker, own = optimizer.tracker, ""
+    tracker = optimizer.tracker
+    own = ""
     if newest is not None:
         own = f"this run's checkpoint of step {newest.step}"
         if optimizer.parts.settings.auto_share is not None:

@@ -51,7 +51,9 @@ def leaving_a_checkpoint(trainer: Any, events: Events) -> Iterator[None]:
 
 def _save(trainer: Any, failure: Exception) -> str:
     """Save a checkpoint if the state is whole; return a sentence about it."""
-    callback, optimizer, path = trainer.swarm_callback, trainer.swarm_optimizer, None
+    callback = trainer.swarm_callback
+    optimizer = trainer.swarm_optimizer
+    path = None
     is_torn = optimizer is None or optimizer.state_averager.lock_state.is_torn
     if not is_torn and not isinstance(failure, NotFinite):
         with suppress(RuntimeError, MemoryError):  # memory may have run out, and a copy needs some

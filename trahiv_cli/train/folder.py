@@ -52,7 +52,8 @@ from trahiv_cli.train.checkpoint import saved_in
 RUNS = Path("runs")
 """The folder in which runs live unless the user says otherwise."""
 
-RESOLVED, LOCK_FILE = "recipe.json", "lock"
+RESOLVED = "recipe.json"
+LOCK_FILE = "lock"
 MAX_FOLDERS_OF_A_RUN = 100
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
@@ -207,9 +208,11 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
 
     Raises `SetupError` if it holds a run of another agreement, or can't be written; what it held stays.
     """
-    resolved, is_own_copy = folder / RESOLVED, False
+    resolved = folder / RESOLVED
+    is_own_copy = False
     if resolved.exists():
-        there, is_own_copy = read_run(folder), resolved.read_text(encoding="utf-8") == text
+        there = read_run(folder)
+        is_own_copy = resolved.read_text(encoding="utf-8") == text
         fields, files = what_changed(there, recipe)
         if fields or files:
             different = ", ".join([*(f"the content of {file}" for file in files), *fields])
@@ -238,7 +241,8 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
             fields, files = what_changed(read_run(run), recipe)
             if fields or not files or not (saved := saved_in(run)):
                 continue
-            names, differ = " and ".join(files), "differ from those" if files[1:] else "differs from the one"
+            names = " and ".join(files)
+            differ = "differ from those" if files[1:] else "differs from the one"
             message = f"This is another run, from step 0: {names} {differ} that {run} was trained on, "
             message += f"which is at step {saved[-1].step}."
             hint = f"bring the old {names} back and type the same command to go on with {run}"

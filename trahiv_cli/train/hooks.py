@@ -134,7 +134,9 @@ class InSwarm(_Host):
         """
         hooks = ("get_train_dataloader", "_get_train_sampler")
         own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
-        args, samples, is_wanted = self.args, self.train_dataset, self.swarm_settings.swarm.divide_data
+        args = self.args
+        samples = self.train_dataset
+        is_wanted = self.swarm_settings.swarm.divide_data
         if not own and has_length(samples):
             # With fewer the Trainer would end at once and say nothing.
             require_a_batch(len(samples), self._samples_per_step)
@@ -151,20 +153,23 @@ class InSwarm(_Host):
         if self.node is None:
             self._divided = None
             return super().get_train_dataloader()
-        args, samples = self.args, self.train_dataset
+        args = self.args
+        samples = self.train_dataset
         # The seed is for the order of the data and for dropout: the same after a restart.
         seed = derive_peer_seed(args.seed if args.data_seed is None else args.data_seed, self.node.peer_id)
         self.accelerator.dataloader_config.data_seed = seed
         torch.manual_seed(seed)
         # `weigh` can't see the samples of every batch, so each is full: less than a batch at the end of a
         # pass is not trained. Evaluations leave no sample out.
-        drops_last, args.dataloader_drop_last = args.dataloader_drop_last, True
+        drops_last = args.dataloader_drop_last
+        args.dataloader_drop_last = True
         if isinstance(self._divided, DividedStream):
             self.train_dataset = self._divided
         try:
             loader = super().get_train_dataloader()
         finally:
-            args.dataloader_drop_last, self.train_dataset = drops_last, samples
+            args.dataloader_drop_last = drops_last
+            self.train_dataset = samples
         # Each iterator draws a number for its workers: not from the generator that dropout goes on with.
         inner = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell around it
         if isinstance(inner, DataLoader):

@@ -46,7 +46,8 @@ class Budget:
         return is_border and (seconds >= self.seconds or samples >= self.samples or steps >= self.steps)
 
 
-ENDLESS_BUDGET, NOTHING_SPENT = Budget(), Budget(0.0, 0, 0)
+ENDLESS_BUDGET = Budget()
+NOTHING_SPENT = Budget(0.0, 0, 0)
 
 
 class Left(BaseException):
@@ -67,7 +68,8 @@ class Leaving:
         """The command that resumes the run."""
         self.spent = NOTHING_SPENT
         """The samples and steps of its budget that this process has given, also if it fails."""
-        self._at_once, self._interruptible = at_once, False
+        self._at_once = at_once
+        self._interruptible = False
 
     def __call__(self) -> bool:
         """Whether to leave."""
@@ -109,6 +111,7 @@ class Leaving:
             with contextlib.suppress(RuntimeError):  # a stream is being written to where the signal came
                 self._at_once()
             os._exit(128 + number)
-        self.signal, self.reason = signal.Signals(number), "signal"
+        self.signal = signal.Signals(number)
+        self.reason = "signal"
         if self._interruptible:
             raise Left

@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 FINAL = "final"
 """Name of the finished model's folder in a run's folder."""
 
-SAMPLE_TOKENS, SAMPLE_PROMPT_TOKENS = 120, 32
+SAMPLE_TOKENS = 120
+SAMPLE_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ class Ended:
 
     def tell(self, events: Events, resume: str) -> None:
         """Say that it is over, and what to type to resume if there is more to do."""
-        path, more = self.path and str(self.path), None if self.reason == "max_steps" else resume
+        path = self.path and str(self.path)
+        more = None if self.reason == "max_steps" else resume
         figures = {"step": self.step, "path": path, "had_ended": self.had_ended}
         events.emit("done", reason=self.reason, resume=more, **figures)
 
@@ -109,7 +111,8 @@ class PeerOptions:
         """Start this peer's node, as the command line says and, where that says nothing, the DHT section."""
         said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
         section = section.model_copy(update={key: value for key, value in said.items() if value})
-        identity, is_public = self.identity, self.is_public
+        identity = self.identity
+        is_public = self.is_public
         reach = ReachRules(self.reach, relay_mbit, self.max_upload, self.max_download)
         return start_node(
             section, folder, self.invitation, identity=identity, is_public=is_public, reach=reach
@@ -138,8 +141,10 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
     """
     with events.waiting("the data files to be read, to tell them from others", until_s=3600):
         recipe = resolve(recipe)
-    run, invitation = run_id(recipe), options.invitation
-    usual, is_choosing = options.folder(run), options.output_dir is None and bool(invitation.addresses)
+    run = run_id(recipe)
+    invitation = options.invitation
+    usual = options.folder(run)
+    is_choosing = options.output_dir is None and bool(invitation.addresses)
     with owned_to_join(run, invitation.membership) if is_choosing else owned(usual) as folder:
         if folder != usual:
             message = f"This peer's folder is {folder}: {usual} is that of another peer."
@@ -147,7 +152,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         if not options.is_again:
             forget_wish(folder)
         keep_recipe(folder, recipe, text)
-        saved, max_steps = saved_in(folder), recipe.training.max_steps
+        saved = saved_in(folder)
+        max_steps = recipe.training.max_steps
         if (folder / FINAL).exists() and not (saved and saved[-1].step < max_steps):
             ended = Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
             ended.tell(events, leaving.resume)
@@ -161,7 +167,8 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             try:
                 ended = _train(folder, recipe, options, events, leaving)
             except Left:  # before it trained: what it saved earlier is still there
-                saved, reason = saved_in(folder), leaving.reason or "signal"
+                saved = saved_in(folder)
+                reason = leaving.reason or "signal"
                 ended = Ended(reason, saved[-1].step, saved[-1].path) if saved else Ended(reason)
             # A signal may have come while a checkpoint was written.
             if ended.reason == "pause" and leaving.signal is not None:
@@ -173,8 +180,10 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
 
 
 def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
-    joins, resumes = bool(options.invitation.addresses), bool(saved_in(folder))
-    given, max_steps = given_in(folder), recipe.training.max_steps
+    joins = bool(options.invitation.addresses)
+    resumes = bool(saved_in(folder))
+    given = given_in(folder)
+    max_steps = recipe.training.max_steps
     with leaving.interruptible():
         if not resumes and options.reached_step == 0:
             warn_of_edited_data(recipe, folder, events)
@@ -283,7 +292,9 @@ def hold(
             leaving.leave("finish" if wishes.is_to_finish else "budget")
             raise Left
 
-    said, began_at, step = "", time.monotonic(), account.status.step
+    said = ""
+    began_at = time.monotonic()
+    step = account.status.step
     heed()
     if not wishes.why_paused():
         return 0.0
@@ -316,7 +327,8 @@ def finish(
     reason: Reason,
 ) -> Ended:
     """Write the finished model, or the checkpoint to resume from; `reason` is why it left before the end."""
-    optimizer, callback = trainer.swarm_optimizer, trainer.swarm_callback
+    optimizer = trainer.swarm_optimizer
+    callback = trainer.swarm_callback
     assert optimizer is not None
     step = optimizer.local_epoch
     callback.save_checkpoint()
@@ -365,7 +377,8 @@ def show_sample(
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
     """Be an address that others can join by, without training, until told to leave or the time is over."""
-    ended, seconds = Ended("budget"), options.budget.seconds
+    ended = Ended("budget")
+    seconds = options.budget.seconds
     try:
         with owned(options.folder("bootstrap")) as folder, leaving.interruptible():
             with options.node(dht, folder) as node:
@@ -402,7 +415,8 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     require_swarmable(arguments, {})  # what this machine lacks is said before data is read
     registered(arguments)
     require_memory(recipe)
-    tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
+    tokenizer = build_tokenizer(recipe)
+    seed = recipe.training.seed
     with events.waiting("the data to be read and tokenized", until_s=3600):
         peer_seed = derive_peer_seed(seed, node.peer_id)
         splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=peer_seed)

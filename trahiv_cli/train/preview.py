@@ -120,15 +120,18 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
     Raises:
         AssetError: the tokenizer or the data can't be had, or do not fit the task.
     """
-    tokenizer, seed = build_tokenizer(recipe), recipe.training.seed
+    tokenizer = build_tokenizer(recipe)
+    seed = recipe.training.seed
     told: list[tuple[str, str]] = []
     with heeding(lambda message, hint: told.append((message, hint))):
         train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
         torch.manual_seed(seed)  # draws what `mlm` hides
         looked_at, rows = _rows_of(recipe, tokenizer, train)
         warn_of_cuts(recipe, looked_at, rows)
-    section, classes = getattr(recipe, section_of(recipe.task) or ""), {}
-    is_packed, lengths = getattr(section, "packing", False), []
+    section = getattr(recipe, section_of(recipe.task) or "")
+    classes = {}
+    is_packed = getattr(section, "packing", False)
+    lengths = []
     if not is_packed or getattr(section, "packing_strategy", "") == "bfd":
         lengths = [n for row in rows for n in row.sample.get("seq_lengths") or [max(map(len, row.sequences))]]
     trained = sum(row.num_trained for row in rows)
@@ -167,7 +170,9 @@ def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits
     Raises:
         AssetError: there is less than one local batch; none of the samples trains a token; or one is broken.
     """
-    train, sft, training = splits.train, recipe.sft, recipe.training
+    train = splits.train
+    sft = recipe.sft
+    training = recipe.training
     if isinstance(train, Dataset) and (sft is None or not sft.packing):
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
         require_a_batch(len(train), local)
@@ -216,11 +221,13 @@ def _rows_of(
 ) -> tuple[int, list[Row]]:
     """Look at the first samples: return how many these are, and what the model gets of them."""
     with preparing():
-        samples, collate = list(islice(train, LOOKED_AT)), build_collator(recipe, tokenizer)
+        samples = list(islice(train, LOOKED_AT))
+        collate = build_collator(recipe, tokenizer)
         looked_at = len(samples)
         if collate is None:  # in memory: what TRL makes of them is neither cached nor taken from a cache
             trainer = _trl_trainer(recipe, tokenizer, Dataset.from_list(samples, features=train.features))
-            samples, collate = trainer.train_dataset, trainer.data_collator
+            samples = trainer.train_dataset
+            collate = trainer.data_collator
     batches = ((sample, collate([sample])) for sample in samples)
     return looked_at, [Row(sample, batch, _read(recipe, batch)) for sample, batch in batches]
 
@@ -247,9 +254,11 @@ def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
 
     The first token is never trained, unless it is hidden: it is nobody's next one.
     """
-    ids, lengths = batch["input_ids"], [None]
+    ids = batch["input_ids"]
+    lengths = [None]
     if recipe.dpo is not None:
-        trained, lengths = batch["completion_mask"].bool(), batch["attention_mask"].sum(dim=1).tolist()
+        trained = batch["completion_mask"].bool()
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
     elif recipe.seq_cls is not None:
         trained = torch.zeros_like(ids, dtype=torch.bool)
     else:
@@ -278,9 +287,11 @@ def parts_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, row: Row) -> tu
         whole = [(label if is_hidden else token, is_hidden) for (token, is_hidden), label in pairs]
         hidden = Part("the model sees", pieces_of(tokenizer, tokens))
         return hidden, Part("and is to guess", pieces_of(tokenizer, whole))
-    what, ends = "sample", list(accumulate(row.sample.get("seq_lengths") or ()))
+    what = "sample"
+    ends = list(accumulate(row.sample.get("seq_lengths") or ()))
     if recipe.clm is not None:
-        what, eos = "document", tokenizer.eos_token_id
+        what = "document"
+        eos = tokenizer.eos_token_id
         ends = [number for number, (token, _) in enumerate(tokens, 1) if token == eos]
     bounds = sorted({0, *ends, len(tokens)})
     stretches = [pieces_of(tokenizer, tokens[first:last]) for first, last in pairwise(bounds)]
@@ -301,7 +312,10 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece
         ids = [number for number, _ in some]
         return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    text, pieces, start, end = decoded(tokens), [], 0, 0
+    text = decoded(tokens)
+    pieces = []
+    start = 0
+    end = 0
     for kind, run in groupby((is_trained, number in special) for number, is_trained in tokens):
         end += len(list(run))
         stop = len(text)

@@ -61,7 +61,8 @@ class SwarmSettings:
     def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
         """Check `hivemind_config`, and the recipe's `swarm` section or its fields; or raise `RecipeError`."""
         dht, opt = (dict(config.get(name) or {}) for name in ("dht", "opt"))
-        options, peers = OptSection().model_dump() | opt, dht.pop("initial_peers", None) or ()
+        options = OptSection().model_dump() | opt
+        peers = dht.pop("initial_peers", None) or ()
         section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
         said = {name: options[name] for name in OptSection.model_fields}
         said = {name: value for name, value in said.items() if not isinstance(value, CompressionBase)}
@@ -82,7 +83,8 @@ class SwarmSettings:
 
     def round_keywords(self) -> dict[str, Any]:
         """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
-        swarm, is_auto = self.swarm, self.swarm.mode == "auto"
+        swarm = self.swarm
+        is_auto = self.swarm.mode == "auto"
         said = swarm.model_dump(include={"local_steps", "fragments", "outer_learning_rate", "outer_momentum"})
         pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, **said)  # what auto begins with
         rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)

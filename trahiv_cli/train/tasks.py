@@ -54,7 +54,9 @@ def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> Training
     Raises:
         SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
     """
-    training, dtype, has_gpu = recipe.training, compute_dtype(recipe.training), torch.cuda.is_available()
+    training = recipe.training
+    dtype = compute_dtype(recipe.training)
+    has_gpu = torch.cuda.is_available()
     has_eval = recipe.data.eval.test_split_size > 0 and training.eval_steps
     if dtype == torch.float16 and not has_gpu:
         raise SetupError(

@@ -39,7 +39,8 @@ from trahiv_cli.train.settings import SwarmSettings, by_name, require_swarmable,
 
 logger = logging.getLogger(__name__)
 
-STRAGGLERS_S, GATHER_S = 60.0, 3600.0
+STRAGGLERS_S = 60.0
+GATHER_S = 3600.0
 FETCHING_S = 4 * 3600.0  # the longest that a finished peer stays while another downloads its state
 
 # At run time it is mixed into any Trainer; to the type checker it is one.
@@ -108,11 +109,16 @@ class SwarmTrainerMixin(_Host):
         self.swarm_args = given
         self.swarm_settings = SwarmSettings.read(config, swarm)
         self._samples_per_step = self.swarm_settings.samples_per_step(given)
-        self._owns_node, self.node = node is None, node
-        self._events, self._has_recipe = events or Events(log_event), has_recipe
-        self._leaving, self._hears_signals = Leaving(), should_leave is None
+        self._owns_node = node is None
+        self.node = node
+        self._events = events or Events(log_event)
+        self._has_recipe = has_recipe
+        self._leaving = Leaving()
+        self._hears_signals = should_leave is None
         self._should_leave = should_leave or (lambda: self._leaving())
-        self._reached_step, self._budget, self._given_before = reached_step, budget, given_before
+        self._reached_step = reached_step
+        self._budget = budget
+        self._given_before = given_before
         self._wait_s = GATHER_S if wait_s is None else wait_s
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
         super().__init__(**kwargs | {"args": without_config(given)})
@@ -149,7 +155,8 @@ class SwarmTrainerMixin(_Host):
         def interrupt() -> None:  # and not the process: it may be a notebook's kernel
             raise KeyboardInterrupt
 
-        result, self._leaving = None, Leaving(at_once=interrupt)
+        result = None
+        self._leaving = Leaving(at_once=interrupt)
         hears = self._hears_signals and threading.current_thread() is threading.main_thread()
         with self._leaving.installed() if hears else contextlib.nullcontext(), contextlib.suppress(Left):
             result = self._train_in_swarm(**kwargs)
@@ -166,7 +173,9 @@ class SwarmTrainerMixin(_Host):
         self.plan_run()
         folder = Path(self.swarm_args.output_dir)
         # A node that was passed in has an owner, and so has its folder.
-        is_owner, events, leaving = self.node is None, self._events, self._leaving
+        is_owner = self.node is None
+        events = self._events
+        leaving = self._leaving
         with contextlib.ExitStack() as stack:
             if is_owner:
                 stack.enter_context(owned(folder))
@@ -222,7 +231,8 @@ class SwarmTrainerMixin(_Host):
                 self.swarm_optimizer.shutdown()
         finally:
             if self._owns_node and self.node is not None:
-                node, self.node = self.node, None
+                node = self.node
+                self.node = None
                 node.close()
 
     @property

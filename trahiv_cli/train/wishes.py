@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 Wish = Literal["pause", "finish"]
 
 WISH_FILE = "wish"
-LOOK_EVERY_S, CONDITIONS_EVERY_S = 1.0, 5.0
+LOOK_EVERY_S = 1.0
+CONDITIONS_EVERY_S = 5.0
 SETTLED_S = 15.0
 """Seconds for which all conditions must have held before a paused peer goes on."""
 
@@ -99,8 +100,14 @@ class Wishes:
         conditions: Sequence[Condition] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._leaving, self._conditions, self._clock = folder, leaving, conditions, clock
-        self._unmet, self._unmet_at, self._look_at, self._late_at = "", -math.inf, -math.inf, math.inf
+        self._folder = folder
+        self._leaving = leaving
+        self._conditions = conditions
+        self._clock = clock
+        self._unmet = ""
+        self._unmet_at = -math.inf
+        self._look_at = -math.inf
+        self._late_at = math.inf
 
     def __call__(self, event: Event) -> None:
         """Leave with the step that was just taken, if that is wished."""
@@ -119,7 +126,8 @@ class Wishes:
         if (now := self._clock()) >= self._look_at:
             self._look_at = now + CONDITIONS_EVERY_S
             if unmet := next(filter(None, map(_unmet, self._conditions)), ""):
-                self._unmet, self._unmet_at = unmet, now
+                self._unmet = unmet
+                self._unmet_at = now
         return self._unmet if now < self._unmet_at + SETTLED_S else ""
 
     def look(self) -> None:

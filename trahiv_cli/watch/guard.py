@@ -36,7 +36,9 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, port: int, token: str) -> None:
-        self._app, self._token, self._cookie = app, token, f"trahiv-{port}"
+        self._app = app
+        self._token = token
+        self._cookie = f"trahiv-{port}"
         self._hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -72,7 +72,8 @@ class Follower:
 
     def __init__(self, peers: Sequence[str], variable: str) -> None:
         self._command = [sys.executable, "-m", "trahiv_cli", "status", "--follow", "--format", "json"]
-        self._environment, self._free_at = {variable: " ".join(peers)}, 0.0
+        self._environment = {variable: " ".join(peers)}
+        self._free_at = 0.0
         self._child: subprocess.Popen[str] | None = None
 
     def __call__(self) -> Event | None:

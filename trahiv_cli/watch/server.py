@@ -61,8 +61,10 @@ class Page:
         deeds: Mapping[str, Deed] | None = None,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self._source, self._lookout = source, lookout
-        self._deeds, self._turn = deeds or {}, threading.Lock()
+        self._source = source
+        self._lookout = lookout
+        self._deeds = deeds or {}
+        self._turn = threading.Lock()
         self._about = {"deeds": list(self._deeds), **(about or {})}
         self._socket = listening(port)
         self.port = self._socket.getsockname()[1]
@@ -100,7 +102,8 @@ class Page:
 
     async def _messages(self) -> AsyncIterator[bytes]:
         yield b"retry: 1000\nevent: begin\ndata: {}\n\n"
-        told, is_live = b"", False
+        told = b""
+        is_live = False
         with closing(self._source()) as source:
             while not self._server.should_exit:
                 lines = source.read()
@@ -141,7 +144,8 @@ class Page:
 
 
 def _file(path: Path) -> Route:
-    content, kind = path.read_bytes(), KINDS.get(path.suffix, "text/plain")
+    content = path.read_bytes()
+    kind = KINDS.get(path.suffix, "text/plain")
 
     async def answer(_: Request) -> Response:
         return Response(content, media_type=kind)

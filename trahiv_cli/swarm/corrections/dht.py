@@ -47,7 +47,9 @@ class CorrectedDHT(hivemind.DHT):
     """
 
     def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **more: Any) -> None:
-        self.door, self.signing_key, self.place = door, signing_key, place
+        self.door = door
+        self.signing_key = signing_key
+        self.place = place
         self.tensors_lock = multiprocessing.Lock()  # over what is averaged; made here, as a fork shares it
         self._hosting: list[threading.Thread] = []
         self.loops: list[asyncio.AbstractEventLoop] = []  # of the averagers that this process serves

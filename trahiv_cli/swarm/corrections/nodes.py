@@ -202,7 +202,8 @@ class CorrectedProtocol(DHTProtocol):
         for result in response.results:
             left -= len(result.value)
             if left < 0:
-                result.type, result.value = NOT_FOUND, b""
+                result.type = NOT_FOUND
+                result.value = b""
         return response
 
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
@@ -260,7 +261,8 @@ class CorrectedProtocol(DHTProtocol):
         return is_kept
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        bad, num_forged = [], 0
+        bad = []
+        num_forged = 0
         with dictionary.freeze():
             for subkey, (value, expires) in dictionary.items():
                 record = key_bytes, self.serializer.dumps(subkey), value, expires
@@ -304,7 +306,8 @@ def pack_dictionary(dictionary: DictionaryDHTValue) -> bytes:
 
     dht/storage.py:22 packs all of them, however many there are; see `CorrectedProtocol`.
     """
-    items, left = [], MAX_ANSWER_BYTES - 64  # MessagePack adds less to the records under one key
+    items = []
+    left = MAX_ANSWER_BYTES - 64  # MessagePack adds less to the records under one key
     for subkey, (value, expires) in dictionary.items():
         left -= len(MSGPackSerializer.dumps([subkey, value, expires]))
         if left < 0:

@@ -112,7 +112,8 @@ class ControlPipe:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe, self._is_sending = pipe, threading.Lock()
+        self._pipe = pipe
+        self._is_sending = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipe, name)
