@@ -1,1 +1,1 @@
-"""Will it work here? What a peer needs of this machine and its network, looked at before it trains."""
+"""Checks of this machine and its network before a peer trains."""

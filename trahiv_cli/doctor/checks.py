@@ -1,4 +1,4 @@
-"""What a check says: what was found and, if that is not enough, what is wanted and what to do."""
+"""The result of a check: the finding and, if that is not enough, the requirement and the remedy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Verdict = Literal["fine", "poor", "bad"]  # poor: a peer can train, but not as w
 
 
 class Check(NamedTuple):
-    """One thing that was looked at. The texts are whole sentences or figures for a person."""
+    """The result of one check. Its texts are whole sentences or figures for a person."""
 
     name: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""What a peer needs of the machine itself. Nothing is downloaded."""
+"""Checks of the machine itself. They download nothing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.recipe.schema import Recipe
 
 GIB = 2**30
-DRIVER = Path("/proc/driver/nvidia/version")  # there where NVIDIA's driver is loaded
+DRIVER = Path("/proc/driver/nvidia/version")  # exists where NVIDIA's driver is loaded
 CHECKPOINTS = 3
 """Copies of weights and optimizer state for which a run's folder needs room: two checkpoints, and a third
 while it is written."""
 
 
 def examine_machine(recipe: Recipe | None, folder: Path) -> Iterator[Check]:
-    """Look at packages, GPU, memory and the disk of a folder, and at what a recipe needs of them."""
+    """Check packages, GPU, memory and the disk of a folder, also against the needs of a recipe."""
     yield packages()
     yield gpu()
     needed = None
@@ -52,11 +52,11 @@ def examine_machine(recipe: Recipe | None, folder: Path) -> Iterator[Check]:
 
 
 def packages() -> Check:
-    """Compare Python and the packages with what this version of trahiv was made for."""
+    """Compare the installed packages with the requirements of this version of trahiv."""
     wrong = []
     try:
         required = metadata.requires("trahiv") or []
-    except metadata.PackageNotFoundError:  # it runs from its source
+    except metadata.PackageNotFoundError:  # it runs from its source code
         required = []
     for text in required:
         wanted = Requirement(text)
@@ -79,7 +79,7 @@ def packages() -> Check:
 
 
 def gpu() -> Check:
-    """Look for a GPU, and for what keeps torch from using one that is there."""
+    """Look for a GPU, and for the reason why torch can't use it."""
     wants = "a GPU that torch can use"
     if torch.cuda.is_available():
         name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -105,7 +105,7 @@ def gpu() -> Check:
 
 
 def disk(folder: Path, room: int) -> Check:
-    """Compare the free space where runs are kept with what checkpoints take."""
+    """Compare the free space where runs are kept with the size of a run's checkpoints (`room`, in bytes)."""
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(there).free
     found = f"{free / GIB:.1f} GiB are free at {there.resolve()}"
@@ -116,7 +116,7 @@ def disk(folder: Path, room: int) -> Check:
 
 
 def names() -> Check:
-    """Ask for the hub's address, as libraries do before a download."""
+    """Check that the hub of models and data answers."""
     trouble = hub.trouble()
     if trouble:
         fix = "needed for models and data of the hub only; what this machine has cached is used without it"

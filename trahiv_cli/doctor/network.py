@@ -1,6 +1,6 @@
-"""What a peer needs of the network: its ports, a way to the members, and how others reach it.
+"""Checks of the network: this peer's ports, its connections to members, and how others reach it.
 
-A node looks and is looked at as one that joins would be, for some seconds, and leaves nothing behind.
+For some seconds, a node acts like the node of a joining peer. It leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trahiv_cli.swarm.node import ADDRESSES_KEY, REACH_KNOWN_S, Node
 from trahiv_cli.swarm.reach import Reach, servers_of
 from trahiv_cli.telemetry.events import short_name
 
-MEASURE_S = 8.0  # a link of 2 Mbit/s takes as long
-MEET_S = 8.0  # how long the node waits to be connected with everybody
-CLOCK_S = 60.0  # by more than that a clock is wrong for the hub's certificates, too
+MEASURE_S = 8.0  # a measurement at 2 Mbit/s takes this long
+MEET_S = 8.0  # the node waits this long for connections with all peers
+CLOCK_S = 60.0  # a clock that is further off also fails the hub's certificates
 KNOCK_S = 3.0
-HTTPS = 443  # the port that networks of offices and hotels let out
+HTTPS = 443  # the port that office and hotel networks let through
 
 Way = Literal["dialled", "punched", "relayed"]
 WORDS: Mapping[Way, str] = {
@@ -45,14 +45,14 @@ WORDS: Mapping[Way, str] = {
 
 
 class Network(NamedTuple):
-    """How this peer would train with the others."""
+    """The connections that this peer would train with."""
 
-    ways: dict[str, Way]  # how it is connected with each, by their ids (base58)
-    missed: tuple[str, ...]  # whom it could not be connected with
+    ways: dict[str, Way]  # the kind of each connection, by the peers' ids (base58)
+    missed: tuple[str, ...]  # the ids of peers that it could not connect with
 
     @property
     def sentence(self) -> str:
-        """Say so in one sentence."""
+        """The same in one sentence."""
         said = []
         for way, words in WORDS.items():
             if peers := [short_name(peer) for peer, how in self.ways.items() if how == way]:
@@ -63,7 +63,7 @@ class Network(NamedTuple):
 
 
 def examine_ports(section: DhtSection) -> Check:
-    """Look whether this peer could listen where its user wants it to, and announce what it is to."""
+    """Check that this peer can listen on, and announce, the addresses that its user has chosen."""
     try:
         hosts, _, notes = addresses.read_listening(section.host_maddrs, section.announce_maddrs)
         addresses.require_free_ports(hosts)
@@ -73,7 +73,7 @@ def examine_ports(section: DhtSection) -> Check:
 
 
 def examine_members(invitation: Invitation) -> Check:
-    """Knock where the invitation says that members are."""
+    """Check which addresses in an invitation answer."""
     tried = invitation.addresses
     with ThreadPoolExecutor() as pool:
         knocks = dict(zip(tried, pool.map(addresses.knock, tried), strict=True))
@@ -109,7 +109,7 @@ def _has_route(hosts: set[str]) -> bool:
 
 
 def _lets_https_out(host: str) -> bool:
-    """Whether anything comes back from a host's HTTPS port, a refusal included."""
+    """Whether a host's HTTPS port answers, if only with a refusal."""
     try:
         socket.create_connection((host, HTTPS), KNOCK_S).close()
     except ConnectionRefusedError:
@@ -122,9 +122,9 @@ def _lets_https_out(host: str) -> bool:
 def examine_reach(
     invitation: Invitation, section: DhtSection, folder: Path | None
 ) -> Iterator[Check | Network]:
-    """Enter the swarm for some seconds; one that is yielded is how this peer would train with it.
+    """Enter the swarm for some seconds; yield checks, and the `Network` that this peer would train in.
 
-    `folder` is that of a run that was trained here with it. None of what went wrong is raised.
+    `folder` is of an earlier run here with this swarm. Failures are yielded as checks, not raised.
     """
     with tempfile.TemporaryDirectory(prefix="trahiv-doctor-", ignore_cleanup_errors=True) as passing:
         standing = passing_standing(folder, invitation)
@@ -179,7 +179,7 @@ def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
 
 
 async def connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
-    """Return with whom a node is connected, by ids (base58), and how; for `DHT.run_coroutine`."""
+    """Return the kind of a node's connection with each peer, by id (base58); for `DHT.run_coroutine`."""
     del dht
     ways = await node.meeting.ways() if node.meeting else {}
     met = {peer.to_base58(): way for peer, way in ways.items()}
@@ -188,7 +188,7 @@ async def connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
 
 
 def _connected(node: Node) -> Network:
-    """Wait until all who publish an address are connected, or `MEET_S` have passed."""
+    """Wait until all peers that publish an address are connected, or `MEET_S` have passed."""
     until = time.monotonic() + MEET_S
     while True:
         wanted = node.fetch(ADDRESSES_KEY).keys() - {node.peer_id}
@@ -199,7 +199,7 @@ def _connected(node: Node) -> Network:
 
 
 async def _measured(dht: hivemind.DHT, node: DHTNode) -> tuple[str, float, float] | None:
-    """Measure the way to one member that can be dialled, in bytes a second there and back."""
+    """Measure the link to one dialable member; return its id, and the bytes per second up and down."""
     del dht
     for peer in servers_of(node) if node.meeting else ():
         try:

@@ -1,4 +1,4 @@
-"""What somebody who helps needs to see of a run, in one archive: without keys, secrets and paths of home."""
+"""An archive with a run's files for a helper, without keys, secrets and the path of the user's home."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ SECRET = (
 )
 LEFT_OUT = "(left out)"
 SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
-LEAST_SECRET = 8  # characters of an environment variable that is taken for a secret
+LEAST_SECRET = 8  # in characters; shorter environment variables do not count as secrets
 
 COMMAND = re.compile(r"--on-event(?! \(left out\)).*?(?=\n(?:\{|\d{4}-)|\n?\Z)", re.DOTALL)
 """The option `--on-event` and all up to the next event or entry of a log.
 
-Its command holds secrets, and may be quoted by a shell, by Python or by both."""
+Its command may hold secrets, and may be quoted by a shell, by Python or by both."""
 
 SHAPES = (
     (re.compile(rf"({INVITATION_PREFIX}[\w-]+)(?:\s*\n[\s#>]*[\w-]{{16,}})+"), r"\1"),  # wrapped
@@ -65,14 +65,14 @@ SHAPES = (
         rf"\1{LEFT_OUT}",
     ),
 )
-"""Each form that a secret may have, and the text that stands there instead."""
+"""Patterns of secrets, and their replacements."""
 
 
 def write_report(folder: Path, archive: Path) -> list[str]:
-    """Write what there is of a run's folder, and what this machine is; return the names of what is in it.
+    """Archive a run's recipe, events and logs with a description of this machine; return the files' names.
 
-    The archive can be read by this user alone. SetupError if the folder holds no run, or the archive can't be
-    written; then there is none.
+    Only this user can read the archive. Raises SetupError if the folder holds no run, or the archive can't be
+    written; an existing archive is unchanged then.
     """
     found = sorted({path for pattern in TOLD for path in folder.glob(pattern)})
     if not found:
@@ -98,7 +98,7 @@ def write_report(folder: Path, archive: Path) -> list[str]:
 
 
 def machine(folder: Path) -> dict[str, object]:
-    """Say what this machine is and has installed."""
+    """Describe this machine and its installed packages."""
     packages = {one.metadata["Name"]: one.version for one in metadata.distributions()}
     return {
         "python": sys.version,
@@ -109,7 +109,7 @@ def machine(folder: Path) -> dict[str, object]:
 
 
 def secrets_of(folder: Path) -> Iterator[str]:
-    """List what is secret in a run's folder and the environment, in each way in which it may be written."""
+    """Yield the secrets in a run's folder and the environment, in each encoding that a text may have."""
     for path in {path for pattern in SECRET for path in folder.glob(pattern) if path.is_file()}:
         content = path.read_bytes()
         yield content.hex()
@@ -122,7 +122,7 @@ def secrets_of(folder: Path) -> Iterator[str]:
 
 
 def cleaned(text: str, hidden: list[str]) -> str:
-    """Take secrets, what looks like one, and the path of this user's home out of a text."""
+    """Remove secrets, texts that look like one, and the path of this user's home from a text."""
     for secret in filter(None, hidden):
         text = text.replace(secret, LEFT_OUT).replace(json.dumps(secret)[1:-1], LEFT_OUT)
     text = without_commands(text)
@@ -136,13 +136,13 @@ def cleaned(text: str, hidden: list[str]) -> str:
 
 
 def without_commands(text: str) -> str:
-    """Take `--on-event` and what follows it out of a text."""
+    """Remove the command of `--on-event` from a text."""
     lines = map(without_commands_in_event, text.splitlines(keepends=True))
     return COMMAND.sub(f"--on-event {LEFT_OUT}", "".join(lines))
 
 
 def without_commands_in_event(line: str) -> str:
-    """Take `--on-event` and what follows it out of each text in a line, if it is an event."""
-    if not line.startswith('{"') or not line.rstrip().endswith("}"):  # it may be one that was cut short
+    """Remove the command of `--on-event` from each text in a line, if the line is an event."""
+    if not line.startswith('{"') or not line.rstrip().endswith("}"):  # the event may have been cut short
         return line
     return re.sub(r'--on-event(?:\\.|[^"\\])*', f"--on-event {LEFT_OUT}", line)

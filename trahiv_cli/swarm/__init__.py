@@ -1,1 +1,1 @@
-"""Who is there: the node, its identity, what peers publish to each other."""
+"""The network layer: a peer's node, its identity, and the records that peers publish."""

@@ -1,12 +1,12 @@
-"""The peers that this one has met: in a file, and called on again.
+"""The peers that this one knows: it stores their addresses in a file, and calls missing peers again.
 
-1. Each node publishes where it can be reached, and writes down where others can (`Acquaintances`), and on
-   which port it listened itself: a join line with its address is good after its restart.
-2. Whoever is written down or publishes, and is not in the routing table, is called on, at first often,
-   then rarely (`Reunion`). So peers find each other after cuts, when no address on a join line is good, and
-   where p2pd does not know an address: one that a router forwards, or that of a peer which must be met
-   (`meeting`). One that is connected is called on as well: of two that have dropped each other while one of
-   them stood still, neither would ask the other again.
+1. Each node publishes its addresses. It stores the addresses of other peers (`Acquaintances`), and the ports
+   on which it listened itself: a join line with its address stays valid after its restart.
+2. A stored or published peer that is not in the routing table is called, at first often, then rarely
+   (`Reunion`). So peers find each other after network failures, when no address on a join line is valid, and
+   when p2pd does not know an address: a router forwards it, or it belongs to a peer that must be met
+   (`meeting`). A connected peer is called as well: if two peers have dropped each other while one of them was
+   stalled, neither would ask the other again.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ logger = get_logger(__name__)
 
 FILE = "peers.json"  # in a run's folder
 VERSION = 1
-# Kept are those that were there last, and of those that are there, those that were met first: names that a
-# member makes up push nobody out who is there.
+# A new peer replaces only the peer that has been absent for longest, and only if that is `LATELY_S` or more:
+# ids that a member makes up can't displace peers that are present.
 MAX_PEERS = 64
-MAX_ADDRESSES = 12  # of one peer: what others publish must not fill a disk
-# Peers seen within so long of each other were there together. Times are kept to a tenth of it.
+MAX_ADDRESSES = 12  # of one peer: records of others must not fill a disk
+# Peers seen within this time of each other were present together. Times are precise to a tenth of it.
 LATELY_S = 600.0
 
 PUBLISH_EVERY_S = 120.0
 ADDRESSES_TTL_S = 600.0
-CALL_S = 5.0  # a peer may take so long to answer: libp2p would dial an address that is gone for minutes
-DIAL_S = 3.0
-DIAL_NEAR_S = 1.0  # the same for a dial, and for one that can only be meant for this network
+CALL_S = 5.0  # for a peer to answer: libp2p would spend minutes on dialling an address that is gone
+DIAL_S = 3.0  # the same for a dial
+DIAL_NEAR_S = 1.0  # for a dial if no address is public
 CALLS_AT_ONCE = 8
-# Between two calls on the same peer, each longer than the one before; `LATELY`: on one that was there lately,
-# and on all where this node knows nobody.
+# Between two calls to the same peer, each `LONGER` times the last. `LATELY`: to a peer that was present
+# lately, and to all peers while this node's routing table is empty.
 PAUSE_S = 2.0
 LONGER = 1.25
 LONGEST_PAUSE_S = 300.0
@@ -63,53 +63,53 @@ _calling: set[asyncio.Task[None]] = set()
 
 
 class Acquaintance(NamedTuple):
-    """A peer that was met."""
+    """A known peer."""
 
-    maddrs: tuple[str, ...]  # where it could be reached; each ends in `/p2p/<its id>`
-    seen: float  # the last time that it was there, in Unix seconds
+    maddrs: tuple[str, ...]  # its last known addresses; each ends in `/p2p/<its id>`
+    seen: float  # when it was last present, in Unix seconds
 
 
 def read_addresses(peer_id: str, record: object) -> tuple[str, ...]:
-    """Read what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
+    """Return the multiaddrs in a peer's record (untrusted) that end in `/p2p/<peer_id>`."""
     addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
     return tuple(one for one in addresses if is_address_of(peer_id, one))
 
 
 class Acquaintances:
-    """The peers that this one has met, and its own ports, in a file (None: only in memory).
+    """The peers that this one knows, and its own ports, in a file (None: only in memory).
 
-    A file that is missing, torn or of another version counts as an empty one. `clock` is Unix seconds.
+    A file that is missing, damaged or of another version counts as empty. `clock` returns Unix seconds.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
         self._path = path
         self._clock = clock
         self._peers: dict[str, Acquaintance] = {}
-        self.ports: dict[str, int] = {}  # at which this peer listened the last time, by what it was told
+        self.ports: dict[str, int] = {}  # on which this peer last listened, by the multiaddr in its settings
         if path is not None:
             self._load(path)
         self._saved = self._text()
 
     @classmethod
     def remembered(cls, path: Path | None) -> Self:
-        """Read a file for a visitor: neither what he learns nor his ports are written there."""
+        """Read a file for a visitor, which writes neither new peers nor its own ports there."""
         met = cls(None)
         met._peers = cls(path)._peers
         return met
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Addresses at which each could be reached, by peer id, those that were there last first."""
+        """The known addresses by peer id, the most recently seen peers first."""
         return {peer: one.maddrs for peer, one in self._sorted()}
 
     @property
     def lately(self) -> frozenset[str]:
-        """The ids of those that were there within ten minutes before the last one was."""
+        """The ids of the peers seen at most `LATELY_S` before the most recently seen one."""
         known = self._sorted()
         return frozenset(peer for peer, one in known if one.seen >= known[0][1].seen - LATELY_S)
 
     def meet(self, peer_id: str, record: object) -> None:
-        """Write down what of a peer's record (untrusted) are multiaddrs that end in `/p2p/<peer_id>`."""
+        """Note that a peer is present, and the multiaddrs in its record (untrusted); see `read_addresses`."""
         if not (maddrs := read_addresses(peer_id, record)):
             return
         before = self._peers.get(peer_id)
@@ -123,7 +123,7 @@ class Acquaintances:
             self._peers[peer_id] = now
 
     def save(self) -> None:
-        """Write the file if there is something new; OSError if that fails, and the old one stays."""
+        """Write the file if its content has changed; OSError if that fails, and the old file stays."""
         if self._path is not None and (text := self._text()) != self._saved:
             write_whole(self._path, text.encode())
             self._saved = text
@@ -152,9 +152,9 @@ class Acquaintances:
 
 
 class Reunion:
-    """Keeps a node and those whom it has `met` in touch, through a key of the DHT.
+    """Keeps a node, which creates it, in touch with the peers that it knows, through a key of the DHT.
 
-    `also` has more multiaddrs to call on. A visitor publishes nothing, so nobody calls on it. `clock` is
+    `also` has more multiaddrs to call. A visitor publishes nothing, so no peer calls it. `clock` returns
     monotonic seconds.
     """
 
@@ -178,11 +178,11 @@ class Reunion:
         self._is_visitor = is_visitor
         self._published: list[str] = []
         self._publish_at = 0.0
-        self._calls: dict[str, tuple[float, float]] = {}  # when each was called on, and the pause after that
-        self._told: dict[str, tuple[str, ...]] = {}  # others' addresses, as they publish them
+        self._calls: dict[str, tuple[float, float]] = {}  # the time of the last call, and the pause after it
+        self._told: dict[str, tuple[str, ...]] = {}  # addresses that other peers publish
 
     def turn(self) -> None:
-        """Publish, read, call, and write down, as far as it is time for that."""
+        """Publish this node's addresses if that is due, read others', call peers, and save."""
         now = self._clock()
         own = self._node.own_addresses()
         if own and not self._is_visitor and (own != self._published or now >= self._publish_at):
@@ -194,11 +194,11 @@ class Reunion:
         self._met.save()
 
     def _read(self, there: set[str]) -> None:
-        written = self._met.addresses  # no more than `MAX_PEERS`: in a larger swarm some never are
+        written = self._met.addresses  # at most `MAX_PEERS`: in a larger swarm some peers are never stored
         found = self._node.fetch(self._key)
         self._told = {peer: read_addresses(peer, record) for peer, record in found.items()}
         for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
-            if peer_id in there:  # of those that were met before it is seen first that they are there
+            if peer_id in there:  # known peers come first, so that no new peer replaces a present one
                 self._met.meet(peer_id, record)
 
     def _call(self, nodes: set[str], now: float) -> None:
@@ -208,7 +208,7 @@ class Reunion:
         }
         soon = self._met.lately if nodes else known.keys()
         due: dict[str, Sequence[str]] = {}
-        # Whoever was called longest ago comes first: made-up names keep nobody waiting.
+        # The peer that was called longest ago comes first, so made-up ids delay no real peer.
         for peer in sorted(known, key=lambda peer: self._calls.get(peer, (-math.inf, 0.0))[0]):
             maddrs = known[peer]
             called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / LONGER))
@@ -228,7 +228,7 @@ async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
 
 
 async def peers_there(dht: hivemind.DHT, node: DHTNode) -> tuple[list[str], list[str]]:
-    """Return the ids, base58, of the peers in the routing table, and of those that are connected."""
+    """Return the ids, base58, of the peers in the routing table, and of the connected peers."""
     connected = [one.peer_id.to_base58() for one in await node.protocol.p2p.list_peers()]
     return await known_peers(dht, node), connected
 
@@ -236,10 +236,10 @@ async def peers_there(dht: hivemind.DHT, node: DHTNode) -> tuple[list[str], list
 async def greet(
     peers: Mapping[str, Sequence[str]], is_visitor: bool, dht: hivemind.DHT, node: DHTNode
 ) -> None:
-    """Call on peers (multiaddrs by id, base58), and have them in the routing table if they answer.
+    """Call peers (multiaddrs by id, base58) in tasks; the listed nodes that answer enter the routing table.
 
-    dht/node.py drops a node that did not answer, and never asks it again by itself. Of two that can't dial
-    each other the one with the lower id asks for a meeting, or the one that visits.
+    dht/node.py drops a node that did not answer, and never asks it again by itself. If two peers can't dial
+    each other, the one with the lower id asks for a meeting, or the one that visits.
     """
     del dht
     for peer in map(PeerID.from_base58, peers):
@@ -250,11 +250,11 @@ async def greet(
 
 
 async def call_on(node: DHTNode, peer: PeerID, maddrs: Sequence[str], *, asks: bool) -> None:
-    """Dial a peer, or meet it if that fails and this one `asks`, and ping it."""
+    """Dial a peer, or meet it if that fails and this peer `asks` for a meeting; then ping it."""
     p2p = node.protocol.p2p
     is_far = any(reach_of(maddr) == "internet" for maddr in maddrs)
     try:
-        dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # libp2p is told the id beside
+        dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # the id is passed separately
         try:
             async with asyncio.timeout(DIAL_S if is_far else DIAL_NEAR_S):
                 await p2p._client.connect(peer, dialed)

@@ -1,4 +1,4 @@
-"""Multiaddrs: who can dial one, whether somebody listens there, and whether this peer may."""
+"""Multiaddrs: which peers can dial one, whether a process listens there, and whether this peer may."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import SetupError, Unreachable
 
 Reach = Literal["internet", "local network", "this machine"]  # the farthest first
-NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # what `Multiaddr` raises of a text that is none
+NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # errors of `Multiaddr` for an invalid text
 PROBE_TIMEOUT_S = 3.0
 MAX_ADDRESS_CHARS = 256
 TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
@@ -28,7 +28,7 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Socket(NamedTuple):
-    """What a multiaddr over TCP or UDP names."""
+    """The socket of a multiaddr over TCP or UDP."""
 
     host: str
     port: int
@@ -36,7 +36,7 @@ class Socket(NamedTuple):
 
 
 def reach_of(maddr: str) -> Reach:
-    """Say which peers can dial a multiaddr. Of a router in front of the local network nothing is known."""
+    """Return which peers can dial a multiaddr. A router in front of the local network is not considered."""
     read = Multiaddr(maddr)
     found = next((read[protocol] for protocol in ("ip4", "ip6") if protocol in read), None)
     if found is None or (address := ipaddress.ip_address(found)).is_global:  # None: a DNS name
@@ -45,7 +45,7 @@ def reach_of(maddr: str) -> Reach:
 
 
 def socket_of(maddr: Multiaddr) -> Socket | None:
-    """Return what a multiaddr names; None: neither TCP nor UDP on a host."""
+    """Return the socket of a multiaddr; None if it is neither TCP nor UDP on a host."""
     host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
     for protocol, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
         if host is not None and protocol in maddr:
@@ -60,7 +60,7 @@ def _names_a_peer(text: str) -> bool:
 
 
 def require_peer_address(address: str) -> None:
-    """Refuse, as Unreachable, what is not a multiaddr, or does not say whose address it is."""
+    """Raise Unreachable unless an address is a multiaddr with the id of a peer."""
     if not _names_a_peer(address):
         raise Unreachable(
             f"{address!r} is not the multiaddr of a peer: that ends with `/p2p/<peer id>`.",
@@ -70,17 +70,17 @@ def require_peer_address(address: str) -> None:
 
 
 def is_address_of(peer_id: str, text: object) -> bool:
-    """Say whether this is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with that peer's id."""
+    """Return whether a text is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with this peer's id."""
     if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS:
         return False
     return text.endswith(f"/p2p/{peer_id}") and _names_a_peer(text)
 
 
 class Listening(NamedTuple):
-    """Where p2pd listens, which addresses it announces, and notes where its user wrote something else."""
+    """The addresses on which p2pd listens and that it announces, and notes on changes to the user's input."""
 
     hosts: list[str]  # multiaddrs on which it listens
-    announced: list[str]  # multiaddrs that it gives to others; empty: those on which it listens
+    announced: list[str]  # multiaddrs that it gives to others; empty: the ones in `hosts`
     notes: list[str]
 
     @property
@@ -91,14 +91,14 @@ class Listening(NamedTuple):
 
 
 def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> Listening:
-    """Read on which multiaddrs a user wants to listen, and which ones others get.
+    """Read the multiaddrs on which a user wants to listen, and the ones to announce to others.
 
     An address that this machine does not have belongs to its router, or to its cloud: others get
     it, and this machine listens on the same port of all its own addresses.
 
     Raises:
-        SetupError: p2pd can't listen on one of them, a port is missing, or nothing listens for what others
-            would dial.
+        SetupError: p2pd can't listen on one of them, or an announced one has no host or port, or a transport
+            on which this peer does not listen.
     """
     notes: list[str] = []
     hosts: list[str] = []
@@ -131,7 +131,7 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
 
 
 def _read(text: str, purpose: str, notes: list[str]) -> str:
-    """Return a multiaddr in the form that p2pd knows; SetupError if there is none."""
+    """Return a multiaddr in the form that p2pd knows, and note a change; SetupError if it is invalid."""
     modern = re.sub("/quic(?=/|$)", "/quic-v1", text)
     try:
         host, *transport = (protocol.name for protocol in Multiaddr(modern).protocols())
@@ -149,9 +149,9 @@ def _read(text: str, purpose: str, notes: list[str]) -> str:
 
 
 def of_all_interfaces(maddrs: Iterable[str]) -> set[str]:
-    """Return loopback multiaddrs with each address of this machine instead that other machines may reach.
+    """Return the loopback multiaddrs, rewritten for each address of this machine that others may reach.
 
-    p2pd listens on all of them, and tells of the one alone through which the default route leads.
+    p2pd listens on all of them, and reports only the address of the default route.
     """
     stats = psutil.net_if_stats()
     found = set()
@@ -160,7 +160,7 @@ def of_all_interfaces(maddrs: Iterable[str]) -> set[str]:
             continue
         for entry in entries:
             loopback = {socket.AF_INET: "/ip4/127.0.0.1/", socket.AF_INET6: "/ip6/::1/"}.get(entry.family)
-            if loopback is None or "%" in entry.address:  # of this link alone
+            if loopback is None or "%" in entry.address:  # a link-local address
                 continue
             address = ipaddress.ip_address(entry.address)
             if not (address.is_loopback or address.is_link_local):
@@ -170,7 +170,7 @@ def of_all_interfaces(maddrs: Iterable[str]) -> set[str]:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Tell whether this machine can listen on an IP address; of all names, only on `localhost`."""
+    """Return whether this machine can listen on an IP address, or on `localhost`; False for other names."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -181,15 +181,15 @@ def is_of_this_machine(host: str) -> bool:
         with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))
     except OSError as error:
-        return error.errno != errno.EADDRNOTAVAIL  # all else is for `require_free_ports` to explain
+        return error.errno != errno.EADDRNOTAVAIL  # `require_free_ports` explains other errors
     return True
 
 
 def require_free_ports(host_maddrs: Iterable[str]) -> None:
-    """Refuse, as SetupError, to listen where another process does, or where the system forbids it.
+    """Raise SetupError if another process listens on one of the ports, or if the system forbids listening.
 
-    libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without a word, and the
-    kernel deals the connections of both to either.
+    libp2p listens with SO_REUSEPORT, so a second peer on the same port starts without an error, and the
+    kernel distributes the connections of both among them.
     """
     for text in host_maddrs:
         named = socket_of(Multiaddr(text))
@@ -216,7 +216,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def answering_of(addresses: Iterable[str]) -> list[str]:
-    """Knock at all addresses at once; return those where somebody listens, or where that can't be told."""
+    """Knock at all addresses at once; return the addresses where `knock` finds no error."""
     addresses = list(dict.fromkeys(addresses))
     with ThreadPoolExecutor(max_workers=len(addresses) or 1) as pool:
         found = pool.map(knock, addresses)
@@ -240,7 +240,7 @@ def what_answers(address: str, trouble: OSError | None) -> str:
 
 
 def knock(address: str) -> OSError | None:
-    """Connect to an address over TCP; return what went wrong. Of another address nothing can be told."""
+    """Connect to an address over TCP; return the error, if any. Return None for an address without TCP."""
     named = socket_of(Multiaddr(address))
     if named is not None and named.kind is socket.SOCK_STREAM:
         try:

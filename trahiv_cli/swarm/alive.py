@@ -1,8 +1,8 @@
-"""Whether this peer can go on: its processes run, it is a member, and nobody wants it to leave.
+"""Whether this peer can go on: its processes run, it is a member, and its user does not want it to leave.
 
-A process that ended, or that stands still, is found within seconds: they are asked for a sign of life again
-and again. One that does not answer may only be slow: a process that stands still uses no processor time, or
-the kernel calls it stopped.
+A thread asks the processes for a sign of life again and again, so it notices within seconds if one has ended
+or stalled. A process that does not answer may only be slow: a stalled one uses no processor time, or the
+kernel reports it as stopped.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
 
 LOOK_EVERY_S = 0.5
-PULSE_EVERY_S = 1.5  # a sign of life is asked for so often
-# So many looks in a row find no answer and no use of processor time. Nobody looks while the machine sleeps.
+PULSE_EVERY_S = 1.5  # between two requests for a sign of life
+# Successive looks that find no answer and no use of processor time. A sleeping machine takes no looks.
 STILL_AFTER_LOOKS = 8
-SLOW_AFTER_S = 60.0  # one that does not answer for so long is of no use, however busy it is
+SLOW_AFTER_S = 60.0  # a process that does not answer within this time has failed, however busy it is
 
 
 def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
-    """Sum up the processor time of processes, in seconds, and say whether one is stopped or a zombie.
+    """Return the processor time of processes, in seconds, and whether one is stopped or a zombie.
 
-    Those that are gone have used none. One that waits for a disk counts as busy.
+    Processes that are gone add none. A process that waits for a disk counts as busy.
     """
     used = 0.0
     is_stopped = False
@@ -51,20 +51,21 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
 class Alive:
     """Watches a peer's processes, its membership, and its user's wish to leave.
 
-    `home` is its node, whose processes are watched in a thread of their own; without one nothing fails.
+    `SwarmOptimizer` creates and closes it. `home` is the peer's node, whose processes a thread watches;
+    without one nothing fails.
     """
 
     def __init__(self, home: Node | None, events: Events, should_leave: Callable[[], bool]) -> None:
         self._home = home
         self._events = events
         self.should_leave = should_leave
-        self._answer: Any = None  # the future of a sign of life that was asked for
+        self._answer: Any = None  # the future of a requested sign of life
         self._asked_at = -math.inf
         self._used_s = -1.0
         self._still_looks = 0
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
-        self.ailment = ""  # what is wrong with a process that failed; empty if none did. It stays
+        self.ailment = ""  # the failure of a process, empty if none has failed; it is never reset
 
     def watch(self) -> None:
         """Watch the processes from now on."""
@@ -73,15 +74,15 @@ class Alive:
 
     @property
     def must_stop(self) -> bool:
-        """Whether nothing more is to be waited for."""
+        """Whether to abandon pending waits."""
         return self.should_leave() or self._is_closed.is_set() or bool(self.ailment)
 
     def is_out(self, peer_id: str) -> bool:
-        """Whether the swarm's owner has taken a peer out."""
+        """Return whether the swarm's owner has removed a peer (its id, base58)."""
         return self._home is not None and self._home.is_out(peer_id)
 
     def require(self) -> None:
-        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has taken this peer out."""
+        """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has excluded this peer."""
         if self._home is not None:
             self._home.require_membership()
         if self.ailment and not self.should_leave():
@@ -91,7 +92,7 @@ class Alive:
             )
 
     def close(self) -> bool:
-        """Watch no more. Return whether this is the first call."""
+        """Stop watching. Return whether this is the first call."""
         is_first = not self._is_closed.is_set()
         self._is_closed.set()
         if self._thread.is_alive():
@@ -103,7 +104,7 @@ class Alive:
             self.look()
 
     def look(self) -> None:
-        """Look once."""
+        """Check the processes once, and report a failure."""
         if self._home is not None and (wrong := self._what_is_wrong(self._home)):
             self.ailment = f"This peer's DHT process, or its daemon p2pd, {wrong}"
             self._events.warn(

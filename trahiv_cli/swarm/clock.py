@@ -1,8 +1,8 @@
 """The swarm's time: the same for all peers, whatever their machines' clocks say, or are set to.
 
-Records in the DHT live until a moment that their author names, and groups form at one. So a peer reads its
-machine's clock once, counts from there by one that is never set and goes on while the machine is suspended,
-and takes over the time of the swarm that it enters.
+Records in the DHT end, and groups form, at a moment that a peer sets. So a peer reads its machine's clock
+once, counts from there with a clock that is never set and that continues while the machine is suspended, and
+takes over the time of the swarm that it enters.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterable
 from multiprocessing.sharedctypes import RawValue
 
-TOLERATED_S = 1.0  # a difference that is left alone; hivemind refuses a peer that is more than 3 s apart
+TOLERATED_S = 1.0  # a difference that is ignored; hivemind refuses a peer that is more than 3 s apart
 # The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970.
 EARLIEST_S = 1767225600.0
 LATEST_S = 2.0**32
 
 _COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _began = time.time() - time.clock_gettime(_COUNTER)
-# The seconds by which the swarm's time is ahead of this machine's; shared with all that is forked.
+# The seconds by which the swarm's time is ahead of this machine's; shared with all forked processes.
 _ahead = RawValue(ctypes.c_double, 0.0)
 
 
@@ -29,12 +29,11 @@ def swarm_time() -> float:
 
 
 def take_over(answers: Iterable[tuple[float, float]]) -> float:
-    """Go over to the time of peers, if it is another one; return by how many seconds the time was changed.
+    """Take over the time of other peers if it differs; return by how many seconds the time was changed.
 
-    Each has told by how many seconds it is ahead, in an answer that took so many. The median of their times
-    counts; of an even number, the middle one that is nearer to this peer's own: a minority can't lead it
-    astray. A time not between `EARLIEST_S` and `LATEST_S` is nobody's, and a difference that may all be an
-    answer's delay is none.
+    Each answer has the seconds by which a peer is ahead, and the seconds that the call took. The median time
+    counts, or of two middle ones the one nearer to this peer's own: a minority can't mislead it. A time not
+    between `EARLIEST_S` and `LATEST_S` is ignored, and so is a difference that the call's delay may explain.
     """
     now = swarm_time()
     found = sorted(answer for answer in answers if EARLIEST_S <= now + answer[0] <= LATEST_S)
@@ -49,5 +48,5 @@ def take_over(answers: Iterable[tuple[float, float]]) -> float:
 
 
 def ahead_s() -> float:
-    """Return by how many seconds the swarm's time is ahead of this machine's clock, as far as is known."""
+    """Return the known number of seconds by which the swarm's time is ahead of this machine's clock."""
     return float(_ahead.value)

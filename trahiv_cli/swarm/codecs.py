@@ -1,10 +1,10 @@
-"""How tensors become bytes: the codecs that a recipe chooses by name.
+"""Codecs that encode tensors as bytes; a recipe chooses them by name.
 
-docs/wire.md has their bytes and how much each loses.
+docs/wire.md describes their formats and losses.
 
-The lossy codecs reckon in float32 and refuse values that are not finite in it. Every codec gives the same
-message for the same values, and again for what that decodes to. 0 stays 0. Of values that lie close together
-and far from 0, the lossy ones lose the differences.
+Lossy codecs compute in float32 and refuse values that are not finite in it. Every codec is deterministic, and
+idempotent: encoding a decoded message again gives the same message. 0 stays 0. Lossy codecs lose the
+differences between values that lie close together and far from 0.
 """
 
 from __future__ import annotations
@@ -19,38 +19,39 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.proto import runtime_pb2
 
-# Little-endian, as are the machines that torch is built for: values travel in the bytes they have in memory.
+# Values travel as their bytes in memory: little-endian, like every machine that torch is built for.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 MAX_DIMENSIONS = 64
 
-# Numbers of `CompressionType` after the end of hivemind's enum. An unknown number survives in a message, and
-# a peer that does not know it raises, where another codec's number would be misread.
+# Numbers of `CompressionType` beyond hivemind's enum. protobuf keeps an unknown number, so a peer that lacks
+# the codec raises an error; with the number of another codec it would misread the message.
 BLOCKWISE_4BIT = 6
 MOMENTS_8BIT = 7
 
 
 class Codec(CompressionBase):
-    """Encodes tensors, a lossy one in 4, 8 or 16 bits a value, with a scale for each block in a header."""
+    """A tensor codec. A lossy one uses 4, 8 or 16 bits per value, and a header with a scale per block."""
 
     compression_type: ClassVar[int]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
-    bits: ClassVar[int] = 0  # of a value; 0: as many as in memory, and nothing is lost
-    block: ClassVar[int] = 1  # values that share a scale: fewer lose less, at more bytes
+    bits: ClassVar[int] = 0  # bits per value; 0: as many as in memory, without loss
+    block: ClassVar[int] = 1  # values that share a scale; smaller blocks lose less and need more bytes
     scale_bytes: ClassVar[int] = 0
 
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
-        """Encode a tensor of any shape, on any device; it stays unchanged.
+        """Encode a tensor of any shape, on any device, without changing it.
 
-        ValueError if the dtype is none of `dtypes`, or a value not finite in float32 and the codec lossy.
+        Raises ValueError if the dtype is not in `dtypes`, or if the codec is lossy and a value is not finite
+        in float32.
         """
         name = f"Part {info.part_index} of tensor {info.key!r}"
         if tensor.dtype not in self.dtypes:
             raise ValueError(f"{name} is {tensor.dtype}, which {type(self).__name__} can't encode.")
         values = tensor.detach().cpu().contiguous().view(-1)
-        if self.bits and not _peak(values) <= torch.finfo(torch.float32).max:  # a NaN is not
+        if self.bits and not _peak(values) <= torch.finfo(torch.float32).max:  # also true for NaN
             raise ValueError(f"{name} has values that are not finite in float32; nothing was encoded.")
         return runtime_pb2.Tensor(
             compression=self.compression_type,
@@ -61,17 +62,17 @@ class Codec(CompressionBase):
         )
 
     def extract(self, serialized_tensor: runtime_pb2.Tensor) -> torch.Tensor:
-        """Decode a message that anybody may have made, into a new tensor on the CPU, of its shape and dtype.
+        """Decode an untrusted message into a new tensor on the CPU, with the message's shape and dtype.
 
-        From a lossy codec its values are finite. No memory is taken for more than the buffer can hold.
-        ValueError if no such codec makes such a message.
+        Values from a lossy codec are finite. No more memory is allocated than the buffer can fill. Raises
+        ValueError if this codec cannot have made the message.
         """
         size = tuple(serialized_tensor.size)
         buffer = serialized_tensor.buffer
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
         if dtype is None:
             raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
-        # torch counts strides in 64 bits, empty tensors' too.
+        # torch counts strides in 64 bits, including those of empty tensors.
         if len(size) > MAX_DIMENSIONS or math.prod(length or 1 for length in size) >= 2**63:
             raise ValueError("A peer sent a tensor of a shape that torch does not have.")
         num_values = math.prod(size)
@@ -96,31 +97,31 @@ class Codec(CompressionBase):
         return values.to(dtype).reshape(size)
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Say how much of a value's bytes is left, without the header; hivemind cuts parts by it."""
+        """Return the encoded bytes per original byte, without the header; hivemind sizes parts with it."""
         return self.bits / 8 / info.descriptor.dtype.itemsize if self.bits else 1.0
 
     def encoded_bytes(self, num_values: int, dtype: torch.dtype) -> int:
-        """Count the bytes of a message's buffer for a tensor of `num_values` of a dtype."""
+        """Return the length in bytes of the encoded buffer of a tensor with `num_values` values."""
         return self._header_bytes(num_values) - (-num_values * (self.bits or 8 * dtype.itemsize) // 8)
 
     def _header_bytes(self, num_values: int) -> int:
         return self.scale_bytes * -(-num_values // self.block)
 
     def _blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """Cut a vector into rows of `block` values, the last one filled up with zeros."""
+        """Cut a vector into rows of `block` values, and pad the last row with zeros."""
         return torch.nn.functional.pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     @abstractmethod
     def _encode(self, values: torch.Tensor) -> bytes:
-        """Encode a vector of at least one value, which stays unchanged; float32 for a lossy codec."""
+        """Encode a vector of at least one value (float32 for a lossy codec) without changing it."""
 
     @abstractmethod
     def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
-        """Decode what is as long as it must be into new memory: float32, or a lossless one's bytes."""
+        """Decode a buffer of the right length into new memory: float32, or the bytes of a lossless codec."""
 
 
 class Verbatim(Codec):
-    """Sends the bytes of the values themselves; what is not finite passes as it is."""
+    """Sends the bytes of the values unchanged, also of values that are not finite."""
 
     compression_type = runtime_pb2.NONE
     dtypes = DTYPES
@@ -133,10 +134,10 @@ class Verbatim(Codec):
 
 
 class Half(Codec):
-    """Half precision, after a power of two has brought the part's largest magnitude M to [2^14, 2^15).
+    """Half precision, after a power of two has scaled the part's largest magnitude M into [2^14, 2^15).
 
-    A value of magnitude M / 2^28 or more has a relative error of at most 2^-11, any other an absolute one of
-    at most M / 2^39. Of bfloat16 nothing is lost down to M / 2^31.
+    A value of magnitude M / 2^28 or more has a relative error of at most 2^-11; any other value has an
+    absolute error of at most M / 2^39. bfloat16 values of magnitude M / 2^31 or more are exact.
     """
 
     compression_type = runtime_pb2.FLOAT16
@@ -144,8 +145,8 @@ class Half(Codec):
     block = 2**63
     scale_bytes = 2
 
-    # float32 ends at 2^128, and 2^-127 would be subnormal there. Its smallest value, 2^-149, is above the
-    # smallest one of half precision when multiplied by 2^126.
+    # float32 ends at 2^128. 2^-127, by which a shift of 127 would be undone, is subnormal in float32. With a
+    # shift of 126, float32's smallest value, 2^-149, is above the smallest value of half precision.
     MIN_SHIFT = 15 - 128
     MAX_SHIFT = 126
     BELOW_2_15 = 2.0**15 - 2.0**4  # the last number of half precision below 2^15
@@ -153,7 +154,7 @@ class Half(Codec):
     def _encode(self, values: torch.Tensor) -> bytes:
         shift = min(15 - math.frexp(_peak(values))[1], self.MAX_SHIFT)
         scaled = values * 2.0**shift
-        if shift == self.MIN_SHIFT:  # what is rounded up to 2^15 here would be infinite in float32
+        if shift == self.MIN_SHIFT:  # a value that is rounded up to 2^15 would decode to infinity
             scaled.clamp_(-self.BELOW_2_15, self.BELOW_2_15)
         return np.int16(shift).tobytes() + scaled.half().numpy().tobytes()
 
@@ -165,10 +166,10 @@ class Half(Codec):
 
 
 class UniformBlocks(Codec):
-    """Steps of one size: an error of at most 1/254 of a block's largest magnitude, for every value.
+    """Uniform 8-bit quantization, with an error of at most 1/254 of a block's largest magnitude.
 
-    The largest is coded as 127 or -127 and exact: so the codec is idempotent. 0 stays 0: an embedding's row
-    that had no gradient would move under Adam by any other number as much as the rest.
+    The largest value is coded as 127 or -127, without error, so the codec is idempotent. 0 stays 0: with any
+    other value, Adam would move an embedding row that had no gradient as much as the other rows.
     """
 
     compression_type = runtime_pb2.UNIFORM_8BIT
@@ -196,10 +197,11 @@ class UniformBlocks(Codec):
 
 
 class CompandedBlocks(UniformBlocks):
-    """Steps that grow with the square root of a value x: an error of sqrt(M |x|) / 127, and M / 64516 at 0.
+    """8-bit quantization on a square-root scale: the error at x is sqrt(M |x|) / 127, and M / 64516 at 0.
 
-    Steps lose least if they are as wide as density^(-1/3) (Panter and Dite 1951): wide where values are few.
-    The square root loses no more than equal steps do of a Gaussian, and a third of it of heavy tails.
+    M is a block's largest magnitude. The loss is least if the step width is proportional to density^(-1/3)
+    (Panter and Dite 1951): wide where values are few. On a Gaussian, a square-root scale loses no more than
+    uniform steps; on heavy tails, a third as much.
     """
 
     compression_type = runtime_pb2.BLOCKWISE_8BIT
@@ -213,10 +215,10 @@ class CompandedBlocks(UniformBlocks):
 
 
 class MomentBlocks(CompandedBlocks):
-    """Encodes second moments v >= 0 of an optimizer; sqrt(v) loses what `CompandedBlocks` loses of it.
+    """Encodes an optimizer's second moments v >= 0; sqrt(v) has the error of `CompandedBlocks`.
 
-    An optimizer divides by sqrt(v). Therefore nothing above 0 becomes 0: what is less than the smallest code,
-    M / 127^4 = 3.8e-9 M, is raised to that, which makes steps of that weight shorter, never longer.
+    An optimizer divides by sqrt(v), so no value above 0 may become 0. Values below the smallest code,
+    M / 127^4 = 3.8e-9 M, are rounded up to it: the steps of those weights become shorter, never longer.
     """
 
     compression_type = MOMENTS_8BIT
@@ -228,29 +230,31 @@ class MomentBlocks(CompandedBlocks):
         return super()._to_units(codes).square_()
 
 
-# What the codes 0 to 15 of blockwise4 stand for, in parts of a block's scale. Levels lose least of a density
-# if they are quantiles of its cube root (Panter and Dite 1951), of a normal one sqrt(3) times as wide:
+# The values of the codes 0 to 15 of blockwise4, relative to a block's scale. The loss is least if levels are
+# quantiles of the density's cube root (Panter and Dite 1951). The cube root of a normal density is a normal
+# one that is sqrt(3) times as wide:
 #     inv_cdf(1/2 + t * (cdf(a) - 1/2)) / a    for t = i / 8, i = 0 .. 8, and t = -i / 7.5, i = 1 .. 7
-# with a = peak / (sqrt(3) * sigma) = 1.6: the peak of 64 normal values is 2.6 sigma, other peaks are higher.
+# with a = peak / (sqrt(3) * sigma) = 1.6: the peak of 64 normal values is 2.6 sigma, other densities have
+# higher peaks.
 LEVELS = np.array(
     [-880, -680, -531, -407, -296, -193, -96, 0, 90, 181, 276, 378, 490, 621, 783, 1024], np.float32
 ) / np.float32(1024)
 
-CELLS = 127  # half as many as [-1, 1] is cut into, to look up a code by a byte
+CELLS = 127  # half the number of cells that divide [-1, 1], so that one byte can index them
 
-# The nearest level's code for the middle of each cell, by the cell's number; the last is never used.
+# For each cell, the code of the level that is nearest to its middle; the last entry is never used.
 MIDDLES = (np.arange(256)[:, None] - CELLS) / CELLS
 CODE_OF_CELL = bytes(np.abs(LEVELS[None] - MIDDLES).argmin(1).astype(np.uint8))
 
-# The two levels that a byte of two codes stands for.
+# For each byte, the levels of its two codes.
 LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
 
 
 class NormalBlocks(Codec):
     """Divides each block by its value of largest magnitude, sign included; sends the nearest of 16 levels.
 
-    An error is at most 0.15 of a block's largest magnitude, and in the root mean square a tenth of the
-    values: for gradients and pseudo-gradients, with error feedback.
+    The error is at most 0.15 of a block's largest magnitude. Its root mean square is a tenth of the values'.
+    The codec is for gradients and pseudo-gradients, with error feedback.
     """
 
     compression_type = BLOCKWISE_4BIT
@@ -261,11 +265,11 @@ class NormalBlocks(Codec):
     def _encode(self, values: torch.Tensor) -> bytes:
         blocks = self._blocks(values)
         low, high = torch.aminmax(blocks, dim=1, keepdim=True)
-        # In bfloat16, which has the range of float32 but for its last 0.4 %.
+        # bfloat16 has the range of float32 except for its last 0.4 %.
         limit = torch.finfo(torch.bfloat16).max
         scales = torch.where(high >= -low, high, low).clamp_(-limit, limit).bfloat16()
         units = blocks / torch.where(scales != 0, scales, 1).float()
-        # A sixth of what `torch.bucketize` takes.
+        # This takes a sixth of the time of `torch.bucketize`.
         cells = units.clamp_(-1, 1).mul_(CELLS).add_(CELLS + 0.5).to(torch.uint8)
         codes = np.frombuffer(cells.numpy().tobytes().translate(CODE_OF_CELL), np.uint16)
         packed = (codes | codes >> 4).astype(np.uint8)[: (values.numel() + 1) // 2]
@@ -286,19 +290,19 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 
 class EightBitStatistics(MomentBlocks):
-    """Encodes large float32 statistics of an optimizer in 8 bits, for a download; all else as it is.
+    """Encodes an optimizer's large float32 statistics in 8 bits for downloads, other tensors verbatim.
 
-    Signed ones (first moments) by blockwise8: what is near 0 stays near 0, or is four times as large at most.
-    Others are second moments. Only where peers need not hold the same, as in modes with local steps:
-    elsewhere the joiner's weights would drift away.
+    Signed tensors (first moments) use blockwise8: a value near 0 stays near 0, or grows at most by a factor
+    of four. Other tensors are second moments. It suits only modes with local steps, where peers need not have
+    equal optimizer states: in other modes the joiner's weights would drift away.
     """
 
-    SMALLEST = 4096  # values; smaller tensors weigh nothing
+    SMALLEST = 4096  # values; smaller tensors add few bytes
 
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
-        """See `Codec.compress`; what is not finite in float32 is kept, too."""
+        """See `Codec.compress`; a tensor with values that are not finite is sent verbatim."""
         is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
         if not is_large or not bool(tensor.isfinite().all()):
             return Verbatim().compress(tensor, info)
@@ -310,13 +314,13 @@ class EightBitStatistics(MomentBlocks):
 BY_NUMBER: dict[int, Codec] = {
     codec.compression_type: codec for codec in (*(make() for make in CODECS.values()), MomentBlocks())
 }
-"""The codecs that a message may name by its number; the last one only in the state of an optimizer."""
+"""Codecs by the number in a message; the last one occurs only in an optimizer's state."""
 
 
 def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
-    """Decode a message that anybody may have made; see `Codec.extract`, also for what it raises.
+    """Decode an untrusted message. Raises ValueError as `Codec.extract` does, and for an unknown codec.
 
-    hivemind's codecs believe what a message says of its dtype and size, and raise under numpy 2.4.
+    hivemind's codecs trust the dtype and size in a message, and fail under numpy 2.4.
     """
     if (codec := BY_NUMBER.get(message.compression)) is None:
         raise ValueError(f"A peer sent a tensor in a codec of number {message.compression}: it is not taken.")
@@ -324,7 +328,7 @@ def read_tensor(message: runtime_pb2.Tensor) -> torch.Tensor:
 
 
 def _peak(values: torch.Tensor) -> float:
-    """Find the largest magnitude, 0 of no values; NaN if there is one."""
+    """Return the largest magnitude; 0 if there are no values, NaN if one of them is NaN."""
     if not values.numel():
         return 0.0
     low, high = torch.aminmax(values)
@@ -332,5 +336,5 @@ def _peak(values: torch.Tensor) -> float:
 
 
 def _vector(buffer: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Read a vector into memory of its own."""
+    """Copy a buffer into a new vector."""
     return torch.frombuffer(bytearray(buffer), dtype=dtype)

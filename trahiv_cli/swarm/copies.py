@@ -3,11 +3,11 @@
 hivemind stores a record at the five nodes nearest to its key, and a node chooses its id: five nodes of one
 member could hide everything under a key. From twenty nodes on, each store searches all of them.
 
-1. A record is kept here and sent to each connected peer (`put`). Records are read from those kept here.
-2. Peers compare their records, when they meet and then in rotation. Each asks for the records that it lacks.
-   So a record also reaches members that its owner is not connected with.
-3. A missing record proves nothing. Its owner is asked for a new one before the old one ends: `read` leaves an
-   owner out only if it did not answer.
+1. A node keeps each of its records and sends it to each connected peer (`put`). It reads from its own copies.
+2. Peers compare their records when they connect, and then in rotation. Each asks for the records that it
+   lacks. So a record also reaches members that its owner is not connected with.
+3. A missing record proves nothing. A node asks the owner for a new one before the old one ends: `read` leaves
+   an owner out only if it did not answer.
 
 All of it runs in the event loop of the DHT's process.
 """
@@ -32,15 +32,15 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.links import close_dead
 from trahiv_cli.swarm.records import owner_of
 
-LOOK_EVERY_S = 1.0  # at the connected peers, and at the records that are about to end
-COMPARE_EVERY_S = 5.0  # with one peer after the other, and with each silent one
+LOOK_EVERY_S = 1.0  # between checks of the connected peers, and of records that end soon
+COMPARE_EVERY_S = 5.0  # between comparisons in rotation, and between tries with a silent peer
 ASKED_FIRST = 3  # connected peers that a node compares with before its first answer
-# An owner is asked for a new record when its last one ends within this time: by then it should have published
-# another one.
+# A node asks an owner for a new record when its last one ends within this time: by then the owner should have
+# published another one.
 ENDS_SOON_S = 6.0
 DIGEST_BYTES = 8
-# The most bytes of records in one message: hivemind waits 3 s for an answer, in which an uplink of 5 Mbit/s
-# sends them. On average a peer is given less.
+# The most bytes of records in one message: an uplink of 5 Mbit/s sends them in the 3 s that hivemind waits
+# for an answer. `GIVEN_BYTES_A_SECOND` limits the average for each peer.
 MAX_ANSWER_BYTES = 3 * 2**19
 GIVEN_BYTES_A_SECOND = 2**18
 
@@ -55,7 +55,7 @@ class Record(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Stands for this version of a record where two peers compare."""
+        """Hash of this version of the record, which two peers compare."""
         version = MSGPackSerializer.dumps([self.key.to_bytes(), self.place, self.ends_at])
         return hashlib.sha256(version).digest()[:DIGEST_BYTES]
 
@@ -65,14 +65,14 @@ def _owners(places: Iterable[bytes]) -> set[PeerID]:
 
 
 class _Outbox:
-    """Records to send to one peer, of each the newest version."""
+    """The newest versions of the records that wait to be sent to one peer."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[DHTID, bytes], Record] = {}
         self._is_sent: asyncio.Future[bool] = asyncio.Future()
 
     def add(self, record: Record) -> asyncio.Future[bool]:
-        """Add a record; return a future of whether the peer has taken it, or a later version."""
+        """Add a record; return a future: whether the peer has taken it, or a later version."""
         self._waiting[record.key, record.place] = record
         return self._is_sent
 
@@ -85,25 +85,25 @@ class _Outbox:
 
 
 class Copies:
-    """Keeps, sends and compares the records of a node.
+    """Keeps, sends and compares the records of a node; its `CorrectedProtocol` creates one.
 
     Args:
-        protocol: the node's, a `CorrectedProtocol`, which calls other nodes and serves them.
+        protocol: this `CorrectedProtocol`, which calls other nodes and serves them.
     """
 
     def __init__(self, protocol: Any) -> None:
         self._protocol = protocol
         self._outboxes: dict[PeerID, _Outbox] = {}
-        self._silent: set[PeerID] = set()  # peers that did not answer: they are sent nothing until they do
+        self._silent: set[PeerID] = set()  # peers that did not answer: they get nothing until they do
         self._connected: tuple[PeerID, ...] = ()
-        self._asked: dict[PeerID, float] = {}  # when each peer was last asked for records
-        self._answered: dict[PeerID, float] = {}  # when it answered; no peer that was away since
+        self._asked: dict[PeerID, float] = {}  # when this node last asked each peer for records
+        self._answered: dict[PeerID, float] = {}  # when each connected peer answered, since it connected
         self._known: set[PeerID] = set()  # peers that have answered, and are connected or have had records
         self._asking: dict[PeerID, asyncio.Task[None]] = {}
         self._may_ask_at: dict[PeerID, float] = {}  # when each may have others' records from this node again
-        # When the records under each key ended, by place, as they were last read.
+        # When the records under each key end, by place, as of the last read.
         self._read: dict[DHTID, dict[bytes, float]] = {}
-        self._is_member = False  # this node has stored something of its own
+        self._is_member = False  # this node has stored a record of its own
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Copies:
     async def put(self, key: DHTID, place: bytes, value: bytes, ends_at: float) -> bool:
         """Sign and keep a record (MessagePack), and send it to all connected peers, waiting for each.
 
-        Return whether it is kept: not if other nodes would refuse it, or a later version is there.
+        Return whether it is kept: False if other nodes would refuse it, or this one has a later version.
         """
         if not self._is_member:
             self._is_member = True
@@ -193,11 +193,11 @@ class Copies:
     # -- other nodes' records ------------------------------------------------------------------------
 
     async def read(self, key: DHTID) -> bool:
-        """Have all records under a key here, as far as connected peers have them.
+        """Fetch the records under a key that connected peers have and this node lacks.
 
-        Return whether a connected peer has answered: one that speaks protocol 2 does not.
+        Return whether a connected peer has answered: a peer that speaks protocol 2 does not.
         """
-        if not (self._is_member and self._answered):  # nothing is sent to a node that only visits
+        if not (self._is_member and self._answered):  # peers send nothing to a node that only visits
             await self._look_who_is_connected()
             for peer in self._in_turn()[: 1 if self._answered else ASKED_FIRST]:
                 await self._ask(peer)
@@ -209,12 +209,12 @@ class Copies:
         return bool(self._answered)
 
     def _in_turn(self) -> list[PeerID]:
-        """List the peers to ask: first those without an answer since they came."""
+        """List the peers to ask: first the peers that have not answered since they connected."""
         listening = [peer for peer in self._connected if peer not in self._silent]
         return sorted(listening, key=lambda peer: self._answered.get(peer, -math.inf))
 
     def _unasked_owners(self, ends: Mapping[bytes, float]) -> set[PeerID]:
-        """Return known owners of records that end soon, or have ended, if they were not asked in time."""
+        """Return the known owners in `ends` (end times by place) that this node did not ask in time."""
         ends_at = {peer: at for place, at in ends.items() for peer in _owners([place])}
         known = self._known & ends_at.keys()
         return {peer for peer in known if self._asked[peer] < ends_at[peer] - ENDS_SOON_S}
@@ -235,11 +235,11 @@ class Copies:
             self._known.add(peer)
 
     def hear(self, peer: PeerID) -> None:
-        """Note that a peer has called this one: it is silent no more."""
+        """Note that a peer has called this node, so it is not silent."""
         self._silent.discard(peer)
 
     def lacking(self, peer: PeerID, digests: frozenset[bytes]) -> StoreRequest:
-        """Return the records that a peer lacks; only this node's own if it has had many others lately."""
+        """Return the records that a peer lacks; only this node's own if the peer recently got many others."""
         self.hear(peer)
         answer = StoreRequest()
         size = 0
@@ -274,7 +274,7 @@ class Copies:
         return connections
 
     async def _run(self) -> None:
-        """Ask owners whose records end, silent peers, and one peer after the other."""
+        """Ask the owners of records that end soon, silent peers, and all peers in rotation."""
         compare_at = 0.0
         while True:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -1,12 +1,12 @@
-"""The door of a closed swarm: a peer answers members alone, and calls members alone.
+"""Access control of a closed swarm: a peer answers and calls members only.
 
 1. Every call between peers (DHT, matchmaking, averaging, state, recipe, metrics) passes `GuardedP2P`, which
    asks the `Door` of its process.
-2. A caller's certificate (`membership`) stands before each request and at the head of each stream, and is
-   judged before a byte of what follows is parsed. So nobody has to be remembered.
-3. Before its first call to a peer, a caller asks for that peer's certificate, too (`INTRODUCE`).
+2. A caller sends its certificate (`membership`) before each request and at the head of each stream. The
+   callee checks it before it parses a byte of the request, so it needs no list of callers.
+3. Before its first call to a peer, a caller asks for that peer's certificate as well (`INTRODUCE`).
 
-Services are hivemind's servicers: what stands before the last dot of a handler's name.
+A service is one of hivemind's servicers: the part of a handler's name before the last dot.
 """
 
 from __future__ import annotations
@@ -44,42 +44,43 @@ from trahiv_cli.swarm.roll import PolicyBook
 
 logger = get_logger(__name__)
 
-INTRODUCE = "introduce"  # the handler of each service that takes a caller's certificate and answers its own
-INTRODUCTION_S = 10.0  # a peer may take so long to answer that, and a caller to show it in a stream
+INTRODUCE = "introduce"  # a handler of each service: it takes a caller's certificate and answers its own
+INTRODUCTION_S = 10.0  # for a peer to answer that, and for a caller to present it in a stream
 
-# The handlers that a watcher may call. A call of another one uses up an invitation for one peer: before it
-# joins, a peer looks under a passing id.
+# Handlers that a watcher may call.
 WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find", "rpc_compare"})
-# Those that a member may call without using one up: `trahiv doctor` does.
+# Handlers that do not use up a single-use invitation: peers call them under a temporary id before they join,
+# and so does `trahiv doctor`.
 LOOKED = WATCHED | {"rpc_look", "rpc_measure", "rpc_seek", "rpc_answer"}
 
-# Of one peer to one process, or of all strangers together: a round takes a peer four calls of another one,
-# and to judge a certificate takes 0.26 ms.
+# Calls of one peer to one process, or of all strangers together. In a round, a peer makes four calls to
+# another one; checking a certificate takes 0.26 ms.
 CALLS_A_SECOND = 300.0
 CALLS_AT_ONCE = 3000
-# A call counts once more for each so many bytes of its request: to judge a signed record takes 0.3 ms, and
-# none is shorter by much.
+# A call counts once more for each `CALL_BYTES` of its request: checking a signed record takes 0.3 ms, and
+# records are hardly shorter than this.
 CALL_BYTES = 1024
-# A round needs two streams, a download one. Each is an open file, of a stranger for up to `INTRODUCTION_S`.
+# A round needs two streams, a download one. Each stream is an open file; a stranger's may stay open for
+# `INTRODUCTION_S`.
 STREAMS_AT_ONCE = 64
-GIVING = frozenset({"rpc_send_state", "rpc_replay", "rpc_measure"})  # the handlers that send much
-GIVEN_AT_ONCE = 4  # streams of each of these: those of a download that broke off may not have ended
-TAKE_S = 60.0  # a stream is closed whose caller takes nothing for so long
+GIVING = frozenset({"rpc_send_state", "rpc_replay", "rpc_measure"})  # handlers that send many bytes
+GIVEN_AT_ONCE = 4  # open streams to each of these: streams of an aborted download may not have ended
+TAKE_S = 60.0  # the callee closes a stream if the caller reads nothing for this long
 PEERS_REMEMBERED = 4096
-STRANGERS_NAMED = 64  # by each process in the log: ids cost nothing, and a log shall not fill the disk
-STRANGERS = b""  # the account of the calls and streams of all that have shown nothing good
+STRANGERS_NAMED = 64  # per process, in the log: ids are free, and the log must not fill the disk
+STRANGERS = b""  # the account of all peers that have presented no valid grant or certificate
 
-REFUSAL = "trahiv: not a member of this swarm"  # what a stranger is told
+REFUSAL = "trahiv: not a member of this swarm"  # the answer to a stranger
 OPEN = "it is open to everybody, and this peer is of a closed one"
 POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
 
 
 class Refused(PermissionError):
-    """The other gets no answer."""
+    """A call that this peer refuses to answer."""
 
 
 class NotAMember(Refused):
-    """The other is no member; it is told the owner's policy if that is why."""
+    """The caller is not a member; the error carries the owner's policy if that is the reason."""
 
     def __init__(self, why: str, policy: bytes = b"") -> None:
         signed = f" [policy {base64.b64encode(policy).decode()}]" if policy else ""
@@ -87,7 +88,7 @@ class NotAMember(Refused):
 
 
 def not_admitted(objection: str) -> NotAdmitted:
-    """Explain a `Policy.objection` to the person who started the peer; empty: it came from another swarm."""
+    """Return an error that explains an objection to this peer's user; empty: it is of another swarm."""
     if objection == TAKEN_OUT:
         return NotAdmitted(
             "The owner of this swarm has taken this peer out. What it trained is kept, and goes to nobody.",
@@ -101,7 +102,10 @@ def not_admitted(objection: str) -> NotAdmitted:
 
 
 class Door:
-    """Decides with whom an event loop of this peer speaks; without a membership, with everybody."""
+    """Decides which peers an event loop of this peer talks to; without a membership, all peers.
+
+    `Node` makes the first one, and each event loop of the DHT's process has its own.
+    """
 
     def __init__(
         self, membership: Membership | None = None, book: PolicyBook | None = None, own: bytes = b""
@@ -109,35 +113,37 @@ class Door:
         self._membership = membership
         self._own = own  # the id of this peer
         self._book = book or PolicyBook(membership.owner if membership else b"")
-        self.certificate = membership.certify(own) if membership else b""  # goes before each request
+        self.certificate = membership.certify(own) if membership else b""  # sent before each request
         self.is_open = membership is None
         self.owner = membership.owner if membership else None  # public key of the closed swarm's owner
-        self._known: OrderedDict[PeerID, bytes] = OrderedDict()  # certificates that were found good
+        self._known: OrderedDict[PeerID, bytes] = OrderedDict()  # valid certificates
         self._introductions: dict[PeerID, asyncio.Task[bytes]] = {}
-        # Grants that the owner signed and that were shown here; and this peer's own.
+        # Grants that the owner signed and that peers have presented here, and this peer's own.
         self._grants = {membership.grant.to_bytes()} if membership else set()
-        self._came_by: dict[bytes, PeerID] = {}  # the first peer by each invitation that is for one
+        self._came_by: dict[bytes, PeerID] = {}  # the first peer that came with each single-use invitation
         self._named: set[tuple[PeerID, str]] = set()
-        self._calls_left: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # and when, by account
-        # By account and handler, of those in `GIVING`; by account and "", of all of them.
+        self._calls_left: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # calls left, and when
+        # Open streams: by account and handler for the handlers in `GIVING`; by account and "" for all.
         self._streams: Counter[tuple[bytes, str]] = Counter()
         self._why_refused = ""
-        self.was_refused = False  # a peer has said that this one is not a member, or that its swarm is open
+        # Whether a peer has answered that this one is not a member, or that its own swarm is open.
+        self.was_refused = False
 
     def another(self) -> Door:
-        """Make a door of the same swarm for another event loop."""
+        """Make a door to the same swarm for another event loop."""
         return Door(self._membership, self._book, self._own)
 
     def guarded(self) -> type[GuardedP2P]:
-        """Make the class of the P2P instances behind this door."""
+        """Return a class of P2P instances behind this door."""
         return type(GuardedP2P.__name__, (GuardedP2P,), {"door": self})
 
-    # -- who is let in -----------------------------------------------------------------------------
+    # -- checking callers --------------------------------------------------------------------------
 
     def admit(self, peer: PeerID, certificate: bytes, handler: str) -> None:
-        """Judge the certificate that a peer (as libp2p has proven) shows when it calls a handler.
+        """Check the certificate that a peer, whose id libp2p has proven, presents when it calls a handler.
 
-        NotAMember if it is not that peer's in this swarm, or the peer was taken out, or may not call that.
+        Raises NotAMember if it is not that peer's certificate in this swarm, if the policy excludes the peer,
+        or if its role may not call this handler.
         """
         if self._membership is None:
             return
@@ -153,18 +159,18 @@ class Door:
         if objection := policy.objection(id_, grant):
             self._refuse(peer, objection, self._book.wire)
         if grant.is_once and name not in LOOKED and self._came_by.setdefault(grant.key, peer) != peer:
-            # Until the owner's policy says who stays, only the first peer is let in.
+            # Until the owner's policy decides which peer stays, only the first one may enter.
             if not policy.keeps(id_, grant):
                 self._refuse(peer, USED)
             self._came_by[grant.key] = peer
         self._known[peer] = certificate
         self._known.move_to_end(peer)
-        if len(self._known) > PEERS_REMEMBERED:  # names by one invitation push out none by another
+        if len(self._known) > PEERS_REMEMBERED:  # made-up ids of one invitation displace none of another
             [(key, _)] = Counter(known[:KEY_BYTES] for known in self._known.values()).most_common(1)
             del self._known[next(one for one, known in self._known.items() if known[:KEY_BYTES] == key)]
 
     def admit_request(self, peer: PeerID, request: bytes, handler: str) -> bytes:
-        """Count a request and judge the certificate before it; return the request itself."""
+        """Count a request and check the certificate at its head; return the request without it."""
         self.count(peer, request[:CERTIFICATE_BYTES], len(request))
         self.admit(peer, request[:CERTIFICATE_BYTES], handler)
         return request if self.is_open else request[CERTIFICATE_BYTES:]
@@ -179,12 +185,12 @@ class Door:
             self._named.add((peer, why))
             logger.warning(f"Peer {peer} was refused: {why}.")
 
-    # -- how much anybody may ask ------------------------------------------------------------------
+    # -- limits on calls and streams ---------------------------------------------------------------
 
     def _account(self, peer: PeerID, certificate: bytes = b"") -> bytes:
-        """Say who pays for a call or stream: a known peer, all by its invitation, or all strangers together.
+        """Return the account of a call: a known peer's, its invitation's, or the one of all strangers.
 
-        Whoever shows a grant of the owner is no stranger, even before it is known whether it is a member.
+        A peer that shows a known grant of the owner is no stranger, even before its certificate is checked.
         """
         if self.is_open or peer in self._known:
             return peer.to_bytes()
@@ -192,7 +198,7 @@ class Door:
         return grant if grant in self._grants else STRANGERS
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
-        """Count a call before its certificate is judged; Refused if there are too many."""
+        """Count a call before its certificate is checked; raise Refused if there are too many."""
         now = time.monotonic()
         account = self._account(peer, certificate)
         left, then = self._calls_left.pop(account, (float(CALLS_AT_ONCE), now))
@@ -206,7 +212,7 @@ class Door:
 
     @contextlib.contextmanager
     def stream(self, peer: PeerID, handler: str) -> Iterator[None]:
-        """Count a stream of a peer to a handler as open within the block; Refused if it has too many."""
+        """Count a peer's stream to a handler as open within the block; raise Refused if it has too many."""
         account = self._account(peer)
         limits = {(account, ""): STREAMS_AT_ONCE}
         if (called := handler.rpartition(".")[2]) in GIVING:
@@ -218,27 +224,27 @@ class Door:
             yield
         finally:
             self._streams.subtract(limits.keys())
-            self._streams += Counter()  # forgets those that are 0
+            self._streams += Counter()  # removes counts of 0
 
     def _refuse_more(self, peer: PeerID, account: bytes, why: str, what: str) -> NoReturn:
-        if account != STRANGERS:  # of them, this one may have called only once
+        if account != STRANGERS:  # this stranger may have called only once
             self._name(peer, why)
         raise Refused(f"trahiv: too many {what}")
 
-    # -- whom this peer calls ----------------------------------------------------------------------
+    # -- calling other peers -----------------------------------------------------------------------
 
     def learn_from(self, refusal: str) -> None:
-        """Note what a peer said that did not answer a call; it is believed as far as the owner signed it."""
+        """Note the reason in a peer's refusal of a call, and keep the owner's policy if it carries one."""
         if REFUSAL not in refusal:
             return
         self.was_refused = True
         self._why_refused = next((why for why in UNSIGNED if why in refusal), "")
         if (found := POLICY_IN_REFUSAL.search(refusal)) is not None:
-            with contextlib.suppress(ValueError, OSError):  # nonsense; or the disk is full
+            with contextlib.suppress(ValueError, OSError):  # not base64, or the disk is full
                 self._book.offer(base64.b64decode(found[1], validate=True))
 
     def why_refused(self) -> NotAdmitted:
-        """Explain to the person who started this peer why all peers that answered refused it."""
+        """Return the error that tells this peer's user why all peers that answered refused it."""
         if self._membership is None:
             return NotAdmitted(
                 "The swarm is closed: it answers members alone.",
@@ -248,16 +254,20 @@ class Door:
         return not_admitted(signed or self._why_refused)
 
     async def introduce(self, p2p: GuardedP2P, peer: PeerID, handler: str) -> None:
-        """Make sure that another peer is a member, before a handler of it is called."""
+        """Check that another peer is a member before calling one of its handlers.
+
+        Raises P2PHandlerError if it is not, or if it only watches.
+        """
         if self.is_open:
             return
         if (certificate := self._known.get(peer)) is None:
             if (task := self._introductions.get(peer)) is None:
                 task = asyncio.create_task(self._introduced(p2p, peer, handler.rpartition(".")[0]))
                 self._introductions[peer] = task
-                task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait
-            certificate = await asyncio.shield(task)  # who gives up finds it known when it calls again
-        if Grant.parse(certificate[:GRANT_BYTES]).role is Role.watcher:  # it has nothing that anybody needs
+                # Retrieve the exception: possibly no caller awaits the task any more.
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            certificate = await asyncio.shield(task)  # after a timeout, the next call finds the result
+        if Grant.parse(certificate[:GRANT_BYTES]).role is Role.watcher:  # it serves nothing
             raise P2PHandlerError(f"peer {peer} is not called: it only watches")
         try:
             self.admit(peer, certificate, handler)
@@ -279,11 +289,11 @@ class Door:
             del self._introductions[peer]
 
 
-UNPARSED = SimpleNamespace(FromString=bytes)  # the type of a request that is parsed once its sender is known
+UNPARSED = SimpleNamespace(FromString=bytes)  # the request type of handlers that parse only after the check
 
 
 class GuardedP2P(P2P):
-    """`P2P` whose handlers and calls are for members alone; a subclass has the `door` of its process."""
+    """A `P2P` whose handlers and calls are for members only; a subclass has the `door` of its process."""
 
     door: Door
 
@@ -303,7 +313,7 @@ class GuardedP2P(P2P):
         await super()._add_protobuf_unary_handler(handle_name, guarded, UNPARSED, balanced)
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
-        """Add a handler of streams; see `P2P`. Of a stranger's stream nothing but a certificate is read."""
+        """Add a stream handler; see `P2P`. Of a stranger's stream it reads only the certificate."""
         await self._receive(name)
 
         async def guarded(stream_info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
@@ -330,7 +340,7 @@ class GuardedP2P(P2P):
                         await P2P.send_protobuf(RPCError(message=words), writer)
                     return
                 close = writer.close
-                writer.close = lambda: None  # handlers close what they have just sent
+                writer.close = lambda: None  # handlers close the stream right after sending
                 try:
                     await handler(stream_info, reader, writer)
                     await caller_is_gone(reader)
@@ -351,7 +361,7 @@ class GuardedP2P(P2P):
         return until_end(await super()._iterate_protobuf_stream_handler(*args))
 
     async def _receive(self, handle_name: str) -> None:
-        """Let callers introduce themselves to the service of a handler."""
+        """Add the handler `INTRODUCE` to the service of a handler, once."""
         service = handle_name.rpartition(".")[0]
         if service in self._services:
             return
@@ -364,7 +374,7 @@ class GuardedP2P(P2P):
         await self._client.add_unary_handler(f"{service}.{INTRODUCE}", answer)
 
     async def call_unary(self, peer_id: PeerID, handle_name: str, request: bytes) -> bytes:
-        """Call a handler of whoever is there with bytes, behind this peer's certificate."""
+        """Call a handler with bytes, behind this peer's certificate, without checking the callee."""
         try:
             request = self.door.certificate + request
             return bytes(await self._client.call_unary_handler(peer_id, handle_name, request))
@@ -379,11 +389,11 @@ class GuardedP2P(P2P):
         response = await self.call_unary(peer_id, handle_name, input.SerializeToString())
         try:
             return output_protobuf_type.FromString(response)
-        except DecodeError as error:  # no caller expects what protobuf raises
+        except DecodeError as error:  # callers do not expect protobuf's errors
             raise P2PHandlerError(f"peer {peer_id} answered what can't be read: {error}") from error
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
-        """Open a stream to a member; see `P2P`, and `Door.introduce` for what else is raised."""
+        """Open a stream to a member; see `P2P`. Raises the errors of `Door.introduce` as well."""
         await self.door.introduce(self, peer_id, handler_name)
         stream_info, reader, writer = await super().call_binary_stream_handler(peer_id, handler_name)
         writer.write(self.door.certificate)

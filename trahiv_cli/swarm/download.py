@@ -1,15 +1,15 @@
-"""How a peer fetches another one's state: in chunks, from several peers at once, going on where it broke off.
+"""State downloads: in chunks, from several peers at once, and resumable.
 
-1. The joiner asks those that are furthest what they have. Each copies its state once (a *snapshot*) and
-   answers with its digest; those whose states are equal give the same one.
-2. The joiner takes what most of them offer, of those that are far enough. It fetches the manifest from one
-   peer, and the chunks from all that have it. What it holds itself (at a run's first step: everything) is
-   not fetched.
-3. Every chunk is checked on arrival. One that is damaged is fetched elsewhere, and its sender not asked
-   again; what a slow or dead peer owes is fetched from the others.
+1. The joiner asks the most advanced peers for an offer. Each of them copies its state once (a *snapshot*) and
+   answers with its digest. Equal states have equal digests.
+2. Among the states that are far enough, the joiner takes the one that most peers offer. It fetches the
+   manifest from one peer, and chunks from all peers that have the snapshot. It does not fetch chunks that its
+   own state has as well (at a run's first step: all of them).
+3. The joiner checks every chunk on arrival. It fetches a damaged chunk from another peer, and asks the sender
+   for nothing more. It fetches chunks that a slow or dead peer owes from the other peers.
 
-A download has no time limit; silence has one. Broken off, it goes on with the next try, as long as one peer
-keeps the snapshot (`KEEP_S`). Whether a state is adopted is decided in `optim/state.py`.
+A download has no time limit, only a limit on silence. After a failure, the next try resumes it as long as one
+peer keeps the snapshot (`KEEP_S`). `optim/state.py` decides whether to adopt a state.
 """
 
 from __future__ import annotations
@@ -32,58 +32,59 @@ from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.snapshot import Manifest, Rank, Snapshot, StateOffer, digest_of_bytes, shared_bytes
 
-GONE = (*UNREACHABLE, EOFError)  # or it hangs
-MAX_DONORS = 4  # asked for one state: they fill a home's downlink, and each has to copy its state
-OTHERS_S = 1.0  # after the first answer the others have so long: a further state may be among them
-QUIET_S = 5.0  # a donor that sends no chunk for so long loses what it was asked for to one that has time
-WORTH_HALVING = 4  # chunks: of fewer nothing is taken from a donor that is not quiet
-PAUSE_S = 1.0  # before a donor whose stream broke off is asked again
-IDLE_S = 0.2  # how often a donor that has nothing left to give is looked at again
+GONE = (*UNREACHABLE, EOFError)  # errors of a call to a donor that is gone or hangs
+MAX_DONORS = 4  # per state: they fill a home's downlink, and each has to copy its state
+OTHERS_S = 1.0  # time for other offers after the first one: one of them may be further
+QUIET_S = 5.0  # a donor without a new chunk for this time loses its request to an idle one
+WORTH_HALVING = 4  # chunks; a shorter request stays with its donor, unless it is silent
+PAUSE_S = 1.0  # before another request to a donor whose stream broke off
+IDLE_S = 0.2  # an idle donor looks for new requests at this interval
 MAX_MANIFEST_BYTES = 64 * 2**20
 NOT_AS_OFFERED = "it gives another state than it offers"
 OF_NO_USE = "the state that it gives is of no use"
-Report = Callable[[int, int, int], None]  # told: bytes that are there, of how many, from how many donors
+Report = Callable[[int, int, int], None]  # called with bytes present, bytes in total, and number of donors
 
 
 class NobodyHas(Exception):
-    """No donor keeps the snapshot any more, or none has one that is far enough."""
+    """No donor keeps the snapshot any more, or no donor's state is far enough."""
 
 
 @dataclass(frozen=True)
 class StateRequest:
-    """What a joiner wants."""
+    """A joiner's request for a state."""
 
-    donors: tuple[str, ...]  # ids, base58, of peers that may have it
-    rank: Rank  # that donors shall have at least, if they can
-    own_rank: Rank  # of what the joiner holds; states of a lower rank are of no use
-    limit_bytes: int  # no encoded state of this model is larger
-    silence_s: float  # the download fails if no new chunk comes for so long
+    donors: tuple[str, ...]  # ids (base58) of peers that may have a state
+    rank: Rank  # lowest rank that donors should offer, if they can
+    own_rank: Rank  # rank of the joiner's own state; states of a lower rank are useless to it
+    limit_bytes: int  # upper bound of an encoded state of this model
+    silence_s: float  # the download fails if no new chunk arrives for this time
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A state that is there as it was encoded."""
+    """A downloaded state, still encoded."""
 
     manifest: Manifest
     content: torch.Tensor  # encoded bytes: uint8, on the CPU, in memory that other processes can map
-    donor: str  # one of those that had it
+    donor: str  # id (base58) of one of its donors
 
 
 @dataclass(eq=False)
 class ChunkRequest:
-    """Chunks [next, stop) that one donor was asked for; `stop` may fall while they come."""
+    """Chunks [next, stop), requested from one donor; `stop` may decrease while they arrive."""
 
     next: int
     stop: int
-    heard_at: float = -math.inf  # when the donor sent the last one; never, if none is asked any more
+    heard_at: float = -math.inf  # when it was made, or its last chunk arrived; -inf: no donor has it
 
 
 class ChunkBoard:
-    """Keeps which chunks of the snapshot with this digest are there, and which donor is asked for which.
+    """Tracks which chunks of the snapshot with this digest are present, and which are requested.
 
-    Each donor is asked for its share of what is missing. Who is done takes over half of what another owes,
-    and a share of what one owes that has been silent for `QUIET_S`. Every chunk is checked against the
-    manifest. What `own`, this peer's own snapshot, has in the same place is there from the beginning.
+    Each donor gets its share of the missing chunks. An idle donor takes over half of another donor's request,
+    or a share of the request of a donor that has been silent for `QUIET_S`. Every chunk is checked against
+    the manifest. Chunks that `own`, this peer's own snapshot, has at the same position are present from the
+    start.
     """
 
     def __init__(self, digest: bytes, manifest: Manifest, own: Snapshot | None = None) -> None:
@@ -93,7 +94,7 @@ class ChunkBoard:
         self._view: Any = self.content.numpy().data
         self._is_there = [False] * len(manifest.checksums)
         self.bytes_there = 0
-        self.heard_at = time.monotonic()  # when the last new chunk came
+        self.heard_at = time.monotonic()  # when the last new chunk arrived
         if own is not None:
             pairs = zip(manifest.checksums, own.manifest.checksums, strict=False)
             for chunk, (theirs, mine) in enumerate(pairs):
@@ -101,15 +102,15 @@ class ChunkBoard:
                     self._store(chunk, own.chunk(chunk))
         runs = groupby(range(len(self._is_there)), key=self._is_there.__getitem__)
         missing = [list(run) for is_there, run in runs if not is_there]
-        self._requests = [ChunkRequest(run[0], run[-1] + 1) for run in missing]  # of nobody as yet
+        self._requests = [ChunkRequest(run[0], run[-1] + 1) for run in missing]  # not assigned to a donor
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chunks are there."""
+        """Whether all chunks are present."""
         return all(self._is_there)
 
     def request(self, num_donors: int) -> ChunkRequest | None:
-        """Decide what one of several donors is asked for next; None if others owe little, and send."""
+        """Return the next request for one of the donors; None if active donors owe only a few chunks."""
         now = time.monotonic()
         self._requests = [request for request in self._requests if request.next < request.stop]
         free = [request for request in self._requests if now - request.heard_at > QUIET_S]
@@ -123,7 +124,7 @@ class ChunkBoard:
         return taken
 
     def put(self, request: ChunkRequest, chunk: bytes) -> bool:
-        """Take the next chunk of a request, if it is what the manifest says; say whether it is."""
+        """Store the next chunk of a request if it matches the manifest; return whether it does."""
         is_it = digest_of_bytes(chunk) == self.manifest.checksums[request.next]
         if not is_it or not self._store(request.next, chunk):
             return False
@@ -132,7 +133,7 @@ class ChunkBoard:
         return True
 
     def _store(self, chunk: int, content: bytes) -> bool:
-        """Store a chunk; not if the manifest contradicts itself, and it has another length than its span."""
+        """Store a chunk; return False if its length is not its span's: the manifest contradicts itself."""
         span = self.manifest.span(chunk)
         if len(content) != span.stop - span.start:
             return False
@@ -145,25 +146,25 @@ class ChunkBoard:
 
 
 class Downloader:
-    """Fetches states through an averager, one at a time; one that broke off goes on with the next try.
+    """Downloads states through an averager, one at a time; the next try resumes an interrupted download.
 
-    `donors` has the `ask` and `fetch` of `ExactStateAverager`. `own` makes this peer's own snapshot;
-    `report` is called whenever something has come.
+    `ExactStateAverager` makes one in the DHT's process and keeps it. `donors` has that class's `ask` and
+    `fetch`, `own` makes this peer's own snapshot, and `report` is called after each new chunk.
     """
 
     def __init__(self, donors: Any, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
         self._donors = donors
         self._own = own
         self._report = report
-        self._board: ChunkBoard | None = None  # of what is being fetched, or broke off
-        self._active: set[str] = set()  # donors that have it, and are asked
+        self._board: ChunkBoard | None = None  # of the current or interrupted download
+        self._active: set[str] = set()  # donors that have the snapshot and get requests
 
     async def fetch(self, wanted: StateRequest) -> Fetched:
         """Fetch the state that most donors offer.
 
         Raises:
             NobodyHas: no donor has a state that is far enough, or none keeps it any more.
-            RoundFailed: nothing came for too long, or what came is not a state of this model.
+            RoundFailed: no chunk arrived for too long, or the offered state is not one of this model.
         """
         offers = await self._offers(wanted)
         if not offers:
@@ -179,7 +180,7 @@ class Downloader:
         return Fetched(board.manifest, board.content, alike[0])
 
     async def _offers(self, wanted: StateRequest) -> dict[str, StateOffer]:
-        """Ask donors, wait for the first offer, then a moment for the others; none if nobody offers any."""
+        """Return offers by donor: wait for the first one, then `OTHERS_S` for the others."""
         digest = self._board.digest if self._board else b""
         offers = dict[str, StateOffer]()
         donors = wanted.donors[:MAX_DONORS]
@@ -207,7 +208,7 @@ class Downloader:
         return None
 
     async def _begin(self, offers: dict[str, StateOffer], wanted: StateRequest) -> ChunkBoard:
-        """Fetch the manifest of the state that most offer, before one that is less far than was wished."""
+        """Fetch the manifest of the state that most donors offer, if possible of one with the wanted rank."""
         alike = Counter(offers.values())
         best = max(offers.values(), key=lambda offer: (offer.rank >= wanted.rank, alike[offer]))
         for donor in [peer for peer, offer in offers.items() if offer == best]:
@@ -222,7 +223,7 @@ class Downloader:
             except GONE:
                 continue
             if digest_of_bytes(described) != best.digest:
-                if described:  # or it does not have it any more
+                if described:  # else it has dropped the snapshot
                     disbelieve(donor, NOT_AS_OFFERED)
                 continue
             try:
@@ -232,13 +233,14 @@ class Downloader:
             except ValueError as error:
                 disbelieve(donor, OF_NO_USE)
                 raise RoundFailed(f"A peer offers a state that is of no use: {error}.") from error
-            # Of the same rank, at the beginning of a run or from a checkpoint, chunks are equal to our own.
+            # A state of the same rank, at the start of a run or from a checkpoint, shares chunks with this
+            # peer's.
             own = await self._own() if best.rank == wanted.own_rank else None
             return ChunkBoard(best.digest, manifest, own)
         raise NobodyHas
 
     async def _complete(self, board: ChunkBoard, wanted: StateRequest) -> None:
-        """Fetch from all donors at once until every chunk is there."""
+        """Fetch from all donors at once until every chunk is present."""
         helping = running = {
             asyncio.create_task(self._help(board, wanted, donor)) for donor in wanted.donors[:MAX_DONORS]
         }
@@ -248,7 +250,7 @@ class Downloader:
                     raise NobodyHas
                 done, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
                 for task in done:
-                    task.result()  # raises what nobody foresaw
+                    task.result()  # re-raises unexpected errors
                 if not board.is_complete and time.monotonic() - board.heard_at > wanted.silence_s:
                     raise RoundFailed(
                         f"The download of the state stands at {board.bytes_there} of "
@@ -259,7 +261,7 @@ class Downloader:
                 task.cancel()
 
     async def _help(self, board: ChunkBoard, wanted: StateRequest, donor: str) -> None:
-        """Fetch chunks from one donor as long as some are missing, and it has the snapshot."""
+        """Fetch chunks from one donor while some are missing and it has the snapshot."""
         while not board.is_complete:
             if donor not in self._active:
                 offer = await self._ask(donor, replace(wanted, rank=board.manifest.rank), board.digest)
@@ -287,6 +289,6 @@ class Downloader:
             except GONE:
                 self._active.remove(donor)
             finally:
-                request.heard_at = -math.inf  # others may have what is left
+                request.heard_at = -math.inf  # other donors may take the rest
             if donor not in self._active:
                 await asyncio.sleep(PAUSE_S)

@@ -1,9 +1,9 @@
-"""The recipe travels: peers publish what they agreed on, newcomers fetch it and check it.
+"""The recipe in the DHT: peers publish the one that they agreed on, and newcomers fetch and check it.
 
-What travels is a recipe packed by `recipe.record`; a long one takes several records. It is untrusted input:
-bounded in size before and after inflation, and checked by the schema before anything is used. In an open
-swarm, a stranger who can reach the DHT may publish one; the recipe whose fingerprint the invitation has wins,
-else the recipe of the peer that was named on the join line.
+`recipe.record` packs a recipe; a long one takes several records. A fetched recipe is untrusted input: its
+size is bounded before and after inflation, and the schema checks it before anything is used. In an open
+swarm, a stranger who can reach the DHT may publish one. The recipe with the invitation's fingerprint wins,
+else the recipe of the peer that the user named on the join line.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ class PublishedRun:
     run_id: str
     fingerprint: str
     wire: dict[str, Any]  # the recipe's wire form; its fingerprint has been checked
-    step: int  # that the run had reached, by what its peers last said
+    step: int  # the run's step, by its peers' last statuses
 
 
 def publish_recipe(node: Node, recipe: Recipe) -> None:
     """Store the recipe in the DHT for two minutes.
 
-    RecipeError if the recipe is too long, or no other peer would take it over.
+    Raises RecipeError if the recipe is too long, or if other peers would refuse it.
     """
     packed = pack(recipe)
     run = run_id(recipe)
-    for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):  # whoever finds the first finds the rest
+    # In reverse, so that a reader that finds the first part finds all.
+    for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):
         part = packed[start : start + MAX_RECORD_BYTES]
         node.publish(recipe_key(run, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
 
@@ -53,11 +54,11 @@ def publish_recipe(node: Node, recipe: Recipe) -> None:
 def fetch_offer(
     node: Node, named_peers: Sequence[str], preferred_run: str | None = None, mark: str = ""
 ) -> PublishedRun:
-    """Find the run of a swarm; `preferred_run` says which, if there are several.
+    """Find the run of a swarm; `preferred_run` selects one if there are several.
 
     The recipe is the one whose fingerprint begins with `mark`, the invitation's. If no peer publishes it, the
-    recipe is that of a peer that the user named (`named_peers`, by id); if these published none (it may only
-    be a bootstrap node), that of the others, which must then all agree.
+    recipe is the one of the peers that the user named (`named_peers`, by id). If these publish none (they may
+    be bootstrap nodes), it is the one of the other peers. The chosen peers must all publish the same recipe.
 
     Raises:
         NothingPublished: the swarm's peers publish no run (yet).
@@ -94,7 +95,7 @@ def fetch_offer(
 
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
-    """Put each peer's records together; one that is missing, or is none, ends what can be had of it."""
+    """Join each peer's records, up to the first one that is missing or invalid."""
     packed: dict[str, bytes] = {}
     for number in range(MAX_RECORDS):
         before = number * MAX_RECORD_BYTES
@@ -110,21 +111,21 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     for peer, whole in packed.items():
         try:
             wires[peer] = unpack(whole)
-        except RecipeError:  # a stranger's noise must not keep a newcomer out
-            if len(whole) % MAX_RECORD_BYTES:  # else its last record may only be missing
+        except RecipeError:  # a stranger's garbage must not keep a newcomer out
+            if len(whole) % MAX_RECORD_BYTES:  # else only its last record may be missing
                 disbelieve(peer, UNREADABLE)
     return wires
 
 
 def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
-    """Turn an offer into the recipe to run, checked like one from a stranger.
+    """Turn an offer into the recipe to run, with the checks for a stranger's recipe.
 
-    `overrides` are the newcomer's own `--set`, `files` the folder with its copies of the starter's data.
+    `overrides` are the newcomer's own `--set`; `files` is the folder with its copies of the starter's data.
 
     Raises:
-        RecipeError: it is no valid recipe, or needs files that the newcomer must bring.
-        AssetError: these are not there.
-        RecipeMismatch: they hold something else, or it resolves to another fingerprint here.
+        RecipeError: it is not a valid recipe, or needs files that the newcomer must bring.
+        AssetError: these files are missing.
+        RecipeMismatch: these files have other content, or the recipe resolves to another fingerprint here.
     """
     recipe = read_contents(from_wire(offer.wire, overrides, files))
     shared = agreement(recipe)

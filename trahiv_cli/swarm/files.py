@@ -1,4 +1,4 @@
-"""Files that are written whole, most for this peer's eyes alone. Nothing heavy is loaded for that."""
+"""Atomic file writes, mostly of files that only their owner can read. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trahiv_cli.errors import SetupError
 
 
 def require_private(path: Path) -> None:
-    """Refuse, as SetupError, a file of secrets that other users of this machine can read or change."""
+    """Raise SetupError if other users of this machine can read or change a file of secrets."""
     if path.stat().st_mode & 0o077:
         raise SetupError(
             f"{path} can be read by other users of this machine; it was not used.",
@@ -18,13 +18,13 @@ def require_private(path: Path) -> None:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that nobody else can read at any moment (mode 0600), whole or not; make its folder."""
+    """Write a file atomically, never readable by other users (mode 0600); create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, content, 0o600)
 
 
 def write_whole(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Write a file whole or not at all, less the umask; OSError if that fails, and what it held stays."""
+    """Write a file atomically, with `mode` less the umask; after an OSError the old file stays."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     aside.unlink(missing_ok=True)
     try:

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, made while the device goes on computing."""
+"""Copies of tensors in host memory, made while the device continues to compute."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import torch
 from trahiv_cli.errors import TrahivError
 
 ALIGNMENT = 16  # of each tensor in a buffer, in bytes: no dtype needs more
-COPIED_BYTES = 2**26  # of pinned memory for `host_values`, or as many as one tensor needs; torch keeps it
+COPIED_BYTES = 2**26  # pinned memory for `host_values`, or one tensor's size if larger; torch keeps it
 
 Changes = Mapping[torch.device, torch.cuda.Event]
-"""For each GPU, when it has made the changes that were asked of it; a GPU that is missing made none."""
+"""Per GPU, an event that fires when the queued writes are done. GPUs without writes are absent."""
 
 NO_CHANGES: Changes = MappingProxyType({})
 
 
 class StateLock:
-    """A reentrant lock over tensors that tells when a GPU has made the changes that were asked under it.
+    """A reentrant lock over tensors that records when the GPU writes queued under it will be done.
 
-    The thread that made the lock goes on to its next batches before the changes are made. A thread that
-    copies the tensors waits for `changes`, and for no batch.
+    The thread that made the lock continues with its next batches before these writes are done. A thread that
+    copies the tensors waits for `changes`, but not for those batches.
     """
 
     def __init__(self) -> None:
         self.devices: frozenset[torch.device] = frozenset()  # the GPUs that the tensors are on
-        self.changes = NO_CHANGES  # asked for before the thread that made the lock last released it
-        self.is_torn = False  # whether a failure has left the tensors half changed
+        self.changes = NO_CHANGES  # queued before the thread that made the lock last released it
+        self.is_torn = False  # whether a failure has left the tensors partly changed
         self._lock = threading.RLock()
         self._maker = threading.get_ident()
 
@@ -47,7 +47,7 @@ class StateLock:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock while the tensors change; a `TrahivError` means that they have not."""
+        """Hold the lock while the tensors change; a `TrahivError` in the block means that they have not."""
         with self:
             self.is_torn = True
             try:
@@ -59,10 +59,11 @@ class StateLock:
 
 
 class HostCopies:
-    """Host memory for tensors like these, of any device; a GPU writes it beside its other work.
+    """Host memory for copies of such tensors, on any device; a GPU fills it in parallel with other work.
 
-    A copy from a GPU goes through pinned memory and a stream of its own, behind what had been asked of the
-    GPU when it began; the thread that trains does not wait for it. `memory` is used instead, if it is given.
+    A copy from a GPU goes through pinned memory and a stream of its own, behind the work that the GPU had
+    queued when it began; the training thread does not wait for it. If `memory` is given, the copies go there
+    instead.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], memory: Sequence[torch.Tensor] | None = None) -> None:
@@ -74,11 +75,11 @@ class HostCopies:
 
     @torch.no_grad()
     def begin(self, tensors: Sequence[torch.Tensor], after: Changes = NO_CHANGES) -> None:
-        """Copy the present values of tensors like those that were announced.
+        """Start to copy the current values of tensors like the ones given at the start.
 
-        Then those in host memory may change, and those of a GPU by kernels queued on the current stream from
-        now on; their memory is not freed before `wait`. On a GPU in `after` the copy waits for nothing else,
-        and the caller has the tensors unchanged until `wait` returns.
+        Afterwards the caller may change tensors in host memory, and GPU tensors by kernels that it queues on
+        the current stream; GPU tensors must not be freed before `wait`. On a GPU in `after`, the copy waits
+        for that event alone, and the caller must keep the tensors unchanged until `wait` returns.
         """
         self._events.clear()
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -91,31 +92,33 @@ class HostCopies:
                 for copy, tensor in zip(self._copies, tensors, strict=True):
                     if tensor.device == device:
                         copy.copy_(tensor.detach(), non_blocking=True)
-                # Blocking: who waits sleeps; else torch has the processor ask the GPU again and again.
+                # A blocking event: `wait` sleeps; otherwise torch would poll the GPU.
                 event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 event.record(stream)
             if device not in after:
-                # What changes these tensors next has to wait for the copy; on the GPU, not in this thread.
+                # The next changes of these tensors must wait for the copy: on the GPU, not in this thread.
                 torch.cuda.current_stream(device).wait_event(event)
             self._events.append(event)
         for copy, tensor in zip(self._copies, tensors, strict=True):
             if not tensor.is_cuda:
                 source = tensor.detach().contiguous()
-                # Not `copy_`: in a thread of its own it would start OpenMP threads, see `optim/method.py`.
+                # Not `copy_`: in a thread other than the training thread it would start OpenMP threads, see
+                # `optim/method.py`.
                 ctypes.memmove(copy.data_ptr(), source.data_ptr(), source.nbytes)
 
     def wait(self) -> Sequence[torch.Tensor]:
-        """Wait until the copies are there; the tensors are overwritten by the next `begin`."""
+        """Wait until the copies are complete, and return them; the next `begin` overwrites them."""
         for event in self._events:
             event.synchronize()
         return self._copies
 
 
 def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[torch.Tensor]:
-    """Give the values of tensors of any device in host memory, one after the other, detached, in one piece.
+    """Yield the values of tensors, on any device, in host memory: each detached and contiguous.
 
-    Where all are in host memory, they are given themselves. Else each may be overwritten when the next is
-    asked for: they pass through one pinned buffer. For `after` see `HostCopies.begin`.
+    If all tensors are in host memory, it yields the tensors themselves. Otherwise the values pass through one
+    pinned buffer, and each may be overwritten when the caller takes the next one. For `after` see
+    `HostCopies.begin`.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         yield from (tensor.detach().contiguous() for tensor in tensors)
@@ -140,5 +143,5 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
 
 
 def aligned(num_bytes: int) -> int:
-    """Return what so many bytes take in a buffer of several tensors."""
+    """Return the bytes that a tensor of `num_bytes` takes in a buffer of several tensors."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

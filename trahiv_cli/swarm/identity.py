@@ -1,4 +1,4 @@
-"""The key file that fixes a peer's id."""
+"""The key file that determines a peer's id."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ IDENTITY_FILE = "identity.key"  # in a run's folder
 
 
 def ensure_identity(path: Path) -> str:
-    """Return the peer id (base58) of a key file; make the file and its folder if there is none.
+    """Return the peer id (base58) of a key file; create the file and its folder if there is none.
 
-    SetupError if it can't be written, is no libp2p private key, or others can read it; it stays as it was.
+    Raises SetupError if the file can't be written, is not a libp2p private key, or is readable by other
+    users; the file is unchanged then.
     """
     try:
         if not path.exists():
-            # As `P2P.generate_identity` does, which gives others a moment to read the file.
+            # `P2P.generate_identity` does the same, but lets other users read the file for a moment.
             key = crypto_pb2.PrivateKey(key_type=crypto_pb2.RSA, data=RSAPrivateKey().to_bytes())
             write_private(path, key.SerializeToString())
         require_private(path)

@@ -1,7 +1,7 @@
-"""What a newcomer needs to join, in one line: where, which run, and the secret of a closed swarm.
+"""Invitations: one line with the peers' addresses, the run, and the secret of a closed swarm.
 
-The content of the line is a MessagePack list (`recipe/pasted.py` has its form). Whoever reads it can join; so
-it is written into private files and onto a person's screen, and nowhere else.
+The line contains a MessagePack list in the format of `recipe/pasted.py`. Every reader of the line can join,
+so it is written only into private files and onto a person's screen.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from trahiv_cli.swarm.snapshot import unpacked
 Secret = TypeVar("Secret")
 
 # Private files in a run's folder.
-OWNER_FILE = "owner.key"  # the owner's private key, in hex, of whoever started the swarm
-MEMBER_FILE = "secret.key"  # what makes this peer a member: an invitation without addresses
-INVITATION_FILE = "invitation"  # by which others join this peer
-INVITED_BY_FILE = "invited-by"  # by which this peer joined, so that it can be typed again without a secret
+OWNER_FILE = "owner.key"  # the private key of the swarm's owner, in hex
+MEMBER_FILE = "secret.key"  # this peer's membership: an invitation without addresses
+INVITATION_FILE = "invitation"  # the invitation that this peer gives to others
+INVITED_BY_FILE = "invited-by"  # this peer's own; a command line names the file, without the secret
 
 MAX_CHARS = 2048
-MAX_ADDRESSES = 4  # of a peer, those that reach furthest: the line stays one that can be pasted
+MAX_ADDRESSES = 4  # per peer, the furthest-reaching ones; the line must be short enough to paste
 UNUSABLE = "The file of a secret, {}, can't be used: {}."
 OTHER_FOLDER = "choose another place with --output-dir DIR"
-FINGERPRINT_CHARS = 16  # enough to tell runs apart, and to find one that was not agreed on
+FINGERPRINT_CHARS = 16  # enough to tell runs apart, and to notice a changed recipe
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """How to find a swarm, and what makes a peer a member of it."""
+    """Addresses of a swarm's peers, the membership that a newcomer gets, and the run."""
 
     addresses: tuple[str, ...] = ()  # multiaddrs that end in `/p2p/<peer id>`
     membership: Membership | None = field(default=None, repr=False)  # None: the swarm is open
     run_id: str = ""  # empty: any run
-    fingerprint: str = ""  # the first `FINGERPRINT_CHARS` of the run's; empty: of any recipe
+    fingerprint: str = ""  # the first `FINGERPRINT_CHARS` of the run's; empty: any recipe
 
     def to_text(self) -> str:
-        """Write it in one line; `parse` reads it."""
+        """Return the invitation as one line; `parse` reads it."""
         places: dict[str, list[bytes]] = {}
         for address in self.addresses:
             place, _, peer = address.rpartition("/p2p/")
@@ -63,7 +63,7 @@ class Invitation:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read what `to_text` gave; Unreachable if it is not that."""
+        """Parse a line from `to_text`; raise Unreachable if it is damaged or incomplete."""
         try:
             packed = content_of(text)
             if packed is None or len(text) > MAX_CHARS:
@@ -90,14 +90,14 @@ class Invitation:
 
 
 def read_invitation(texts: Sequence[str]) -> Invitation:
-    """Read what stands after `--peer`: invitations, multiaddrs, and `@FILE` with some, pasted as they may be.
+    """Parse the values of `--peer`: invitations, multiaddrs and `@FILE`, however they were pasted.
 
-    All addresses count; the rest is that of the first invitation among them that has it.
+    The result has all addresses; every other field is from the first invitation that has it.
 
     Raises:
-        Unreachable: one is damaged.
-        NotAdmitted: two of them are of different swarms.
-        SetupError: a file can't be read, or others can read it.
+        Unreachable: an invitation is damaged.
+        NotAdmitted: two of them are to different swarms.
+        SetupError: a file can't be read, or is readable by other users.
     """
     found = Invitation()
     for line in (line for text in texts for line in _lines(text)):
@@ -116,7 +116,7 @@ def read_invitation(texts: Sequence[str]) -> Invitation:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """List the invitations and multiaddrs in a text, and in the files that it names."""
+    """Yield the invitations and multiaddrs in a text, and in the file that it names."""
     for one in [text] if text.startswith("@") else peers_in(text) or [text]:
         if not one.startswith("@"):
             yield one
@@ -135,7 +135,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
-    """Find what makes a peer that only looks a member; None: nothing. No file is written."""
+    """Return the credentials for a read-only visit, or None if there are none. Writes no file."""
     membership = invitation.membership
     if membership is None and folder is not None:
         path = folder / MEMBER_FILE
@@ -144,15 +144,16 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials
 
 
 def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
-    """Find what makes a peer a member, and keep it; None if its swarm is open.
+    """Return a peer's credentials and store them in its folder; None if its swarm is open.
 
-    A swarm is closed unless whoever starts it says otherwise (`is_public`), and whoever starts it, by an
-    empty invitation, is its owner. One that is joined is what the invitation says, or an earlier one did.
+    If the invitation has no addresses and the folder no earlier membership, this peer starts a swarm, which
+    its user owns; it is closed unless `is_public`. A swarm that it joins is closed if the invitation, or an
+    earlier one in the folder, has a membership.
 
     Raises:
-        SetupError: a file in the folder can't be read or written, others can read it, or it holds something
-            else. Nothing was changed.
-        NotAdmitted: the invitation is to watch.
+        SetupError: a file in the folder can't be read or written, is readable by other users, or has other
+            content. Nothing was changed, except that a new owner's key may have been written.
+        NotAdmitted: the invitation only allows watching.
     """
     if invitation.membership is not None and invitation.membership.grant.role is not Role.member:
         raise NotAdmitted(
@@ -172,13 +173,13 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         era = PolicyBook(owner.public, folder / POLICY_FILE).policy.era
         standing = Credentials(owner.invite(era=era))
     if owner is not None and owner.public != standing.membership.owner:
-        owner = None  # it has joined another one's swarm since
+        owner = None  # the folder's peer has joined another owner's swarm since
     keep_invitation(folder / MEMBER_FILE, Invitation(membership=standing.membership))
     return replace(standing, owner=owner, folder=folder)
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Read the owner's key; None: the swarm was not started here. SetupError as by `find_standing`."""
+    """Read the owner's key; None if the swarm was not started here. Raises SetupError as `find_standing`."""
     return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
 
 
@@ -208,9 +209,10 @@ def _keep(path: Path, text: str) -> None:
 
 
 def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:
-    """Write the invitation by which others join this member of a closed swarm into a private file.
+    """Write this member's invitation for others into a private file, and return the file's path.
 
-    None if this peer came by an invitation that was good for one; SetupError as by `keep_invitation`.
+    Returns None if this peer joined with a single-use invitation. Raises SetupError as `keep_invitation`
+    does.
     """
     assert node.standing is not None
     membership = node.standing.membership
@@ -224,10 +226,10 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
 
 
 def keep_invitation(path: Path, invitation: Invitation) -> None:
-    """Write an invitation into a private file; SetupError if that fails, and what was there before stays."""
+    """Write an invitation into a private file; raise SetupError if that fails, with the old file kept."""
     _keep(path, invitation.to_text())
 
 
 def join_by(place: str) -> str:
-    """Make the command that joins by an address, or by the `@FILE` of an invitation."""
+    """Return the command that joins through an address, or through the `@FILE` of an invitation."""
     return shlex.join(["trahiv", "join", "--peer", place])

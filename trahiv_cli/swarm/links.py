@@ -1,7 +1,7 @@
-"""TCP connections that died without a word, as when a router forgets them: they are closed and dialled anew.
+"""Dead TCP connections, for example after a router has forgotten them: they are closed and dialled again.
 
-libp2p believes in such a connection for 30 to 40 s, and opens no other one to that peer meanwhile. The kernel
-knows earlier: it sends the same bytes again and again.
+libp2p keeps such a connection for 30 to 40 s, and opens no other one to that peer meanwhile. The kernel
+notices earlier: it sends the same bytes again and again.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ logger = get_logger(__name__)
 
 ESTABLISHED = "01"  # include/net/tcp_states.h
 
-# Of the same bytes without an acknowledgement, each time after twice the wait: for 3 s at least (RFC 6298).
+# Of the same bytes without an acknowledgement. The wait doubles each time: together at least 3 s (RFC 6298).
 MOST_RETRANSMISSIONS = 4
 
 
 def dead_places(folder: Path = Path("/proc/self/net")) -> set[Place]:
-    """List the other ends of this network's dead TCP connections; none where there is no such folder.
+    """Return the remote ends of dead TCP connections; none if there is no such folder.
 
-    Linux shows its connections there (Documentation/networking/proc_net_tcp.rst).
+    Linux lists the connections of a network namespace there (Documentation/networking/proc_net_tcp.rst).
     """
     tables = folder / "tcp", folder / "tcp6"
     return {place for table in tables for place, is_dead in _connections(table) if is_dead}
 
 
 def _connections(table: Path) -> Iterator[tuple[Place, bool]]:
-    """Read the other end of each connection, and whether it is dead."""
+    """Yield the remote end of each connection, and whether it is dead."""
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
             _, _, remote, state, _, _, retransmissions, *_ = line.split()
-            if state != ESTABLISHED:  # it is closed, and its last bytes are still sent
+            if state != ESTABLISHED:  # it is being closed, and its last bytes are still sent
                 continue
             address, port = remote.split(":")
             words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
@@ -49,9 +49,9 @@ def _connections(table: Path) -> Iterator[tuple[Place, bool]]:
 
 
 async def close_dead(p2p: Any, connections: Iterable[Any]) -> set[PeerID]:
-    """Close all connections (of `list_peers`) with peers of which one is dead; return these peers.
+    """Close all connections (of `list_peers`) with each peer that has a dead one; return these peers.
 
-    libp2p opens a stream on the connection that has most of them: that may be the dead one.
+    libp2p opens a stream on the connection with the most streams, which may be the dead one.
     """
     dead = dead_places()
     closed = {

@@ -2,16 +2,17 @@
 
 1. The caller asks this member, the middle, for the other peer. The middle calls that peer, and tells each of
    the two at which places it sees the other one. From then on it only passes their bytes on.
-2. Both dial these places at the same moment, each from the port at which it listens. A router takes what
-   comes from there for an answer to what it has just let out, and the two SYNs make one connection
-   (simultaneous open: RFC 9293 section 3.5, RFC 5128 section 3.4). They are `punched` then.
-3. Where no router lets that happen within `PUNCH_S`, the streams through the middle stay, if it carries for
-   others. They are `relayed` then.
-4. The caller's p2pd dials a port of this process, whose bytes the other one's process hands to its own p2pd.
-   So libp2p proves to either who the other is, and encrypts what they say; the middle can't read it.
+2. Both dial these places at the same moment, each from the port on which it listens. A router takes a packet
+   from there for an answer to the packet that it has just let out, and the two SYNs make one connection
+   (simultaneous open: RFC 9293 section 3.5, RFC 5128 section 3.4). The peers are then `punched`.
+3. If the routers do not let that happen within `PUNCH_S`, the streams through the middle stay, provided that
+   the middle relays for others. The peers are then `relayed`.
+4. The caller's p2pd dials a local port of this process, which passes the bytes on to the other peer's process
+   and p2pd. So libp2p proves to each peer the identity of the other, and encrypts their traffic; the middle
+   can't read it.
 
-Measured over the internet, punches with TCP succeed as often as with QUIC, in 70 % (arXiv:2510.27500). QUIC
-itself is not used: p2pd's connections stand still for good after some hundred streams that were cut off.
+Measured over the internet, hole punching succeeds as often with TCP as with QUIC, in 70 % (arXiv:2510.27500).
+This module does not use QUIC: p2pd's QUIC connections stall forever after some hundred broken streams.
 """
 
 from __future__ import annotations
@@ -63,45 +64,45 @@ Way = Literal["punched", "relayed"]
 
 # Handlers of streams.
 LOOK, MEASURE, SEEK, ANSWER = (f"Meeting.rpc_{name}" for name in ("look", "measure", "seek", "answer"))
-FAILED = (*UNREACHABLE, OSError, ValueError, EOFError)  # what a conversation ends with
+FAILED = (*UNREACHABLE, OSError, ValueError, EOFError)  # the errors of a failed conversation
 
-# Both dial for so long, the kernel sends a SYN again after 1 s and after 3 s; and if that was in vain before.
+# Both peers dial for this time: the kernel sends a SYN again after 1 s and 3 s. `AGAIN` is after a failure.
 PUNCH_S = 4.0
 PUNCH_AGAIN_S = 2.0
 DIAL_BACK_S = 2.0
-# Of each of the two parts that a caller and its peer choose for the word by which they know each other.
+# Of the random part that each peer contributes to the token by which they recognize each other.
 TOKEN_BYTES = 16
 MIDDLES_TRIED = 3
 MEASURED_BYTES = 2**20
-OPEN_S = 5.0  # a stream may take so long to open: libp2p would dial a machine that is gone for minutes
+OPEN_S = 5.0  # for a stream to open: libp2p would spend minutes on dialling a machine that is gone
 LOOK_S = 5.0
 RELAYED_AT_ONCE = 64
-RELAYED_FOR_ONE = 8  # circuits through one member, of all callers and of one
-# Callers that one peer dials at the same time, at `MAX_PLACES` each: of all middles, and of one.
+RELAYED_FOR_ONE = 8  # circuits through one member: of all callers, and of one
+# Callers that one peer dials at the same time, at `MAX_PLACES` each: from all middles, and from one.
 ANSWERED_AT_ONCE = 16
 ANSWERED_FOR_ONE = 4
-# What a pair may say through a member that does not carry: with whom it met, and when it dials.
+# Bytes that a pair may exchange through a member that does not relay, to agree on when it dials.
 TALK_BYTES = 1024
 PING = b"p"
 GO = b"g"
 
 
 class Seen(NamedTuple):
-    """What a member says of a peer that asked it for a look."""
+    """A member's answer to a peer that asked it for a look."""
 
-    places: tuple[Place, ...]  # from where its connections come
-    dialled: tuple[Place, ...]  # where it could be dialled: at its own port there
-    carries: bool  # whether the member has room to pass on what this peer and another one say
+    places: tuple[Place, ...]  # the sources of the peer's connections
+    dialled: tuple[Place, ...]  # where the member could dial it: at its own port there
+    carries: bool  # whether the member has room to relay between this peer and another one
 
 
 class Meeting:
-    """Serves and asks for meetings; it lives in the DHT's process.
+    """Serves and asks for meetings; a node has one in the DHT's process (`reach.open_meetings`).
 
     Args:
-        p2p: what calls and serves, behind the door.
-        listens: where this peer's p2pd listens, as this machine can dial it, IPv4 first.
-        relay_rate: bytes a second that this peer passes on for others; 0: it carries nothing, None: no limit.
-        punches: whether a punch is tried; if not, all meetings are relayed.
+        p2p: calls peers and serves them, behind the door.
+        listens: the places at which this machine can dial this peer's p2pd, IPv4 first.
+        relay_rate: bytes a second that this peer relays for others; 0: it relays nothing, None: no limit.
+        punches: whether to try hole punching; if not, all meetings are relayed.
     """
 
     def __init__(
@@ -114,22 +115,22 @@ class Meeting:
         self._carries = relay_rate != 0
         self._pace = Pace(relay_rate)
         self.may_be_relayed = False  # not before it is known whether others can dial this peer
-        self._circuits: Counter[PeerID] = Counter()  # that this peer relays, by who asked for them
-        self._met: dict[int, Way] = {}  # connections of p2pd with a port of 127.0.0.1 that are a meeting's
+        self._circuits: Counter[PeerID] = Counter()  # that this peer relays, by caller
+        self._met: dict[int, Way] = {}  # meetings, by the port of 127.0.0.1 to which p2pd is connected
         self._sought: set[PeerID] = set()
-        self._tried_in_vain: set[PeerID] = set()  # by a punch: the next one is shorter
-        self._answered: Counter[PeerID] = Counter()  # callers, by the middle that asks, which may name any
+        self._tried_in_vain: set[PeerID] = set()  # peers whose next punch is shorter
+        self._answered: Counter[PeerID] = Counter()  # callers, by the middle, which may make them up
         self._tasks: set[asyncio.Task[Any]] = set()  # that serve, or pass bytes on
         self._is_closed = False
 
     async def open(self) -> None:
-        """Serve."""
+        """Add the handlers of this class to the P2P instance."""
         served = {LOOK: self._look, MEASURE: self._measured, SEEK: self._pass_on, ANSWER: self._answer}
         for name, handler in served.items():
             await self._p2p.add_binary_stream_handler(name, partial(self._serve, handler))
 
     async def close(self) -> None:
-        """End what is served and relayed, before the event loop is closed under it."""
+        """Cancel all tasks that serve or relay, before the event loop is closed."""
         self._is_closed, tasks = True, tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -137,20 +138,20 @@ class Meeting:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """End what is done in the block when this is closed."""
+        """Cancel the current task in the block when `close` is called."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
             yield
         except asyncio.CancelledError:
-            if not self._is_closed:  # or else asyncio/streams.py:249 would print it (Python 3.11)
+            if not self._is_closed:  # otherwise asyncio/streams.py:249 would print it (Python 3.11)
                 raise
         finally:
             self._tasks.discard(task)
 
     async def ways(self) -> dict[PeerID, Way]:
-        """Return whom this peer is connected with by a meeting, as libp2p has proven, and how."""
+        """Return the peers, as libp2p has proven, that are connected by a meeting, and how they are."""
         connections = await self._p2p.list_peers()
         return {one.peer_id: way for one in connections if (way := self._way_of(one)) is not None}
 
@@ -160,7 +161,7 @@ class Meeting:
         return next((self._met[port] for port in ports if port in self._met), None)
 
     async def _serve(self, handler: Any, info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
-        """Serve a stream: whoever asked is told why nothing comes of it."""
+        """Serve a stream; send the caller the reason if that fails."""
         end = End(reader, writer)
         with contextlib.closing(writer), self._until_closed():
             try:
@@ -172,7 +173,7 @@ class Meeting:
 
     @contextlib.asynccontextmanager
     async def _calling(self, member: PeerID, handler: str) -> AsyncIterator[list[End]]:
-        """Open a stream, and close all that is in the list when the block ends."""
+        """Open a stream; when the block ends, close all streams that are then in the list."""
         async with asyncio.timeout(OPEN_S):
             _, reader, writer = await self._p2p.call_binary_stream_handler(member, handler)
         opened = [End(reader, writer)]
@@ -181,7 +182,7 @@ class Meeting:
         finally:
             close(opened)
 
-    # -- what a peer looks like from outside --------------------------------------------------------
+    # -- looks from outside -------------------------------------------------------------------------
 
     async def look(self, member: PeerID) -> Seen:
         """Ask a member how it sees this peer, and whether it can dial it; one of `FAILED` if that fails."""
@@ -195,7 +196,7 @@ class Meeting:
         raise NotMet("an answer that can't be read")
 
     async def _look(self, caller: PeerID, end: End) -> None:
-        """Dial nothing but ports of the machine that asks: else it could have others dialled by this one."""
+        """Answer a look. Dial only the machine that asks: it must not direct this one at other machines."""
         match await end.receive():
             case [[*listens]]:
                 ports = {is_ipv6(place): place[1] for place in reversed(read_places(listens))}
@@ -207,9 +208,9 @@ class Meeting:
                 raise NotMet("a request that can't be read")
 
     async def _seen(self, *, is_near: bool = False) -> dict[PeerID, tuple[Place, ...]]:
-        """List from where the connections of peers come, as p2pd tells; those by a meeting have no place.
+        """Return the sources of peers' connections, as p2pd reports them; a meeting's connection has none.
 
-        Places on this machine are for itself alone (`is_near`).
+        With `is_near`, places on this machine count, too: only peers on it can dial them.
         """
         seen: dict[PeerID, tuple[Place, ...]] = {}
         for one in await self._p2p.list_peers():
@@ -221,10 +222,10 @@ class Meeting:
         own = await self._p2p.get_visible_maddrs(latest=True)
         return places_of(map(str, own), is_near=False)[:MAX_PLACES]
 
-    # -- how fast the way to a member is ------------------------------------------------------------
+    # -- the speed of the link to a member ----------------------------------------------------------
 
     async def measure(self, member: PeerID) -> tuple[float, float]:
-        """Return the bytes a second to a member and from it, of `MEASURED_BYTES`; one of `FAILED`."""
+        """Measure the bytes a second to a member and back, with `MEASURED_BYTES`; raises one of `FAILED`."""
         clock = asyncio.get_running_loop().time
         load = bytes(MEASURED_BYTES)
         async with self._calling(member, MEASURE) as [end]:
@@ -259,7 +260,7 @@ class Meeting:
         here = seen.get(caller, ())
         there = seen[peer]
         has_room = self._has_room and self._circuits[caller] < RELAYED_FOR_ONE
-        self._circuits[caller] += has_room  # nobody else has it while the other one is asked
+        self._circuits[caller] += has_room  # reserved before the other peer answers
         try:
             async with self._calling(peer, ANSWER) as [other]:
                 await other.send(caller.to_bytes(), places_at(here, read_places(own), there), token)
@@ -272,14 +273,14 @@ class Meeting:
                 limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=TALK_BYTES),)
                 await join(end, other, *limits)
         finally:
-            self._circuits -= Counter({caller: has_room})  # one with none left is forgotten
+            self._circuits -= Counter({caller: has_room})  # removes a caller that has none left
 
     # -- the two ------------------------------------------------------------------------------------
 
     async def meet(self, peer: PeerID, middles: Sequence[PeerID]) -> Way | None:
-        """Be connected with a peer through one of several members; NotMet says why none helped.
+        """Connect with a peer through one of several members; NotMet says why this failed with each.
 
-        None: one of the two has dialled the other meanwhile.
+        Return None if one of the two has dialled the other meanwhile.
         """
         if peer in self._sought:
             raise NotMet("it is being met")
@@ -307,7 +308,7 @@ class Meeting:
                     is_relayed = carries and self.may_be_relayed
                 case _:
                     raise NotMet("an answer that can't be read")
-            # The other begins when it hears of it, and this one when that is: half of a round trip later.
+            # The other peer begins when it receives `GO`, half a round trip later; so this one waits as long.
             asked_at = loop.time()
             through.writer.write(PING)
             await through.hear(PING)
@@ -329,9 +330,9 @@ class Meeting:
             return way
 
     async def _dial(self, peer: PeerID, end: End, way: Way) -> bool:
-        """Have p2pd dial a port of this process, which is the other peer's; say whether it did.
+        """Ask p2pd to dial a port of this process that leads to the other peer; return whether it did.
 
-        It does not where the two are connected already.
+        It does not if the two are connected already.
         """
         is_dialled = False
 
@@ -364,7 +365,7 @@ class Meeting:
         try:
             found = await self._met_by(peer, places, token, through)
         finally:
-            self._answered -= Counter([middle])  # one with none left is forgotten
+            self._answered -= Counter([middle])  # removes a middle that has none left
         if found is not None:
             (end, chunk), opened = found
             try:
@@ -378,7 +379,7 @@ class Meeting:
     async def _met_by(
         self, peer: PeerID, places: Sequence[Place], token: bytes, through: End
     ) -> tuple[tuple[End, bytes], list[End]] | None:
-        """Wait until the caller says by its first bytes which connection it takes; return all that opened."""
+        """Wait for the caller's first bytes on its chosen connection; return them, and all connections."""
         more = secrets.token_bytes(TOKEN_BYTES)
         await through.send(await self._own_places(), self.may_be_relayed, more)
         await through.hear(PING)
@@ -397,7 +398,7 @@ class Meeting:
         return first, opened
 
     def _knocks(self, peer: PeerID, places: Sequence[Place], token: bytes, opened: list[End]) -> list[Any]:
-        """Dial places that others named; what is said there depends on what either of the two has chosen."""
+        """Dial places that others named, and send a word there that neither of the two can choose alone."""
         word = hashlib.sha256(b"trahiv meeting " + token).digest()[:TOKEN_BYTES]
         asked = [place for place in places if is_elsewhere(place) and is_ipv6(place) in self._ports]
         dialled = asked if self._punches else []
@@ -412,7 +413,7 @@ class Meeting:
                 raise
 
     async def _carry(self, near: End, port: int, far: End, way: Way) -> None:
-        """Hand p2pd's bytes, of its connection with a port of 127.0.0.1, to the other peer's and back."""
+        """Pass bytes on, both ways, between p2pd's connection with a local port and the other peer."""
         self._met[port] = way
         try:
             await join(near, far)

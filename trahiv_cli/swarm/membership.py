@@ -1,16 +1,16 @@
-"""This module defines who belongs to a closed swarm, and how a peer proves it.
+"""Membership in a closed swarm, and how a peer proves it.
 
-1. Whoever starts a swarm owns it: they hold the owner's key, and all others know its public half.
-2. An invitation is a key of its own. A `Grant`, signed by the owner, says what the invitation is good for.
-3. A peer's certificate is the grant, and the peer's id signed with the invitation's key. Anybody can check
-   these two signatures without asking (Ed25519, RFC 8032).
+1. The person who starts a swarm owns it: they have the owner's key, and all peers know its public half.
+2. Each invitation has a key of its own. A `Grant`, signed by the owner, states the invitation's terms.
+3. A peer's certificate is the grant, and the peer's id signed with the invitation's key. Every peer can check
+   these two signatures without asking another one (Ed25519, RFC 8032).
 
-libp2p proves to both ends of a connection whose id the other has, so a certificate is of use to nobody else,
-and need not be secret or fresh.
+libp2p proves to both ends of a connection whose id the other has. So a certificate is of use to its own peer
+only, and need not be secret or fresh.
 
-What the owner decides later is a `Policy`, signed and numbered: the one with the highest number counts. A
-certificate does not say when it was made. So of the peers that came by an invitation that expires, those stay
-that the owner's peer saw before; at any time all peers agree on who is a member.
+The owner's later decisions are a `Policy`, signed and numbered: the one with the highest number counts. A
+certificate does not say when it was made. So when an invitation expires, the peers that the owner's peer has
+seen before stay members, and no others: at any time all peers agree on the members.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from trahiv_cli.swarm.snapshot import unpacked
 SECRET_BYTES = 16
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
-TERMS = struct.Struct(">32sBIQ")  # of a grant: the invitation's public key, flags, era, and when it expires
+TERMS = struct.Struct(">32sBIQ")  # of a grant: the invitation's public key, flags, era, expiry
 GRANT_BYTES = TERMS.size + SIGNATURE_BYTES
 CERTIFICATE_BYTES = GRANT_BYTES + SIGNATURE_BYTES
 
-MARK_BYTES = 8  # to make a key whose id has the mark of another one takes some 2^64 RSA keys
+MARK_BYTES = 8  # making a key whose id has a given mark takes some 2^64 RSA keys
 MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
 MAX_MARKS = 380  # in one policy
 
@@ -49,7 +49,7 @@ TAKEN_OUT = "the owner has taken it out"
 USED = "its invitation was used before"
 CLOSED = "its invitation was closed"
 OVER = "its invitation is over"
-UNSIGNED = USED, CLOSED, OVER  # what a peer may say of another one without the owner's policy
+UNSIGNED = USED, CLOSED, OVER  # reasons that a peer may give without the owner's policy
 
 _GRANTED = b"trahiv: the owner grants "
 _CERTIFIED = b"trahiv: a member is "
@@ -57,40 +57,40 @@ _DECIDED = b"trahiv: the owner decides "
 
 
 class Role(IntEnum):
-    """What an invitation is to."""
+    """The role that an invitation gives to a peer."""
 
-    member = 0  # train along, and all that belongs to it
-    watcher = 1  # read the records in the DHT
+    member = 0  # trains, and may call every handler
+    watcher = 1  # only reads the records in the DHT
 
 
 @dataclass(frozen=True)
 class Grant:
-    """What an invitation is good for, as the owner signed it."""
+    """The terms of an invitation, signed by the owner."""
 
     key: bytes  # the invitation's public key, `KEY_BYTES` long
     role: Role = Role.member
-    is_once: bool = False  # only one peer can join by it
-    expires: int = 0  # seconds since 1970, of the swarm's time; 0: never. Who is seen before stays
-    era: int = 0  # the policy's when it was made: a later one closes all invitations of those before
+    is_once: bool = False  # only one peer can join with it
+    expires: int = 0  # swarm time, in seconds since 1970; 0: never. Peers seen before that stay
+    era: int = 0  # the policy's era when the grant was made; a later era closes it
     signature: bytes = b""  # the owner's, of `terms`
 
     @property
     def id(self) -> str:
-        """Name the invitation, for a person; what it opens does not follow from that."""
+        """Short name of the invitation, for people; it does not reveal the secret."""
         return mark_of(self.key).hex()[:8]
 
     @property
     def terms(self) -> bytes:
-        """What the owner signs, `TERMS.size` long."""
+        """The bytes that the owner signs, `TERMS.size` long."""
         return TERMS.pack(self.key, self.role | self.is_once << 1, self.era, self.expires)
 
     def to_bytes(self) -> bytes:
-        """Return `GRANT_BYTES` that `parse` reads."""
+        """Return `GRANT_BYTES` bytes that `parse` reads."""
         return self.terms + self.signature
 
     @classmethod
     def parse(cls, content: bytes) -> Self:
-        """Read what `to_bytes` gave, but for the signature; ValueError if it is not that."""
+        """Parse the bytes of `to_bytes` without checking the signature; ValueError if they are malformed."""
         if len(content) != GRANT_BYTES:
             raise ValueError("not a grant")
         key, flags, era, expires = TERMS.unpack_from(content)
@@ -99,27 +99,27 @@ class Grant:
         return cls(key, Role(flags & 1), bool(flags & 2), expires, era, content[TERMS.size :])
 
     def is_by(self, owner: bytes) -> bool:
-        """Whether the owner with this public key signed it."""
+        """Whether the owner with this public key signed the grant."""
         return is_signed(owner, self.signature, _GRANTED + self.terms)
 
 
 @dataclass(frozen=True)
 class Membership:
-    """What a member of a closed swarm holds: an invitation, without the addresses."""
+    """A member's secret: an invitation without the addresses."""
 
     owner: bytes  # public key, `KEY_BYTES` long
-    secret: bytes = field(repr=False)  # `SECRET_BYTES` long; who has it can let others in by the grant
+    secret: bytes = field(repr=False)  # `SECRET_BYTES` long; its holder can pass the invitation on
     grant: Grant
 
     def to_parts(self) -> list[Any]:
-        """Return what an invitation says of it, as MessagePack carries it; `from_parts` reads it."""
+        """Return the membership as a list for MessagePack; `from_parts` reads it."""
         grant = self.grant
         terms = [int(grant.role), grant.is_once, grant.expires, grant.era]
         return [self.owner, self.secret, *terms, grant.signature]
 
     @classmethod
     def from_parts(cls, parts: list[Any]) -> Self:
-        """Read what `to_parts` gave; ValueError if it is not that, or the owner did not sign it."""
+        """Parse a list from `to_parts`; raise ValueError if it is malformed or the owner did not sign it."""
         match parts:
             case [bytes(owner), bytes(secret), int(role), bool(once), int(expires), int(era), bytes(signed)]:
                 if len(secret) == SECRET_BYTES and 0 <= expires < 2**40 and 0 <= era < 2**32:
@@ -129,12 +129,12 @@ class Membership:
         raise ValueError("of another version, or not signed by the owner")
 
     def certify(self, peer_id: bytes) -> bytes:
-        """Return the certificate, `CERTIFICATE_BYTES` long, of a peer (its id as bytes)."""
+        """Return the certificate, `CERTIFICATE_BYTES` long, of a peer (id as bytes)."""
         return self.grant.to_bytes() + _key_of(self.secret).sign(_CERTIFIED + peer_id)
 
 
 def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
-    """Read what makes a peer a member; None if it is no certificate of that peer in that owner's swarm."""
+    """Return the grant in a certificate; None if it is not valid for that peer in that owner's swarm."""
     with contextlib.suppress(ValueError):
         return _certified(owner, peer_id, certificate)
     return None
@@ -142,7 +142,7 @@ def certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant | None:
 
 @lru_cache(1024)
 def _certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant:
-    """Read the same; ValueError if it is not good. So the cache keeps good ones only."""
+    """Do the same, but raise ValueError if it is not valid, so that the cache keeps only valid ones."""
     grant = Grant.parse(certificate[:GRANT_BYTES])
     signature = certificate[GRANT_BYTES:]
     if not grant.is_by(owner) or not is_signed(grant.key, signature, _CERTIFIED + peer_id):
@@ -151,7 +151,7 @@ def _certified(owner: bytes, peer_id: bytes, certificate: bytes) -> Grant:
 
 
 class Owner:
-    """The key of whoever started a swarm; ValueError if the private key is not `KEY_BYTES` long."""
+    """The key pair of a swarm's owner. Raises ValueError if the private key is not `KEY_BYTES` long."""
 
     def __init__(self, key: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(key)
@@ -160,7 +160,7 @@ class Owner:
     def invite(
         self, role: Role = Role.member, *, is_once: bool = False, expires: int = 0, era: int = 0
     ) -> Membership:
-        """Make an invitation; see `Grant` for what it is good for."""
+        """Make an invitation with these terms; see `Grant`."""
         secret = secrets.token_bytes(SECRET_BYTES)
         grant = Grant(_public(_key_of(secret)), role, is_once, expires, era)
         return Membership(self.public, secret, replace(grant, signature=self.sign(_GRANTED + grant.terms)))
@@ -171,7 +171,7 @@ class Owner:
 
 
 def is_signed(public_key: bytes, signature: bytes, content: bytes) -> bool:
-    """Whether this is the signature of that key (raw Ed25519) of that content."""
+    """Whether this is the signature of the content by that key (raw Ed25519)."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, content)
     except (InvalidSignature, ValueError):
@@ -190,29 +190,32 @@ def _key_of(secret: bytes) -> Ed25519PrivateKey:
 
 
 def mark_of(*parts: bytes) -> bytes:
-    """Shorten a peer's id, an invitation's key, or both, to `MARK_BYTES`."""
+    """Hash a peer's id, an invitation's key, or both, to `MARK_BYTES` bytes."""
     return hashlib.sha256(b"".join(parts)).digest()[:MARK_BYTES]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The owner's decisions; all sets are of marks."""
+    """The owner's decisions; all sets contain marks."""
 
     serial: int = 0
-    out: frozenset[bytes] = frozenset()  # peers that were taken out
-    closed: frozenset[bytes] = frozenset()  # invitations by which nobody is let in any more
-    stay: frozenset[bytes] = frozenset()  # peers by invitation: members although that is closed, used or over
-    era: int = 0  # all invitations of an earlier one are closed, whether or not anybody knows them
+    out: frozenset[bytes] = frozenset()  # removed peers
+    closed: frozenset[bytes] = frozenset()  # invitations that admit no more peers
+    # Peers, each with its invitation: members even if it is closed, used or expired.
+    stay: frozenset[bytes] = frozenset()
+    era: int = 0  # invitations of earlier eras are closed, including unknown ones
 
     @property
     def room(self) -> int:
-        """How many more marks it can have."""
+        """Number of marks that still fit."""
         return MAX_MARKS - len(self.out) - len(self.closed) - len(self.stay)
 
     def with_those_of(self, other: Policy) -> Policy:
-        """Add what another one decided and this one lacks: it is of another copy of the owner's folder.
+        """Add the decisions of another policy, which comes from another copy of the owner's folder.
 
-        Peers that were removed stay out, closed invitations stay closed; others stay as far as there is room.
+        Removed peers stay out, and closed invitations stay closed. Peers that stay are kept as far as there
+        is room, this policy's first. If the other one has no more removals, closed invitations or eras,
+        nothing is added.
         """
         era = max(self.era, other.era)
         closed = frozenset[bytes]().union(*(one.closed for one in (self, other) if one.era == era))
@@ -223,7 +226,7 @@ class Policy:
         return replace(joint, stay=frozenset(stay[: max(0, joint.room + len(self.stay))]))
 
     def objection(self, peer_id: bytes, grant: Grant) -> str:
-        """Say why a peer (its id as bytes) with a good certificate is no member now, if so."""
+        """Return why a peer (id as bytes) with a valid certificate is no member now; empty if it is one."""
         if self.is_out(peer_id):
             return TAKEN_OUT
         if self.keeps(peer_id, grant):
@@ -233,15 +236,15 @@ class Policy:
         return OVER if 0 < grant.expires <= swarm_time() else ""
 
     def is_out(self, peer_id: bytes) -> bool:
-        """Whether a peer was taken out."""
+        """Whether the owner has removed a peer (id as bytes)."""
         return mark_of(peer_id) in self.out
 
     def keeps(self, peer_id: bytes, grant: Grant) -> bool:
-        """Whether a peer is a member although its invitation is closed, used or over."""
+        """Whether a peer stays a member although its invitation is closed, used or expired."""
         return mark_of(peer_id, grant.key) in self.stay
 
     def to_bytes(self, owner: Owner) -> bytes:
-        """Pack and sign it; SetupError if it has become too long."""
+        """Pack and sign the policy; raise SetupError if it is too long."""
         marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
         content: bytes = MSGPackSerializer.dumps([self.serial, self.era, *marks])
         if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
@@ -253,7 +256,7 @@ class Policy:
 
     @classmethod
     def parse(cls, wire: object, owner: bytes) -> Self:
-        """Read what `to_bytes` gave; ValueError if it is not that, or another owner's."""
+        """Parse the bytes of `to_bytes`; raise ValueError if malformed, or not signed by this owner."""
         if not isinstance(wire, bytes) or len(wire) > MAX_POLICY_BYTES:
             raise ValueError("not a policy")
         content = wire[SIGNATURE_BYTES:]

@@ -1,10 +1,10 @@
-"""A peer's place in the network: start it, say where it can be reached, store and fetch small records.
+"""A peer's node in the network: it starts the DHT, knows its addresses, and stores and fetches small records.
 
-1. The ports of the last time are taken again where they are free, so that join lines stay good.
-2. Of the addresses on the join line, and of peers met before, those that answer let the DHT's process in.
-3. While it runs, a thread does chores: it calls on peers that are missing (`Reunion`), and in a closed swarm
-   publishes this peer's certificate and hands on the owner's policy (`roll`). Another one looks at how others
-   reach this peer (`reach`).
+1. The node listens on the ports of its last run if they are free, so that join lines stay valid.
+2. It enters the DHT through the addresses of the join line and of known peers, as far as these answer.
+3. While it runs, one thread does chores: it calls missing peers (`Reunion`), and in a closed swarm publishes
+   this peer's certificate and passes on the owner's policy (`roll`). Another thread finds out how other peers
+   reach this one (`reach`).
 
 Every key that we put into the DHT comes from this module or from `roll`.
 """
@@ -48,48 +48,52 @@ from trahiv_cli.swarm.router import Router
 
 logger = logging.getLogger(__name__)
 
-MET_TRIED = 8  # peers of before that are tried when a node starts; the others are called on later
+MET_TRIED = 8  # known peers that a node tries when it starts; it calls the others later
 RECORD_TIMEOUT_S = 10.0
-LIFE_EVERY_S = 0.1  # an event loop that does not answer is looked at so often: it may have ended
+LIFE_EVERY_S = 0.1  # between checks of an event loop that does not answer: it may have ended
 REACH_KNOWN_S = 10.0  # by then it should be known how others reach this peer
-GRACE_S = 3.0  # the DHT's process may take so long to end by itself
+GRACE_S = 3.0  # for the DHT's process to end by itself
 CHORES_EVERY_S = 2.0
-# The longest value of a record. Signed, it is as long as nodes keep one (`records.MAX_RECORD_BYTES`).
+# The longest value of a record. With its signature it fits into `records.MAX_RECORD_BYTES`.
 MAX_RECORD_BYTES = 3200
-RUNS_KEY = "trahiv_runs"  # where the peers of a DHT say what they train: a `status.Status` of each
-ADDRESSES_KEY = "trahiv_addresses"  # where its nodes publish how they can be reached: multiaddrs
+RUNS_KEY = "trahiv_runs"  # under it each peer of a DHT publishes a `status.Status` of its run
+ADDRESSES_KEY = "trahiv_addresses"  # under it each node publishes its multiaddrs
 
 
 def recipe_key(run_id: str, number: int = 0) -> str:
-    """Return the key of a run's recipe in the DHT: subkey peer id, value one part of the packed recipe."""
+    """Return the DHT key of part `number` of a run's packed recipe; each peer can have a record there."""
     return f"{run_id}_recipe_{number}" if number else f"{run_id}_recipe"
 
 
 def likeness_key(run_id: str) -> str:
-    """Return the key of what a run's peers loaded: subkey peer id, value digests by name."""
+    """Return the DHT key of each peer's digests, by name, of the parts that it loaded for a run."""
     return f"{run_id}_likeness"
 
 
 class Node(contextlib.AbstractContextManager["Node"]):
-    """A running DHT peer. Close it last: the averagers talk through its processes.
+    """A running DHT peer. A training peer has one (`train.folder.start_node`) until it ends.
+
+    Close it last: the averagers communicate through its processes.
 
     Args:
         settings: keywords of `hivemind.DHT`.
-        identity: key file, made if missing.
-        initial_peers: multiaddrs with `/p2p/`; none starts a swarm of one.
-        met: peers that this one has met before; default: nobody, and nothing is written down.
+        identity: key file, created if missing.
+        initial_peers: multiaddrs with `/p2p/`; without them and without `met`, it starts a swarm of one.
+        met: peers that this one knows from earlier runs; None: it knows none, and no file is written.
         must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`.
-        standing: in a closed swarm; None: the swarm is open.
-        is_visitor: whether it only looks; it does not stand in the roll then.
-        reach: what its user says of how others reach it.
+        standing: credentials in a closed swarm; None: the swarm is open.
+        is_visitor: whether it only looks; a visitor is not in the member list.
+        reach: the user's settings for the link to other peers.
 
     Raises:
-        SetupError: a port is taken, an address to listen on is wrong, the identity can't be used.
-        NotAdmitted: those of `initial_peers` that answered don't take this peer for a member.
-        Unreachable: nobody answered; the message says what each of `initial_peers` did.
+        SetupError: a port is taken, an address to listen on is wrong, the identity can't be used, or p2pd
+            does not start.
+        NotAdmitted: no peer let this one in, and one refused it because it is not a member.
+        Unreachable: no peer answered, and the message has the result for each of `initial_peers`; or one of
+            these is not the multiaddr of a peer.
         SwarmError: the DHT's process ended while it started, or did not start within a minute.
-        In each case no process is left. Later, what asks the DHT raises SwarmError if its process does not
-        answer within 10 s, or if p2pd has ended.
+        In each case no process is left. Later, methods that ask the DHT raise SwarmError if its process does
+        not answer within 10 s, or if p2pd has ended.
     """
 
     def __init__(
@@ -115,7 +119,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         signing_key = read_signing_key(identity)
         certificate = standing.membership.certify(self._id) if standing else b""
         self._met = met or Acquaintances(None)
-        self.met_lately = self._met.lately  # ids of the peers that were there when this one last was
+        self.met_lately = self._met.lately  # ids of the peers that were present in this peer's last run
         corrections.apply()
         start = partial(
             CorrectedDHT,
@@ -146,7 +150,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
             looks = [] if is_visitor and settings.client_mode else [self._finder.turn]
             self._threads = [
                 threading.Thread(target=do_chores, args=(some, self._is_over), name=name, daemon=True)
-                for name, some in (("chores", chores), ("looks", looks))  # those take seconds
+                for name, some in (("chores", chores), ("looks", looks))  # looks take seconds
             ]
             for thread in self._threads:
                 thread.start()
@@ -155,13 +159,14 @@ class Node(contextlib.AbstractContextManager["Node"]):
     def _entered(
         self, start: Callable[..., CorrectedDHT], initial_peers: Sequence[str], *, must_reach: bool
     ) -> CorrectedDHT:
-        """Start a DHT through those that answer: initial peers, and peers of before.
+        """Start a DHT through the initial peers and known peers that answer.
 
-        Where something listens and does not answer, try three times: p2pd waits 5 s, and a ping 3 s, for a
-        peer whose machine or link may be slow at that moment.
+        If something listens at an initial peer's address but does not answer, try three times: p2pd waits
+        5 s, and a ping 3 s, for a peer whose machine or link may be slow at that moment.
         """
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
-        # Of those that p2pd is told of, the first that does not answer costs minutes, and one must answer.
+        # p2pd spends minutes on the first address that does not answer, so it gets no such address. A single
+        # address needs no knock, because it must answer anyway.
         is_certain = must_reach and not met and len(initial_peers) < 2
         answering = list(initial_peers) if is_certain else addresses.answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
@@ -186,7 +191,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         return start()
 
     def _as_before(self, host_maddr: str) -> str:
-        """Fill in the port of the last time, where the choice is open and the port free."""
+        """Fill in the port of the last run, if the user left the choice open and the port is free."""
         if (port := self._met.ports.get(host_maddr)) is not None:
             fixed = re.sub(r"/(tcp|udp)/0(?=/|$)", rf"/\1/{port}", host_maddr)
             with contextlib.suppress(SetupError):
@@ -195,9 +200,9 @@ class Node(contextlib.AbstractContextManager["Node"]):
         return host_maddr
 
     def _note_ports(self, host_maddrs: Sequence[str]) -> None:
-        """Write down the ports at which this node listens."""
+        """Note the ports on which this node listens, for its next start."""
 
-        def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without whose address it is
+        def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without the peer id
             return tuple(one.name for one in maddr.protocols() if one.name != "p2p")
 
         near = [Multiaddr(own) for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
@@ -206,31 +211,31 @@ class Node(contextlib.AbstractContextManager["Node"]):
         self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
 
     def notes(self) -> list[str]:
-        """Return sentences about addresses that the user named and that are not used as they were written."""
+        """Return sentences about addresses that the user gave and that are not used as written."""
         hosts, _, said = self._listening
         notes = [*said]
-        with contextlib.suppress(psutil.Error):  # else it can't be known
+        with contextlib.suppress(psutil.Error):  # the sockets in use are unknown
             found = [one for pid in self.pids() for one in psutil.Process(pid).net_connections("inet")]
             used = {(one.type, one.laddr.ip) for one in found if one.laddr}
-            for text in hosts if hosts != DhtSection().host_maddrs else ():  # it may lack IPv6, by default
+            for text in hosts if hosts != DhtSection().host_maddrs else ():  # the default may lack IPv6
                 named = addresses.socket_of(Multiaddr(text))
                 if named and named.host != "localhost" and (named.kind, named.host) not in used:
                     notes.append(f"p2pd does not listen on {text}: does this machine have such addresses?")
         return notes
 
     def require_membership(self) -> None:
-        """Refuse, as NotAdmitted, to go on where the swarm's owner has taken this peer out."""
+        """Raise NotAdmitted if the policy of the swarm's owner excludes this peer."""
         if self.standing is None or self.book is None:
             return
         if objection := self.book.policy.objection(self._id, self.standing.membership.grant):
             raise not_admitted(objection)
 
     def is_out(self, peer_id: str) -> bool:
-        """Say whether the swarm's owner has taken a peer (its id, base58) out."""
+        """Return whether the swarm's owner has removed a peer (its id, base58)."""
         return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
 
     def own_addresses(self) -> list[str]:
-        """Return the multiaddrs of this peer, those that reach furthest first, TCP before QUIC."""
+        """Return the multiaddrs of this peer: the furthest reach first, TCP before QUIC."""
         maddrs = {str(maddr) for maddr in self.run(visible_maddrs)}
         reaches = get_args(addresses.Reach)
         if self._listening.is_everywhere:
@@ -241,20 +246,20 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     @property
     def reach(self) -> Reach:
-        """How others can reach this peer."""
+        """The reachability of this peer, as last found out."""
         return self._finder.reach
 
     def known_reach(self, within_s: float) -> Reach:
-        """Return it as soon as it was found out, and what is known by then if that takes too long."""
+        """Wait until `reach` is found out, for at most `within_s` seconds, and return it."""
         self._finder.is_known.wait(within_s)
         return self.reach
 
     def only_dials(self) -> bool:
-        """Say whether this peer averages with those alone that it can dial."""
+        """Return whether this peer averages only with peers that it can dial."""
         return bool(self.dht.client_mode) or self.known_reach(REACH_KNOWN_S).only_dials
 
     def entrances(self) -> list[str]:
-        """Return multiaddrs by which others can join; of two members, where they can't dial this peer."""
+        """Return multiaddrs by which others can join: of up to two members if they can't dial this peer."""
         there = self.run(known_peers) if self.reach.kind not in ("direct", "alone") else []
         known = {peer: self._met.addresses[peer] for peer in there if peer in self._met.addresses}
         return [places[0] for places in list(known.values())[:2]] or [
@@ -263,15 +268,15 @@ class Node(contextlib.AbstractContextManager["Node"]):
         ]
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """Store what MessagePack carries under a key, signed by this peer, for at most an hour.
+        """Store a value (MessagePack) under a key, signed by this peer, for `ttl_s` seconds.
 
-        Say whether a peer of the DHT (this one counts) stored it.
+        Return whether this node keeps it. Nodes refuse records that live longer than `records.MAX_TTL_S`.
         """
         options = {"expiration_time": swarm_time() + ttl_s, "subkey": self.dht.place, "return_future": True}
         return bool(self._wait(self.dht.store(key, value, **options)))
 
     def fetch(self, key: str) -> dict[str, Any]:
-        """Read the records under a key: values by the ids of their owners."""
+        """Return the values under a key by the ids (base58) of their owners, without removed peers."""
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
@@ -280,24 +285,24 @@ class Node(contextlib.AbstractContextManager["Node"]):
         return {owner: value for owner, value in records.items() if owner and not self.is_out(owner)}
 
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
-        """Run a coroutine in the DHT's process; return what it returned."""
+        """Run a coroutine in the DHT's process, and return its result."""
         return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
 
     def _wait(self, future: Any) -> Any:
         try:
             return future.result(timeout=RECORD_TIMEOUT_S)
-        except (OSError, EOFError, P2PDaemonError) as error:  # of p2pd's socket, or a `TimeoutError`
+        except (OSError, EOFError, P2PDaemonError) as error:  # from p2pd's socket, or a `TimeoutError`
             raise SwarmError(
                 f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",
                 hint="start again with the same command",
             ) from error
 
     def is_alive(self) -> bool:
-        """Say whether the DHT's process runs."""
+        """Return whether the DHT's process runs."""
         return bool(self.dht.is_alive())
 
     def pulse(self) -> Any:
-        """Ask the DHT's process for a sign of life of all that it does; return a future of it."""
+        """Run `show_life` in the DHT's process; return its future."""
         return self.dht.run_coroutine(show_life, return_future=True)
 
     def pids(self) -> list[int]:
@@ -310,7 +315,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         """End the DHT process and its daemon. Safe to call twice."""
         try:
             self._is_over.set()
-            if effort_of(self.pids()[:1])[1]:  # it stands still, and would not hear of it
+            if effort_of(self.pids()[:1])[1]:  # it is stopped, and would not receive a shutdown
                 self.dht.kill()
             for thread in self._threads:
                 thread.join(GRACE_S)
@@ -329,7 +334,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
 def _why_not_started(
     error: Exception, troubles: Mapping[str, OSError | None], *, is_taken: bool
 ) -> SetupError | Unreachable:
-    """Explain why the network daemon did not start; `troubles` are those of knocks at initial peers."""
+    """Explain why the network daemon did not start; `troubles` has the result of each knock by address."""
     if is_taken:
         return SetupError(
             "A peer with this identity is already in the swarm; nothing was changed.",
@@ -348,9 +353,9 @@ def _why_not_started(
 
 
 async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
-    """Have p2pd answer something, and the event loops that serve averagers; in the DHT's process.
+    """Wait until p2pd and the event loops that serve averagers answer; in the DHT's process.
 
-    RuntimeError if one of these has ended and nobody shut its averager down.
+    RuntimeError if one of these loops has ended although its averager was not shut down.
     """
     await node.protocol.p2p.list_peers()
     for loop in tuple(dht.loops):  # an averager may be shut down meanwhile
@@ -362,7 +367,7 @@ async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
 
 
 def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:
-    """Do chores every `CHORES_EVERY_S`; what goes wrong is logged once, and tried again."""
+    """Do chores every `CHORES_EVERY_S`; log an error of a chore once, and try again."""
     troubles = dict.fromkeys(chores, "")
     while True:
         for chore, trouble_before in troubles.items():
@@ -382,10 +387,10 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
 def visiting(
     peers: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
 ) -> Iterator[Node]:
-    """Visit a swarm, to look at it or to hand something over; nothing is left of the visitor.
+    """Visit a swarm, to look at it or to hand something over; nothing of the visitor remains.
 
-    `met` may know where it is now. `identity` is the key file of a peer that may be let in when others are
-    not; None: a new one. Unreachable, NotAdmitted as by `Node`.
+    `met` may have current addresses. `identity` is the key file of a peer that may be admitted when others
+    are not; None: a new one. Raises Unreachable and NotAdmitted as `Node` does.
     """
     section = DhtSection(
         host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False

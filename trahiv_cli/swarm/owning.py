@@ -1,7 +1,7 @@
-"""What the owner of a closed swarm can do from the folder of a run, whether or not a peer runs there.
+"""The owner's commands for a closed swarm, from a run's folder, whether or not a peer runs there.
 
-A command looks into the swarm first (`synchronize`), changes the policy in the folder, and hands it on in the
-same way, as a peer of that folder does every few seconds.
+A command visits the swarm first (`synchronize`), then changes the policy in the folder, and publishes it by
+another visit. A peer of that folder does the same every few seconds.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ from trahiv_cli.swarm.membership import Grant, Policy, Role
 from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 
-GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations that were made, by their ids
+GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations made there, by id
 
 
 class OwnedSwarm:
-    """The folder of a run whose swarm this user owns; SetupError if it has no owner's key."""
+    """The folder of a run whose swarm this user owns. Raises SetupError if it has no owner's key.
+
+    Each owner's command makes one, and so does each action on the page of `trahiv watch`.
+    """
 
     def __init__(self, folder: Path) -> None:
         owner = read_owner(folder)
@@ -56,7 +59,7 @@ class OwnedSwarm:
 
     @property
     def _home(self) -> Invitation:
-        """The invitation by which others join the peer of this folder."""
+        """The invitation that the peer of this folder gives to others."""
         path = self.folder / INVITATION_FILE
         if not path.exists():
             raise SetupError(
@@ -66,7 +69,7 @@ class OwnedSwarm:
         return read_invitation([f"@{path}"])
 
     def invite(self, role: Role, *, is_once: bool, lasts_s: float | None) -> tuple[Grant, Path]:
-        """Make an invitation, which is in a private file then; `lasts_s` None: until it is closed."""
+        """Make an invitation and write it into a private file; `lasts_s` None: it never expires."""
         expires = 0 if lasts_s is None else int(swarm_time() + lasts_s)
         membership = self.owner.invite(role, is_once=is_once, expires=expires, era=self.book.policy.era)
         path = (self.folder / GIVEN_FOLDER / membership.grant.id).resolve()
@@ -74,16 +77,16 @@ class OwnedSwarm:
         return membership.grant, path
 
     def given(self) -> list[Grant]:
-        """Return what the invitations that can still be used are good for, the newest first."""
+        """Return the grants of the open invitations, newest first."""
         paths = [self.folder / INVITATION_FILE, *(self.folder / GIVEN_FOLDER).glob("*")]
         there = sorted(filter(Path.exists, paths), key=lambda path: path.stat().st_mtime, reverse=True)
         found = [read_invitation([f"@{path}"]).membership for path in there]
         return [one.grant for one in found if one is not None and self._is_open(one.grant)]
 
     def close(self, id_: str | None) -> None:
-        """Close an invitation, or all that were ever made (None); of who came by it, the first stay.
+        """Close an invitation, or all of them (None); the first peers that joined with it stay.
 
-        SetupError if there is none with that id.
+        Raises SetupError if no open invitation has that id.
         """
         came = roll.read_roll(self.folder)
         keys = None
@@ -101,7 +104,10 @@ class OwnedSwarm:
         return not self.book.policy.objection(b"", grant)
 
     def find(self, word: str) -> str:
-        """Find a peer by its id, or by how that ends; SetupError if that is not one member's."""
+        """Return the id of a peer, given its id or the end of a member's id.
+
+        Raises SetupError if no member or several match, or if it is this folder's own peer.
+        """
         word = word.removeprefix("...")  # see `short_name`
         found = [peer for peer in roll.read_roll(self.folder) if len(word) >= 4 and peer.endswith(word)]
         with suppress(ValueError):
@@ -122,9 +128,10 @@ class OwnedSwarm:
         return found[0]
 
     def take_out(self, peer: str) -> bool:
-        """Take a peer (its id, base58) out, and close the invitation that it came by, if that is known.
+        """Remove a peer (id in base58), and close the invitation that it joined with, if that is known.
 
-        Say whether it is. SetupError, with nothing changed, if the policy has no room for all others of it.
+        Returns whether it is known. Raises SetupError if the policy has no room for all other peers of that
+        invitation; nothing was changed then.
         """
         came = roll.read_roll(self.folder)
         self._decide(partial(roll.without, peer, came))
@@ -134,15 +141,15 @@ class OwnedSwarm:
         self.book.decide(self.owner, change)
         home = self._home
         if home.membership is not None and not self._is_open(home.membership.grant):
-            # This folder's peer is a member by a closed invitation: it gets, and hands out, a new one.
+            # This folder's peer has a closed invitation: it gets a new one for itself and for others.
             fresh = self.owner.invite(era=self.book.policy.era)
             keep_invitation(self.folder / MEMBER_FILE, Invitation(membership=fresh))
             keep_invitation(self.folder / INVITATION_FILE, replace(home, membership=fresh))
 
     def synchronize(self) -> bool:
-        """Learn who came and what was decided elsewhere, and hand on what was decided here.
+        """Fetch new members and decisions made elsewhere, and publish the decisions made here.
 
-        Say whether any peer of the swarm answered.
+        Returns whether a peer of the swarm answered and has the policy.
         """
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
@@ -154,9 +161,10 @@ class OwnedSwarm:
 
 
 def _addresses_of(invitation: Invitation) -> list[str]:
-    """List where the peer that hands an invitation out can be reached, also from its own machine.
+    """Return the addresses in an invitation of this machine's peer, behind their loopback variants.
 
-    There its public address may lead nowhere, and others may have changed since it started.
+    On the peer's own machine, its public address may not work, and its others may have changed since it
+    started.
     """
     over_tcp = [address for address in invitation.addresses if "/tcp/" in address]
     here = [re.sub("^/[^/]+/[^/]+", "/ip4/127.0.0.1", address) for address in over_tcp]
@@ -164,10 +172,11 @@ def _addresses_of(invitation: Invitation) -> list[str]:
 
 
 def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, Any]]:
-    """List who is there, and for the owner also who was, from a run's folder or by an invitation.
+    """List the members that are present and, for the owner, earlier ones, by a run's folder or an invitation.
 
-    Return what an event says of each: who is there, or was within ten minutes, and why it is no member any
-    more, or None. SetupError if the swarm is open; Unreachable, NotAdmitted as by `Node`.
+    Returns an event's fields for each: whether it was present within the last ten minutes, and why it is not
+    a member any more, or None. Raises SetupError if the swarm is open; Unreachable and NotAdmitted as `Node`
+    does.
     """
     standing = passing_standing(folder, invitation)
     if standing is None:
@@ -177,7 +186,7 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
         )
     own = passing_standing(folder, Invitation())
     if own is None or own.membership.owner != standing.membership.owner:
-        folder = None  # of another swarm, whose policy and roll say nothing about this one
+        folder = None  # it is of another swarm: its policy and member list do not apply
     standing = replace(standing, folder=folder)
     with looking_in(folder, invitation, standing) as node:
         there = roll.read_members(node, standing.membership.owner)
@@ -197,9 +206,9 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
 
 @contextmanager
 def looking_in(folder: Path | None, invitation: Invitation, standing: Credentials | None) -> Iterator[Node]:
-    """Visit a swarm by an invitation, or by what the folder of a run says of where its peers are.
+    """Visit a swarm at the addresses in an invitation and in a run's folder.
 
-    Unreachable, NotAdmitted as by `Node`.
+    Raises Unreachable and NotAdmitted as `Node` does.
     """
     addresses = list(invitation.addresses)
     for path in (folder / INVITATION_FILE, folder / INVITED_BY_FILE) if folder else ():
@@ -218,7 +227,7 @@ def looking_in(folder: Path | None, invitation: Invitation, standing: Credential
 
 
 def own_folder(file: str = OWNER_FILE) -> Path:
-    """Return the newest folder in `runs` that holds a file; SetupError if there is none."""
+    """Return the newest folder in `runs` that contains `file`; raise SetupError if there is none."""
     there = [path.parent for path in Path("runs").glob(f"*/{file}")]
     if not there:
         raise SetupError(

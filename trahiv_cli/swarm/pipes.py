@@ -1,4 +1,4 @@
-"""Streams of bytes between two peers: untrusted messages, and relaying."""
+"""Byte streams between two peers: untrusted messages, relaying, rate limits, and dialling."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.swarm.addresses import reach_of, socket_of
 from trahiv_cli.swarm.snapshot import unpacked
 
-ANSWER_S = 15.0  # a message may take so long
+ANSWER_S = 15.0  # for a message to arrive
 AGAIN_S = 0.1  # between two tries to dial a place that refuses
-IDLE_S = 60.0  # streams that carry nothing for so long are closed: libp2p says something every 30 s
-HEARD = 3  # times that libp2p answers a knock before it is taken to listen there: it may have been dialling
+IDLE_S = 60.0  # idle streams are closed after this time: libp2p sends something every 30 s
+HEARD = 3  # answers of libp2p to knocks that prove that it listens: fewer may come from its own dials
 CHUNK_BYTES = 2**16
 MAX_PLACES = 8  # that a stranger may name
-HELLO = b"\x13/multistream/1.0.0\n"  # with which either side of a connection of libp2p begins
+HELLO = b"\x13/multistream/1.0.0\n"  # the first bytes of either side of a libp2p connection
 
-# Where TCP can dial: host and port.
+# An address for TCP: host and port.
 Place = tuple[str, int]
 
 
 class NotMet(ConnectionError):
-    """Two peers did not meet; why is in the message."""
+    """Two peers did not meet; the message has the reason."""
 
 
 class Listens(NotMet):
-    """A peer's libp2p listens where it was knocked: it can be dialled."""
+    """A peer's libp2p listens at the place of a knock, so p2pd can dial it."""
 
 
 class End(NamedTuple):
@@ -48,7 +48,7 @@ class End(NamedTuple):
         await P2P.send_raw_data(MSGPackSerializer.dumps(content), self.writer)
 
     async def receive(self) -> list[Any]:
-        """Receive a message; NotMet if it says why there is none, or can't be read."""
+        """Receive a message; NotMet if it has only the reason of a failure, or can't be read."""
         async with asyncio.timeout(ANSWER_S):
             packed = await P2P.receive_raw_data(self.reader)
         with contextlib.suppress(ValueError):
@@ -66,14 +66,14 @@ class End(NamedTuple):
                 raise NotMet("a word that was not expected")
 
     async def first(self) -> tuple[End, bytes]:
-        """Wait for its first bytes; return them and this end. NotMet if it is closed."""
+        """Wait for the first bytes; return this end and the bytes. NotMet if the stream is closed."""
         if not (chunk := await self.reader.read(CHUNK_BYTES)):
             raise NotMet("it was closed")
         return self, chunk
 
 
 class Pace:
-    """How fast, and how much, may go through all streams that share this, of any event loop.
+    """Limits the rate and the total of all streams that share it, of any event loop.
 
     Args:
         rate: bytes a second; None: no limit.
@@ -87,23 +87,23 @@ class Pace:
         self._lock = threading.Lock()
 
     async def take(self, num_bytes: int, *, is_urgent: bool = False) -> None:
-        """Wait until so many bytes may go on; NotMet if that is more than altogether.
+        """Wait until `num_bytes` more may pass; NotMet if they exceed the total.
 
-        What is urgent does not wait, but what comes later waits for it as well.
+        Urgent bytes do not wait, but later bytes wait for them as well.
         """
         if self._left is not None:
             self._left -= num_bytes
             if self._left < 0:
                 raise NotMet("more than is passed on here")
         if self.rate:
-            now = asyncio.get_running_loop().time()  # that of any other loop is the same
+            now = asyncio.get_running_loop().time()  # the same in all event loops
             with self._lock:
                 self._free_at = free_at = max(self._free_at, now) + num_bytes / self.rate
             if not is_urgent:
                 await asyncio.sleep(free_at - now)
 
 
-# All that this process sends to other peers, and receives from them.
+# For all bytes that this process sends to other peers, and receives from them.
 UPLOAD = Pace()
 DOWNLOAD = Pace()
 
@@ -136,13 +136,13 @@ async def join(one: End, other: End, *paces: Pace) -> None:
 
 
 def close(ends: Iterable[End]) -> None:
-    """Close streams; what was written to them is sent before."""
+    """Close streams, after all bytes that were written to them are sent."""
     for end in ends:
         end.writer.close()
 
 
 async def first_of(tries: Iterable[Coroutine[Any, Any, Any]], within_s: float) -> Any:
-    """Return the first result of several tries, and cancel the others; None: all failed, or took too long."""
+    """Return the first result of several tries, and cancel the others; None if all fail or take too long."""
     pending = {asyncio.create_task(one) for one in tries}
     loop = asyncio.get_running_loop()
     until = loop.time() + within_s
@@ -158,17 +158,17 @@ async def first_of(tries: Iterable[Coroutine[Any, Any, Any]], within_s: float) -
 
 
 def maddr_of(place: Place) -> str:
-    """Write a place as a multiaddr, without whose it is."""
+    """Write a place as a multiaddr, without a peer id."""
     return f"/ip{6 if is_ipv6(place) else 4}/{place[0]}/tcp/{place[1]}"
 
 
 def is_ipv6(place: Place) -> bool:
-    """Say whether a place has an IPv6 address."""
+    """Return whether a place has an IPv6 address."""
     return ":" in place[0]
 
 
 def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
-    """List where TCP can dial of several multiaddrs; without those of this machine, unless it `is_near`."""
+    """Return the TCP places of several multiaddrs, without this machine's unless `is_near`."""
     places: list[Place] = []
     for maddr in maddrs:
         named = socket_of(Multiaddr(maddr))
@@ -180,10 +180,11 @@ def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
 
 
 def places_at(seen: Sequence[Place], own: Sequence[Place], others: Sequence[Place]) -> list[Place]:
-    """List where a peer may be that names its `own` places: where it is `seen`, and at its own ports there.
+    """List where to dial a peer: the places where it is `seen`, its own ports there, and its `own` places.
 
-    Not every connection of libp2p comes from the port at which it listens. Own places within a home count
-    only if the peer that is to dial them is seen (`others`) at the same address: else it is its own home.
+    Its own ports are added because libp2p does not open every connection from its listening port. Own places
+    in a local network count only if the peer that is to dial them is seen (`others`) at the same address:
+    otherwise they would lead into the network of that peer.
     """
     ports = [(at[0], place[1]) for at in seen for place in own if is_ipv6(at) == is_ipv6(place)]
     are_near = not {host for host, _ in seen}.isdisjoint(host for host, _ in others)
@@ -192,7 +193,7 @@ def places_at(seen: Sequence[Place], own: Sequence[Place], others: Sequence[Plac
 
 
 def read_places(sent: Iterable[Any]) -> tuple[Place, ...]:
-    """Read places that a stranger sent, the first `MAX_PLACES`; ValueError if they are none, as names are."""
+    """Read the first `MAX_PLACES` places that a stranger sent; ValueError if one is invalid, as a name is."""
     places: list[Place] = []
     for one in list(sent)[:MAX_PLACES]:
         match one:
@@ -204,7 +205,7 @@ def read_places(sent: Iterable[Any]) -> tuple[Place, ...]:
 
 
 def is_ip(host: str) -> bool:
-    """Say whether a host is an IP address, and no name."""
+    """Return whether a host is an IP address, and not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -213,28 +214,28 @@ def is_ip(host: str) -> bool:
 
 
 def is_elsewhere(place: Place) -> bool:
-    """Say whether a place is on another machine, and on one machine only."""
+    """Return whether a place is on another machine, and on one machine only."""
     address = ipaddress.ip_address(place[0])
     here = address.is_loopback or address.is_link_local or address.is_unspecified
     return not (here or address.is_multicast)
 
 
 def is_global(place: Place) -> bool:
-    """Say whether a place can be dialled over the internet, as far as its address tells."""
+    """Return whether a place can be dialled over the internet, judging by its address."""
     return ipaddress.ip_address(place[0]).is_global
 
 
 async def dial_from(port: int, place: Place) -> End:
-    """Open a TCP connection from a port at which p2pd listens; OSError if it is refused.
+    """Open a TCP connection from a port on which p2pd listens; OSError if it is refused.
 
-    libp2p listens with SO_REUSEPORT, and so may others of the same user.
+    libp2p listens with SO_REUSEPORT, so other processes of the same user may use the port as well.
     """
     family = socket.AF_INET6 if is_ipv6(place) else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as dialling:
         dialling.setblocking(False)
         dialling.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         dialling.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: a connection that died without a word ends
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: ends a dead connection
             dialling.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 5000)
         dialling.bind(("", port))
         await asyncio.get_running_loop().sock_connect(dialling, place)
@@ -242,9 +243,9 @@ async def dial_from(port: int, place: Place) -> End:
 
 
 async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End:
-    """Dial a place from a port until whoever is there says the token, too; what was `opened` is listed.
+    """Dial a place from a port until the other side sends the token, too; list each connection in `opened`.
 
-    Somebody else may be there for a while: libp2p, which dials from the same ports. Raises `Listens`.
+    libp2p, which dials from the same ports, may answer instead; raises `Listens` if it does so `HEARD` times.
     """
     heard = 0
     while heard < HEARD:
@@ -261,12 +262,15 @@ async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End
 
 
 async def first_said(knocking: Coroutine[Any, Any, End]) -> tuple[End, bytes]:
-    """Wait for the first bytes behind a knock; see `End.first`."""
+    """Wait for the first bytes after a successful knock; see `End.first`."""
     return await (await knocking).first()
 
 
 async def dial_back(place: Place) -> Place:
-    """Dial from a port that nobody has sent anything to; OSError unless libp2p answers."""
+    """Dial a place from a new port, to which no peer has sent anything; return the place.
+
+    OSError or EOFError unless libp2p answers there.
+    """
     end = End(*await asyncio.open_connection(*place))
     with contextlib.closing(end.writer):
         end.writer.write(HELLO)

@@ -1,10 +1,10 @@
-"""How others can reach this peer: found out at its start, and again whenever something changes.
+"""The reachability of this peer: it is found out at the start, and again whenever something changes.
 
-1. Members are asked how they see this peer, and to dial it from a port that it has never sent anything to.
-2. Where they can't, the router is asked to forward the port (`router`), and they are asked again.
-3. A peer that can be dialled is a node of the DHT, which others ask for records. One that can't looks records
-   up at those, is connected with everybody, and has itself be met (`meeting`). Where nobody else is there who
-   can be dialled, it is a node for those that are connected with it.
+1. The peer asks members how they see it, and to dial it from a port to which it has never sent anything.
+2. If they can't, it asks the router to forward the port (`router`), and asks the members again.
+3. A peer that members can dial is listed as a node of the DHT, which others ask for records. A peer that they
+   can't dial connects to these nodes, and meets the peers that it can't dial (`meeting`). While no member
+   answers, a peer is listed as well.
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ if TYPE_CHECKING:
 Kind = Literal["direct", "punched", "relayed", "dials-out", "alone"]
 Wanted = Literal["auto", "direct", "relay", "dial-out"]
 
-LOOKS = 3  # members that are asked at once; one is enough
+LOOKS = 3  # members that a peer asks at once; one answer is enough
 LOOK_EVERY_S = 30.0
 LOOK_EVERY_ALONE_S = 4.0
 
 
 class Reach(NamedTuple):
-    """How others can reach this peer, and how that is known."""
+    """A peer's reachability, and the reasons for the result."""
 
     kind: Kind
     why: str  # a sentence for a person
-    places: tuple[Place, ...] = ()  # where it can be dialled from outside of its own network
-    looks: tuple[Seen, ...] = ()  # what the members said that were asked
+    places: tuple[Place, ...] = ()  # where it can be dialled from outside its own network
+    looks: tuple[Seen, ...] = ()  # the answers of members
 
     @property
     def only_dials(self) -> bool:
-        """Whether some of the others can perhaps never be connected with: nobody carries for this peer."""
+        """Whether some peers may never get a connection with this one, because no member relays for it."""
         return self.kind == "dials-out" and not any(look.carries for look in self.looks)
 
 
 @dataclass(frozen=True)
 class ReachRules:
-    """What a peer's user says of its link to others. Rates are in Mbit/s; None: no limit."""
+    """A user's settings for the link to other peers. Rates are upper limits in Mbit/s; None: no limit."""
 
     wanted: Wanted = "auto"
-    relay_mbit: float | None = None  # that it passes on for others at most
-    upload_mbit: float | None = None  # all that it sends
-    download_mbit: float | None = None  # all that it receives
+    relay_mbit: float | None = None  # of the traffic that it passes on for others
+    upload_mbit: float | None = None  # of all that it sends
+    download_mbit: float | None = None  # of all that it receives
 
 
 class ReachFinder:
-    """Finds out how others can reach a node; `clock` is in monotonic seconds.
+    """Finds out how others can reach a node, which creates and closes it; `clock` is in monotonic seconds.
 
     `is_known` is set once `reach` is found out for the first time.
     """
@@ -103,7 +103,7 @@ class ReachFinder:
         node.run(partial(open_meetings, rules))
 
     def turn(self) -> None:
-        """Look every `LOOK_EVERY_S`, soon if nobody was there, and when own addresses have changed."""
+        """Look every `LOOK_EVERY_S`, more often while no member answers, and when own addresses change."""
         now = self._clock()
         own = self._node.run(visible_maddrs)
         if own != self._own:
@@ -115,7 +115,7 @@ class ReachFinder:
         look = partial(find_reach, self._wanted, self._is_visitor)
         reach: Reach = self._node.run(look)
         port = self._port_behind_router() if self._wanted == "auto" else None
-        is_lost = self.reach.kind == "direct" != reach.kind  # the router has perhaps been restarted
+        is_lost = self.reach.kind == "direct" != reach.kind  # the router may have been restarted
         if port and (now >= self._ask_at or is_lost) and (reach.kind != "direct" or self._forwarded.host):
             self._ask_at = now + LEASE_S / 2
             self._forwarded = self._router.forward(port)
@@ -126,7 +126,7 @@ class ReachFinder:
             if self._forwarded.host and reach.looks:
                 said += " But no member could connect through it."
             reach = reach._replace(why=f"{reach.why} {said}".rstrip())
-        if port and reach.kind == "alone" and self._forwarded.host:  # nobody can try whether it is so
+        if port and reach.kind == "alone" and self._forwarded.host:  # no member can test the address
             reach = reach._replace(places=((self._forwarded.host, port),))
         self.reach = reach
         self._look_at = now + (LOOK_EVERY_ALONE_S if reach.kind == "alone" else LOOK_EVERY_S)
@@ -139,30 +139,30 @@ class ReachFinder:
         return next((place[1] for place in places_of(near, is_near=True) if not is_ipv6(place)), None)
 
     def addresses(self) -> list[str]:
-        """Return the multiaddrs at which others can dial this peer, without whose they are."""
+        """Return the multiaddrs at which others can dial this peer, without its id."""
         return list(map(maddr_of, self.reach.places))
 
     def close(self) -> None:
-        """Have the router forget."""
+        """End the forwarding by the router."""
         self._router.close()
 
 
 async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
-    """Ask p2pd where it can be reached, if it can be; in the DHT's process."""
+    """Return the addresses that p2pd reports, none in client mode; in the DHT's process."""
     del dht
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
 def bytes_per_second(mbit: float | None) -> float | None:
-    """Turn Mbit/s into bytes per second; None: no limit."""
+    """Convert Mbit/s into bytes per second; None: no limit."""
     return None if mbit is None else mbit * 1e6 / 8
 
 
 async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> None:
-    """Serve and ask for meetings from now on; in the DHT's process."""
+    """Set the rate limits, and serve meetings if p2pd listens on TCP; in the DHT's process."""
     del dht
     listens = listening_places(node.protocol.p2p._child.pid)
-    # This machine's own first: others may be gone after a change of network.
+    # IPv4 first, and of each kind loopback first: other addresses may be gone after a change of network.
     near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
     UPLOAD.rate, DOWNLOAD.rate = bytes_per_second(rules.upload_mbit), bytes_per_second(rules.download_mbit)
     rate = bytes_per_second(rules.relay_mbit)
@@ -173,9 +173,9 @@ async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> 
 
 
 def listening_places(p2pd: int) -> list[Place]:
-    """List where p2pd, by its process id, listens, as this machine can dial it; none if it is gone.
+    """List the places at which this machine can dial p2pd, given its process id; none if it is gone.
 
-    p2pd itself tells of announced addresses alone, where there are some.
+    p2pd itself reports only the announced addresses, if there are any.
     """
     try:
         found = psutil.Process(p2pd).net_connections("tcp")
@@ -190,20 +190,20 @@ def listening_places(p2pd: int) -> list[Place]:
 
 
 async def let_relay(dht: hivemind.DHT, node: DHTNode) -> None:
-    """Let meetings be relayed: it is known whether others can dial this peer; in the DHT's process."""
+    """Allow relayed meetings, once it is known whether others can dial this peer; in the DHT's process."""
     del dht
     if node.meeting is not None:
         node.meeting.may_be_relayed = True
 
 
 def servers_of(node: DHTNode) -> list[PeerID]:
-    """List the nodes that this one knows, in any order: all of them can be dialled."""
+    """List the nodes in the routing table, in random order; other peers can dial all of them."""
     known = [peer for peer in node.protocol.routing_table.peer_id_to_uid if peer != node.peer_id]
     return random.sample(known, len(known))
 
 
 async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: DHTNode) -> Reach:
-    """Ask members for a look, and be listed in the DHT if they can dial this peer; in the DHT's process.
+    """Ask members to look, and list this node if one dials it, or if none answers; in the DHT's process.
 
     A visitor is never listed: others would miss it when it is gone.
     """
@@ -215,7 +215,7 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
     if wanted == "direct":
         await list_node(node, servers, is_listed=True)
         return Reach("direct", "It was started with --reach direct.")
-    asked = (servers or connected)[:LOOKS]  # where nobody can be dialled: anybody
+    asked = (servers or connected)[:LOOKS]  # without a listed node: any connected peers
     looks: list[Any] = (
         await asyncio.gather(*map(meeting.look, asked), return_exceptions=True) if meeting else []
     )
@@ -245,10 +245,10 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
 
 
 def believed(looks: Sequence[Seen], own: Sequence[Multiaddr]) -> tuple[Place, ...]:
-    """Choose the places at which this peer can be dialled, of those that members say they have dialled.
+    """Choose the places at which this peer can be dialled, from the places that members report as dialled.
 
-    Of several members at least two must have seen its address, unless it is this machine's: one may lie.
-    Where anybody sees it at a public address, a dial from its own network says nothing of others.
+    If several members answer, at least two must have seen the address, unless this machine has it: one may
+    lie. If one sees this peer at a public address, a dial from its own network proves nothing for others.
     """
     seen = Counter(host for look in looks for host in {host for host, _ in look.places})
     here = {host for host, _ in places_of(map(str, own), is_near=True)}
@@ -260,7 +260,7 @@ def believed(looks: Sequence[Seen], own: Sequence[Multiaddr]) -> tuple[Place, ..
 
 
 async def list_node(node: DHTNode, servers: Sequence[PeerID], *, is_listed: bool) -> None:
-    """Have other nodes ask this one for records, or not; those that are connected learn it at once."""
+    """List or unlist this node as one that others ask for records; tell connected peers if it is listed."""
     protocol = node.protocol
     if is_listed == protocol.is_listed:
         return

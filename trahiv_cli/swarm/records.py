@@ -1,15 +1,15 @@
-"""Records in the DHT belong to peers: each is signed with its peer's key, small, and soon over.
+"""Records in the DHT belong to peers: each is signed with its peer's key, small, and short-lived.
 
-Every node judges the records that it is asked to keep, and those that it reads. A record stands under a key
-in its owner's place (`own_place`), which has the owner's public key and, in a closed swarm, the certificate:
-who is no member has no records either. hivemind's `RSASignatureValidator` signs it and checks the signature.
+Every node checks each record that it receives or reads. A record is stored under a key in its owner's place
+(`own_place`), which has the owner's public key and, in a closed swarm, the certificate: a peer that is not a
+member has no records. hivemind's `RSASignatureValidator` signs a record and checks the signature.
 
-Under a key each owner has one record, and by one invitation no more than `MAX_OWNERS` have any (`Quota`): all
-records under a key travel in one answer. In an open swarm what does not fit into an answer is left out.
+Under a key each owner has one record, and by one invitation at most `MAX_OWNERS` peers have any (`Quota`):
+all records under a key travel in one answer. In an open swarm, an answer leaves out records that do not fit.
 
-A statement is what a peer says of itself, signed by the same key: whoever passes it on can leave it out, but
-can't change it. It is about something that both sides know and that does not travel: a claim is about the
-history that a round continues, a vote about the round. Elsewhere it is worth nothing.
+A statement is a message in which a peer describes itself, signed by the same key: a peer that passes it on
+can leave it out, but can't change it. It is about something that both sides know and that is not sent with
+it: a claim is about the history that a round continues, a vote about the round. Elsewhere it is invalid.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ logger = logging.getLogger(__name__)
 
 SIGNATURE_PRIORITY = 10  # of hivemind's `RSASignatureValidator`: validators below it see no signatures
 MAX_RECORD_BYTES = 3600  # of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature
-MAX_TTL_S = 2 * 3600.0  # the longest-lived of our records lives half as long
-MAX_RECORDS = 32  # of a peer, that a node knows at a time. Ours have a dozen; five are a long recipe
-# Peers by one invitation that have records at a time, as one node knows: twice what a swarm is made for.
+MAX_TTL_S = 2 * 3600.0  # twice the longest lifetime of our own records
+MAX_RECORDS = 32  # of one peer at a node at a time. Our peers have a dozen; five are a long recipe
+# Peers by one invitation that have records at a node at a time: twice the size for which a swarm is made.
 MAX_OWNERS = 200
 OWNERS_REMEMBERED = 4096
-# Of a peer's id; that of an RSA key has 34. To write one in base58, as `PeerID` does, costs as the square of
-# its length: hours for the longest message.
+# Of a peer's id; the id of an RSA key has 34. The time to write an id in base58, as `PeerID` does, grows with
+# the square of its length: hours for the longest message.
 MAX_ID_BYTES = 64
 
 # A public key, and perhaps a certificate in base64url, without padding.
 PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
-MAX_PLACE_BYTES = 1300  # a place that is somebody's has no more, as MessagePack
+MAX_PLACE_BYTES = 1300  # of a valid place, as MessagePack
 
 KIND = b"ssh-rsa "
-# Of a statement; enough for RSA with 4096 bits, ours have 2048. A much longer key takes long to check.
+# Of a statement: enough for RSA with 4096 bits, ours have 2048. A much longer key takes long to check.
 MOST_KEY_BYTES = 600
 MOST_SIGNATURE_BYTES = 512
 
 
 @lru_cache(OWNERS_REMEMBERED)
 def disbelieve(peer: str, why: str) -> None:
-    """Say in the log, once, why what a peer (its id, base58) tells counts for nothing; no full stop."""
+    """Log, once per peer (id, base58) and reason, why its messages are ignored; `why` has no full stop."""
     logger.warning(f"Peer {peer} is not believed: {why}.")
 
 
 def read_signing_key(identity: Path) -> RSAPrivateKey:
-    """Read the key of an identity file, by which the peer signs."""
+    """Read the private key of an identity file, with which the peer signs."""
     key = RSAPrivateKey.__new__(RSAPrivateKey)
     key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
     return key
 
 
 class Place(NamedTuple):
-    """A place that is somebody's."""
+    """The parts of a valid place."""
 
     written: bytes
     owner: str  # id of the peer, base58
@@ -82,7 +82,7 @@ class Place(NamedTuple):
 
 
 def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
-    """Name the place of the peer with this key, and in a closed swarm this certificate."""
+    """Return the place of the peer with this key and, in a closed swarm, this certificate."""
     place = RSASignatureValidator(key).local_public_key
     if certificate:
         place += b"~" + base64.urlsafe_b64encode(certificate).rstrip(b"=")
@@ -99,13 +99,13 @@ def _read_place(written: bytes) -> Place | None:
 
 
 def owner_of(place: object) -> str | None:
-    """Say whose place this is: the peer's id, base58; None if it is nobody's."""
+    """Return the owner of a place: the peer's id, base58; None if the place is invalid."""
     found = _read_place(place) if isinstance(place, bytes) else None
     return found and found.owner
 
 
 def _place_in(subkey: bytes) -> Place | None:
-    """Read the place that a record stands in; None: it is nobody's."""
+    """Read a record's place from its subkey; None if it is invalid."""
     with contextlib.suppress(ValueError):
         written = unpacked(subkey)
         return _read_place(written) if isinstance(written, bytes) else None
@@ -114,7 +114,7 @@ def _place_in(subkey: bytes) -> Place | None:
 
 @lru_cache(1024)
 def peer_of(public_key: bytes) -> str | None:
-    """Return the id, base58, of the peer with this public key (as SSH writes it); None: it is no RSA key."""
+    """Return the id, base58, of the peer with this public key (RSA, SSH's format); None if it is invalid."""
     try:
         encoded = load_ssh_public_key(public_key).public_bytes(
             Encoding.DER, PublicFormat.SubjectPublicKeyInfo
@@ -127,14 +127,14 @@ def peer_of(public_key: bytes) -> str | None:
 
 
 def peer_from(sent: bytes) -> PeerID:
-    """Read the id of a peer from what somebody sent; ValueError if it is longer than an id."""
+    """Read a peer's id from untrusted bytes; ValueError if they are longer than `MAX_ID_BYTES`."""
     if len(sent) > MAX_ID_BYTES:
         raise ValueError(f"{len(sent)} bytes are no id of a peer")
     return PeerID(sent)
 
 
 class OwnersOnly(RecordValidatorBase):
-    """Refuses what is in nobody's place, or no member's, too large, or would live too long.
+    """Refuses a record that has no valid place of a member, is too large, or would live too long.
 
     `swarm` is the public key of the closed swarm's owner; None: it is open, and no place has a certificate.
     """
@@ -145,8 +145,8 @@ class OwnersOnly(RecordValidatorBase):
         self._swarm = swarm
 
     def validate(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept; its signature has not been checked."""
-        lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # NaN would live for ever
+        """Return whether a record may be kept; its signature has not been checked."""
+        lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # False for NaN, which never expires
         place = _place_in(record.subkey)
         if len(record.value) > MAX_RECORD_BYTES or not lives or place is None:
             return False
@@ -157,12 +157,12 @@ class OwnersOnly(RecordValidatorBase):
 
 
 class Readable(RecordValidatorBase):
-    """Refuses what can't be read: dht/node.py:873 has whoever looks its key up wait for ever."""
+    """Refuses a record that can't be read: at dht/node.py:873, a lookup of its key would wait forever."""
 
-    priority = SIGNATURE_PRIORITY - 1  # after the signature was taken off
+    priority = SIGNATURE_PRIORITY - 1  # after the signature has been removed
 
     def validate(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept; it has no signature any more."""
+        """Return whether a record may be kept; its signature has been removed."""
         with contextlib.suppress(ValueError):
             unpacked(record.value)
             return True
@@ -170,16 +170,16 @@ class Readable(RecordValidatorBase):
 
 
 class Quota:
-    """Counts the records that a node knows of each peer, and the peers that came by each invitation."""
+    """Counts a node's records by owner, and their owners by invitation; each `CorrectedProtocol` has one."""
 
     def __init__(self) -> None:
-        # The place of each record, and when it is over; by owner and key.
+        # The place of each record, and when it ends; by owner and key.
         self._held: OrderedDict[str, dict[bytes, tuple[bytes, float]]] = OrderedDict()
-        # When the last of an owner's records is over; by invitation (its public key) and owner.
+        # When the last of an owner's records ends; by invitation (its public key) and owner.
         self._owners: dict[bytes, dict[str, float]] = {}
 
     def has_room(self, record: DHTRecord) -> bool:
-        """Say whether a record may be kept; its signature need not have been checked, which costs more."""
+        """Return whether a record may be kept; its signature, whose check costs more, may be unchecked."""
         place = _place_in(record.subkey) if len(record.subkey) <= MAX_PLACE_BYTES else None
         if place is None:
             return False
@@ -193,7 +193,7 @@ class Quota:
         return place.owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
 
     def count(self, record: DHTRecord) -> None:
-        """Count a record that there is room for, and that was found valid."""
+        """Count a valid record for which there is room."""
         place = _place_in(record.subkey)
         now = swarm_time()
         assert place is not None, "it was found valid"
@@ -213,7 +213,7 @@ class Quota:
 def sign(key: RSAPrivateKey, about: bytes, content: bytes, *, has_key: bool = True) -> bytes:
     """Make a statement: the content, 256 bytes of signature and, if it `has_key`, 280 of the public key.
 
-    `verified` must be told what it is `about`, to find it good.
+    `verified` accepts it only with the same `about`.
     """
     public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND)) if has_key else b""
     signature = base64.b64decode(key.sign(_signed(about, content)))
@@ -222,14 +222,14 @@ def sign(key: RSAPrivateKey, about: bytes, content: bytes, *, has_key: bool = Tr
 
 
 def content_of(statement: bytes) -> bytes:
-    """Read what a statement says, whoever made it; ValueError if it is none."""
+    """Return the content of a statement without verifying it; ValueError if it can't be read."""
     return _parts(statement)[2]
 
 
 def verified(statement: bytes, peer: PeerID, about: bytes, earlier: bytes = b"") -> bytes:
-    """Read what a peer stated; ValueError if it is not that peer's, or about something else.
+    """Return the content of a peer's statement; ValueError if another peer made it, or `about` differs.
 
-    A statement without the public key is verified by that of an `earlier` one of the same peer.
+    A statement without the public key is verified with the key in an `earlier` one of the same peer.
     """
     public_key, signature, content = _parts(statement)
     public_key = _parts(earlier)[0] if earlier else public_key

@@ -1,11 +1,11 @@
-"""The roll of a closed swarm: its members, and what its owner has decided about them.
+"""The member list of a closed swarm, and its owner's decisions about members.
 
-1. Each member publishes its certificate, and hands on the owner's policy by the DHT (`MemberList`), and with
-   each refusal of a call that it is the reason of. So it takes effect within seconds, whether or not the
-   owner's peer runs. It is kept in each run's folder, where all processes of a peer look (`PolicyBook`).
-2. The owner's peer writes down who came by which invitation (`write_down`), and has those stay that came by
-   one that expires, or is for one peer (`synchronize`).
-3. What the owner does is a change from one policy to the next: `closing`, `without`.
+1. Each member publishes its certificate, and passes on the owner's policy: through the DHT (`MemberList`),
+   and with each refusal of a call that the policy causes. So the policy takes effect within seconds, whether
+   or not the owner's peer runs. A copy in each run's folder serves all processes of a peer (`PolicyBook`).
+2. The owner's peer records which peer joined with which invitation (`write_down`). It lets peers stay that
+   joined with an invitation that expires or is for one peer (`synchronize`).
+3. The owner's commands are changes from one policy to the next: `closing`, `without`.
 """
 
 from __future__ import annotations
@@ -42,45 +42,45 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
 
 MEMBERS_KEY = "trahiv_members"  # where members publish their certificates
-POLICY_KEY = "trahiv_policy"  # where they hand on the owner's policy
+POLICY_KEY = "trahiv_policy"  # where they publish the owner's policy
 POLICY_FILE = "policy"  # in a run's folder
-POLICY_LOOK_EVERY_S = 0.5  # how often a process looks whether that file has changed
+POLICY_LOOK_EVERY_S = 0.5  # a process reads that file again at this interval
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
-# Peers by one invitation that stay when it expires: names that a member makes up must leave room for those
-# who come by other invitations.
+# Peers of one invitation that stay when it expires: ids that a member makes up must leave room for peers with
+# other invitations.
 MAX_STAYING = MAX_MARKS // 2
-MAX_MEMBERS = 1000  # by one invitation: names that a member makes up take no places of another one
-LOOK_EVERY_S = 5.0  # for the policy, and where this is the owner's peer for the members
+MAX_MEMBERS = 1000  # per invitation: ids that a member makes up displace no peer of another one
+LOOK_EVERY_S = 5.0  # for the policy, and on the owner's peer for members
 PUBLISH_EVERY_S = 60.0  # this peer's certificate
 CERTIFICATE_TTL_S = 600.0
-POLICY_TTL_S = 120.0  # a member that finds no record of the policy that it knows stores one
+POLICY_TTL_S = 120.0  # a member that finds no record of its policy stores one
 
-# The owner's: the grants by which peers (ids, base58) came, the first to come first. So names that a member
-# made up later take nobody's place.
+# The owner's list: the grants with which peers (ids in base58) joined, in order of arrival. So ids that a
+# member makes up later displace no peer.
 Roll = Mapping[str, Grant]
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a folder or a line says of a peer's membership in a closed swarm."""
+    """A peer's membership in a closed swarm, from its folder or an invitation."""
 
     membership: Membership
     owner: Owner | None = None  # if this peer's user started the swarm
-    folder: Path | None = None  # of the run, where the policy is kept; None: a visitor keeps nothing
+    folder: Path | None = None  # the run's, which has the policy; None: a visitor, which stores nothing
 
     def book(self) -> PolicyBook:
-        """Open the policy."""
+        """Open the owner's policy."""
         return PolicyBook(self.membership.owner, self.folder and self.folder / POLICY_FILE)
 
 
-# -- what was decided -----------------------------------------------------------------------------
+# -- the owner's policy ----------------------------------------------------------------------------
 
 
 class PolicyBook:
-    """The newest policy that this peer knows of.
+    """The newest policy that this peer knows.
 
-    All processes of the peer share its file; without one it is only in memory.
+    All processes of the peer share its file; without a file, the policy is only in memory.
     """
 
     def __init__(self, owner: bytes, path: Path | None = None) -> None:
@@ -89,25 +89,26 @@ class PolicyBook:
         self._looked_at = -POLICY_LOOK_EVERY_S
         self._policy = Policy()
         self._wire = b""
-        self._kept = b""  # what stood in the file at the last look
-        self._seen = Policy()  # the same, with the decisions of the policies that it has overtaken
+        self._kept = b""  # the file's content when it was last read
+        self._seen = Policy()  # the policy, with the decisions of all that it has replaced
 
     @property
     def policy(self) -> Policy:
-        """The newest that is known; an empty one if the owner has decided nothing."""
+        """The newest known policy; an empty one if there is none."""
         self._look()
         return self._policy
 
     @property
     def wire(self) -> bytes:
-        """The same as the owner signed it; empty if there is none."""
+        """The same policy, packed and signed by the owner; empty if there is none."""
         self._look()
         return self._wire
 
     def offer(self, wire: object) -> None:
-        """Take a policy over if it is the owner's and newer.
+        """Take a policy over if the owner signed it and it is newer.
 
-        Here it counts even after OSError; it is written when it is offered again.
+        If writing it fails with OSError, it counts in this process all the same, and the next offer writes
+        it.
         """
         self._look()
         self._take(wire)
@@ -118,10 +119,10 @@ class PolicyBook:
                     write_private(self._path, self._wire)
 
     def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
-        """Change, number and sign the policy in the owner's folder; return it as it goes to the others.
+        """Change, number and sign the policy in the owner's folder; return it packed.
 
-        What the owner decided from another copy of the folder, and this book was offered, is added first.
-        SetupError if it has become too long, OSError if the file can't be written; nothing was changed then.
+        It first adds decisions from other copies of the folder that this book was offered. Raises SetupError
+        if the policy becomes too long, OSError if the file can't be written; nothing was changed then.
         """
         assert self._path is not None
         with _locked(self._path.parent):
@@ -144,7 +145,7 @@ class PolicyBook:
                 self._wire = wire
 
     def _look(self, *, at_once: bool = False) -> None:
-        """Read what other processes of this peer have written since the last look."""
+        """Reread the file if due, or `at_once`: another process of this peer may have changed it."""
         now = time.monotonic()
         if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
             return
@@ -157,7 +158,7 @@ class PolicyBook:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing the files of a folder; they ask in the same way."""
+    """Lock a folder against changes by other processes that use this lock."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
@@ -167,11 +168,14 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(lock)
 
 
-# -- who is there, and who was --------------------------------------------------------------------
+# -- exchange between members ----------------------------------------------------------------------
 
 
 class MemberList:
-    """Does what a member does for the roll; `turn` is called again and again."""
+    """Publishes a member's certificate, and exchanges the policy with other members.
+
+    `Node` makes one in a closed swarm, and calls `turn` every few seconds as long as it runs.
+    """
 
     def __init__(
         self, node: Node, standing: Credentials, book: PolicyBook, now: Callable[[], float] = time.monotonic
@@ -183,7 +187,7 @@ class MemberList:
         self._publish_at = self._look_at = 0.0
 
     def turn(self) -> None:
-        """Publish, read and decide what is due; SetupError if the policy has become too long."""
+        """Publish, fetch and decide as far as due; raise SetupError if the policy becomes too long."""
         now = self._now()
         if now >= self._publish_at:
             certificate = self._standing.membership.certify(_id(self._node.peer_id))
@@ -195,9 +199,10 @@ class MemberList:
 
 
 def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
-    """Learn the owner's policy and hand it on; with the owner's key, decide who stays of those who came.
+    """Fetch the owner's policy and pass it on; with the owner's key, also decide which new members stay.
 
-    Say whether a peer of the DHT has it. SetupError if it has become too long.
+    Returns whether a peer of the DHT has the policy, if there is one. Raises SetupError if it becomes too
+    long.
     """
     found = list(node.fetch(POLICY_KEY).values())
     for wire in found:
@@ -212,11 +217,11 @@ def _id(peer: str) -> bytes:
     return PeerID.from_base58(peer).to_bytes()
 
 
-# -- what the owner decides -----------------------------------------------------------------------
+# -- decisions of the owner ------------------------------------------------------------------------
 
 
 def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
-    """Have those stay whose invitation expires, or is for one peer, and is used then."""
+    """Let peers stay whose invitation expires or is for one peer; close the latter as used."""
     staying = Counter(grant.key for peer, grant in roll.items() if policy.keeps(_id(peer), grant))
     for peer, grant in roll.items():
         id_ = _id(peer)
@@ -231,7 +236,7 @@ def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
 
 
 def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Policy:
-    """Close the invitations with these keys, or all (None); of who came by them, the first stay."""
+    """Close the invitations with these keys, or all (None); the first peers that joined with them stay."""
     came_by = [(_id(peer), grant) for peer, grant in roll.items() if keys is None or grant.key in keys]
     marks = [mark_of(id_, grant.key) for id_, grant in came_by if not policy.objection(id_, grant)]
     if keys is None:
@@ -243,9 +248,9 @@ def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Polic
 
 
 def without(peer: str, roll: Roll, policy: Policy) -> Policy:
-    """Take a peer (its id, base58) out, and close its invitation: it could come back by it as another.
+    """Remove a peer (id in base58), and close its invitation: with it, the peer could return as another.
 
-    SetupError if there is no room to let all others stay that came by it.
+    Raises SetupError if there is no room to let all other peers of that invitation stay.
     """
     changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
     if peer not in roll:
@@ -263,11 +268,11 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
     return changed
 
 
-# -- who came ---------------------------------------------------------------------------------------
+# -- the member list -------------------------------------------------------------------------------
 
 
 def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
-    """Fetch the grants of the members that are there, or were within ten minutes, by peer id."""
+    """Fetch the grants, by peer id, of members that were present within the last ten minutes."""
     grants: dict[str, Grant] = {}
     for peer, entry in node.fetch(MEMBERS_KEY).items():
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
@@ -280,7 +285,7 @@ def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
 
 
 def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
-    """Add those who are there to the roll in the owner's folder; return all of it."""
+    """Add present members to the list in the owner's folder; return the whole list."""
     before = read_roll(folder)
     known = {peer: grant for peer, grant in before.items() if there.get(peer, grant) == grant}
     names: Counter[bytes] = Counter()
@@ -297,7 +302,7 @@ def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
 
 
 def read_roll(folder: Path) -> Roll:
-    """Read the owner's roll; a file that is missing or torn counts as an empty one."""
+    """Read the owner's member list; a missing or damaged file counts as an empty list."""
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == VERSION else ()

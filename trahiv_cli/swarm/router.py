@@ -1,4 +1,4 @@
-"""The router of a home is asked to forward this peer's port (UPnP), and told when that is over."""
+"""Forwarding of this peer's port by a home router (UPnP), until the peer ends."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, NamedTuple
 
 import miniupnpc
 
-ANSWER_MS = 400  # after each of four questions; routers of a home answer within a second
-LEASE_S = 3600  # then the router forgets, should this peer end without a word
-NAME = "trahiv"  # what the router's own page calls it
+ANSWER_MS = 400  # after each of four discovery requests; home routers answer within a second
+LEASE_S = 3600  # then the router ends the forwarding by itself, if this peer was killed
+NAME = "trahiv"  # of the forwarding, on the router's own page
 
 
 class Forwarded(NamedTuple):
-    """What came of asking."""
+    """The result of a forwarding request."""
 
     host: str  # the IPv4 address outside; empty: it is not forwarded
     why: str  # one sentence for a person
 
 
 class Router:
-    """Forwards one TCP port to this machine while it is asked to; all calls take up to some seconds."""
+    """Forwards one TCP port to this machine until it is closed; each call takes up to some seconds."""
 
     def __init__(self) -> None:
         self._gateway: Any = None
         self._port = 0
 
     def forward(self, port: int) -> Forwarded:
-        """Ask for a port, the same outside, for another `LEASE_S`; the answer says what came of it."""
+        """Ask the router to forward a port, the same outside, for another `LEASE_S` seconds."""
         gateway = miniupnpc.UPnP(discoverdelay=ANSWER_MS)
         try:
             gateway.discover()
@@ -49,7 +49,7 @@ class Router:
         return Forwarded("", why)
 
     def close(self) -> None:
-        """Tell the router that the port is not needed any more."""
+        """Ask the router to end the forwarding."""
         gateway = self._gateway
         self._gateway = None
         if gateway is not None:

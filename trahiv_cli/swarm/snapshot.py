@@ -1,11 +1,11 @@
-"""A peer's state at one step, as bytes that can be fetched in pieces and from several peers at once.
+"""A peer's state at one step, as bytes that joiners fetch in pieces and from several peers at once.
 
 A snapshot is all tensors of a state, encoded one after the other and cut into chunks. Its manifest says how
-to read the bytes and has a checksum of every chunk; its digest is the manifest's. So one digest proves all of
-it, wherever the chunks come from, and peers that hold equal states have equal snapshots.
+to decode the bytes and has a checksum of every chunk; its digest is the manifest's. So one digest proves the
+whole state, from whichever peers the chunks come, and equal states have equal snapshots.
 
-Tensors that no codec is chosen for travel in the bytes that they have in memory, little-endian. A peer may
-give away a state that nobody trained: what is adopted is judged by who adopts it.
+Tensors without a codec travel as their bytes in memory, little-endian. A peer may offer a state that no peer
+has trained: the joiner judges whether to adopt it.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.swarm.codecs import MAX_DIMENSIONS, read_tensor
 from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
 
-CHUNK_BYTES = 256 * 1024  # what is lost when a stream breaks off: 0.1 s at 20 Mbit/s
+CHUNK_BYTES = 256 * 1024  # lost when a stream breaks off: 0.1 s at 20 Mbit/s
 CHECKSUM_BYTES = DIGEST_BYTES = 16
 MAX_RANK = 2**62
 MAX_TIE_BYTES = 32
-FEW_BYTES = 2**20  # by which encoded tensors may exceed twice their size as stored: codecs have headers
+FEW_BYTES = 2**20  # margin of encoded tensors over twice their stored size: codecs have headers
 KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
-MAX_SNAPSHOTS = 2  # that one peer keeps at a time; each is as large as its encoded state
-SHARE_S = 5.0  # a snapshot so young is given to all: they may not know how far this peer is
-# After a snapshot none is made for so many times what that took, whatever is asked. A small state is copied
-# in milliseconds, and who chases a quick swarm must not wait for it.
+MAX_SNAPSHOTS = 2  # kept by one peer at a time; each is as large as its encoded state
+SHARE_S = 5.0  # all joiners share a snapshot up to this age: they may not know how far this peer is
+# After a snapshot, the next one may begin only after `RESTS` times the time that it took. This is not a fixed
+# time, because a small state is copied in milliseconds, and a joiner of a fast swarm must not wait for it.
 RESTS = 10
 NO_CODEC: int = runtime_pb2.NONE
 
-Rank = tuple[int, bytes]  # orders states: a greater one is further
+Rank = tuple[int, bytes]  # orders states: a greater rank is further
 
 
 # -- between the processes of a peer --------------------------------------------------------------
 
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
-    """Make a buffer that other processes can map: zeros, uint8, on the CPU; its pages are touched already."""
+    """Return a zeroed uint8 buffer on the CPU that other processes can map; its pages are touched already."""
     storage = torch.UntypedStorage._new_shared(max(num_bytes, 1))  # type: ignore[no-untyped-call]
     flat = torch.empty(0, dtype=torch.uint8).set_(storage)[:num_bytes]
     ctypes.memset(flat.data_ptr(), 0, num_bytes)
@@ -59,15 +59,16 @@ def shared_bytes(num_bytes: int) -> torch.Tensor:
 
 
 def buffer_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return how large a buffer `copy_into` needs."""
+    """Return the size in bytes of the buffer that `copy_into` needs."""
     return sum(aligned(tensor.nbytes) for tensor in tensors)
 
 
 def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Changes = NO_CHANGES) -> None:
-    """Copy tensors of any device, which do not change meanwhile, into a buffer of `buffer_bytes`.
+    """Copy tensors, on any device, into a buffer of `buffer_bytes`; they must not change meanwhile.
 
-    In this thread alone: `copy_` would start OpenMP threads for the calling thread, which is hivemind's and
-    never ends. For `after` see `HostCopies.begin`. Raises `ValueError` if the buffer is smaller.
+    It copies in this thread only: `copy_` would start OpenMP threads for the calling thread, which is
+    hivemind's and never ends. For `after` see `HostCopies.begin`. Raises `ValueError` if the buffer is too
+    small.
     """
     if flat.nbytes < buffer_bytes(tensors):
         raise ValueError(f"{flat.nbytes} bytes are too few for tensors of {buffer_bytes(tensors)} bytes")
@@ -78,7 +79,7 @@ def copy_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor], after: Change
 
 
 def views_of(flat: torch.Tensor, infos: Iterable[CompressionInfo]) -> list[torch.Tensor]:
-    """Return the tensors that `copy_into` put into a buffer, in its memory."""
+    """Return the tensors that `copy_into` put into a buffer, as views of it."""
     views = []
     start = 0
     for shape, dtype in ((info.descriptor.size, info.descriptor.dtype) for info in infos):
@@ -89,7 +90,7 @@ def views_of(flat: torch.Tensor, infos: Iterable[CompressionInfo]) -> list[torch
 
 
 class SharedNumber:
-    """A number that all processes of this peer see, also those that were forked before it was made."""
+    """A number shared by all processes of this peer, including ones that were forked before it was made."""
 
     def __init__(self, value: float) -> None:
         dtype = torch.float64 if isinstance(value, float) else torch.int64
@@ -98,7 +99,7 @@ class SharedNumber:
 
     @property
     def value(self) -> Any:
-        """An int, or a float if the first one was."""
+        """The number: a float if the first value was one, else an int."""
         return self._memory[0].item()
 
     @value.setter
@@ -107,22 +108,25 @@ class SharedNumber:
 
 
 class JoinerActivity:
-    """When another peer last asked for something, or was sent it, as all processes of this peer know it."""
+    """The time of the last request from, or transfer to, another peer; shared by all processes of this peer.
+
+    `SwarmOptimizer` makes one for its averagers.
+    """
 
     def __init__(self) -> None:
-        self._noted_at = SharedNumber(-math.inf)  # by `time.monotonic`, the clock of all processes here
+        self._noted_at = SharedNumber(-math.inf)  # in `time.monotonic`, which all processes here share
 
     def note(self) -> None:
-        """Note that a peer asks for something now, or is sent it."""
+        """Record that another peer sends a request, or receives data, now."""
         self._noted_at.value = time.monotonic()
 
     def was_there_since(self, when: float) -> bool:
-        """Whether a peer has asked for something, or was sent it, since then."""
+        """Whether another peer has sent a request, or received data, since then."""
         return bool(self._noted_at.value >= when)
 
     @property
     def is_there(self) -> bool:
-        """Whether that was within `KEEP_S`, so that the peer may come back for more."""
+        """Whether the last one was within `KEEP_S`, so that its peer may come back for more."""
         return self.was_there_since(time.monotonic() - KEEP_S)
 
 
@@ -130,16 +134,16 @@ class JoinerActivity:
 
 
 def digest_of_bytes(content: bytes | bytearray | memoryview) -> bytes:
-    """SHA-256, shortened to 16 bytes."""
+    """Return the SHA-256 digest, truncated to 16 bytes."""
     return hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """How to read a snapshot, and what its chunks must be."""
+    """A snapshot's rank, metadata, tensor descriptions and chunk checksums."""
 
     rank: Rank
-    metadata: bytes  # what is small in a state, as MessagePack
+    metadata: bytes  # small values of the state, as MessagePack
     tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
     """Each tensor's dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
 
@@ -151,18 +155,18 @@ class Manifest:
         return sum(length for *_, length in self.tensors)
 
     def span(self, chunk: int) -> slice:
-        """Return where a chunk lies in the encoded bytes."""
+        """Return a chunk's span in the encoded bytes."""
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.num_bytes))
 
     def to_bytes(self) -> bytes:
-        """Pack it; equal manifests give equal bytes."""
+        """Return the packed manifest; equal manifests give equal bytes."""
         tensors = [[dtype, list(shape), codec, length] for dtype, shape, codec, length in self.tensors]
         content = [list(self.rank), self.metadata, CHUNK_BYTES, tensors, b"".join(self.checksums)]
         return bytes(MSGPackSerializer.dumps(content))
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Read what `to_bytes` gave; ValueError if it is not that, or contradicts itself."""
+        """Parse the bytes of `to_bytes`; raise ValueError if they are malformed or contradict themselves."""
         match unpacked(content):
             case [rank, bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
                 chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
@@ -176,7 +180,7 @@ class Manifest:
 
 
 def read_rank(data: object) -> Rank:
-    """Read a rank that somebody sent; ValueError if it is none."""
+    """Parse an untrusted rank; raise ValueError if it is malformed."""
     match data:
         case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
             return size, tie
@@ -184,7 +188,7 @@ def read_rank(data: object) -> Rank:
 
 
 def unpacked(content: bytes) -> object:
-    """Read MessagePack, with hivemind's types in it, that anybody may have made; ValueError if it is none."""
+    """Parse untrusted MessagePack, with hivemind's types in it; raise ValueError if it is malformed."""
     try:
         return MSGPackSerializer.loads(content)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -195,9 +199,9 @@ def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
     match entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
             all(type(one) is int and 0 <= one < 2**63 for one in (codec, length, *shape))
-            and codec < 2**31  # an enumeration of protobuf's
+            and codec < 2**31  # the range of a protobuf enum
             and len(shape) <= MAX_DIMENSIONS
-            and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, empty tensors' too
+            and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, also of empty tensors
         ):
             return dtype, tuple(shape), codec, length
     raise ValueError("not the description of a tensor")
@@ -205,14 +209,14 @@ def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
 
 @dataclass(eq=False)
 class Snapshot:
-    """An encoded state, and how it is used by others."""
+    """An encoded state, with its use by other peers."""
 
     manifest: Manifest
-    described: bytes  # the manifest, as it travels
-    digest: bytes  # of the manifest: the same for all peers whose states are equal
-    content: tuple[memoryview, ...]  # of each tensor, the encoded bytes
-    starts: tuple[int, ...]  # where each begins, if one follows the other
-    made_at: float = 0.0  # when the peer last had this state, for all that is known
+    described: bytes  # the packed manifest
+    digest: bytes  # of the manifest: equal for all peers with equal states
+    content: tuple[memoryview, ...]  # the encoded bytes of each tensor
+    starts: tuple[int, ...]  # the offset of each, as if they were concatenated
+    made_at: float = 0.0  # when the peer was last known to have this state
     used_at: float = 0.0
     num_streams: int = 0
 
@@ -229,12 +233,12 @@ class StateOffer:
     digest: bytes  # of the snapshot
 
     def to_wire(self) -> list[Any]:
-        """Return a list that MessagePack carries."""
+        """Return the offer as a list for MessagePack."""
         return [list(self.rank), self.digest]
 
     @classmethod
     def from_wire(cls, data: object) -> StateOffer:
-        """Read what `to_wire` gave; ValueError if it is not that."""
+        """Parse a list from `to_wire`; raise ValueError if it is malformed."""
         match data:
             case [rank, bytes(digest)] if len(digest) == DIGEST_BYTES:
                 return cls(read_rank(rank), digest)
@@ -248,14 +252,16 @@ def build_snapshot(
     infos: Sequence[CompressionInfo],
     codec: CompressionBase,
 ) -> Snapshot:
-    """Encode a state: what is small in it (`metadata`, as MessagePack), and tensors on the CPU.
+    """Encode a state: its `metadata` (as MessagePack), and its tensors (on the CPU).
 
-    `codec` encodes each, or chooses what does by its info; those for which it chooses none stay as they are.
-    RoundFailed if the weights are not finite: nobody gets them. ValueError if a tensor can't be encoded.
+    `codec` encodes each tensor, or selects a codec by its info; tensors for which it selects none stay as
+    they are. Raises RoundFailed if the weights are not finite: no peer gets them. Raises ValueError if a
+    tensor can't be encoded.
     """
     content: list[memoryview] = []
     entries: list[tuple[str, tuple[int, ...], int, int]] = []
-    # What others encode is small beside the copy of the state, which is freed then; else it is what travels.
+    # If no tensor is encoded, the copy of the state itself is what travels. Otherwise plain tensors are
+    # cloned, so that the copy, which is larger, can be freed.
     is_kept = all(is_plain(codec, info) for info in infos)
     for tensor, info in zip(tensors, infos, strict=True):
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
@@ -279,7 +285,7 @@ def build_snapshot(
 
 
 def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -> bytes:
-    """Copy a span of what lies in several pieces; `starts` says where each of them begins."""
+    """Copy a span of concatenated pieces; `starts` has the offset of each piece."""
     first = bisect.bisect_right(starts, span.start) - 1
     after = bisect.bisect_left(starts, span.stop)
     pairs = zip(content[first:after], starts[first:after], strict=True)
@@ -287,17 +293,17 @@ def _joined(content: Sequence[memoryview], starts: Sequence[int], span: slice) -
 
 
 def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
-    """Whether a tensor travels in the bytes that it has in memory."""
+    """Whether a tensor travels as its bytes in memory."""
     while isinstance(codec, AdaptiveCompressionBase):
         codec = codec.choose_compression(info)
     return getattr(codec, "compression_type", None) == NO_CODEC
 
 
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Decode a state whose chunks (uint8, on the CPU) were all proven: metadata, and tensors.
+    """Decode a state whose chunks (uint8, on the CPU) were all verified; return metadata and tensors.
 
-    Tensors that no codec encoded stay in the memory of `content` where they are aligned. ValueError if what
-    the manifest says of a tensor is not what its bytes are.
+    Tensors that no codec encoded stay in the memory of `content` where they are aligned. Raises ValueError if
+    a tensor's bytes do not match the manifest, or if the metadata is not a dict.
     """
     metadata = unpacked(manifest.metadata)
     if not isinstance(metadata, dict):
@@ -330,24 +336,25 @@ def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 
 
 class SnapshotCache:
-    """The snapshots that a peer gives away: at most two, each as long as another peer fetches from it.
+    """The snapshots that a peer gives away: at most two, each kept until no peer has used it for `KEEP_S`.
 
-    Each copy of the state holds up the step that is trained meanwhile. So those who ask at about the same
-    time get the same snapshot, and after each copy the peer rests. `make` copies and encodes the peer's state
-    and is never called twice at a time.
+    A copy of the state delays the current training step. So peers that ask at about the same time get the
+    same snapshot, and a pause follows each copy. `make` copies and encodes the peer's state; it is never
+    called twice at a time. `ExactStateAverager` makes one cache in the DHT's process and keeps it.
     """
 
     def __init__(self, make: Callable[[], Awaitable[Snapshot]]) -> None:
         self._make = make
         self._kept: dict[bytes, Snapshot] = {}  # by digest
-        self._next: asyncio.Task[Snapshot] | None = None  # for all who ask until it is made
+        self._next: asyncio.Task[Snapshot] | None = None  # for all peers that ask until it is made
         self._rests_until = -math.inf
 
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
-        """Find the snapshot with this digest (empty: any), else one of this rank or further.
+        """Return the snapshot with this digest (empty: any), else one of this rank or further.
 
-        The latter is a young one; if none is far enough, the next one, as far as this peer is then. While
-        each of two is being fetched, it is the further of these. Raises: see `build_snapshot`.
+        The latter is at most `SHARE_S` old. If none is far enough, it is the next snapshot, of the step that
+        this peer has reached by then. While peers fetch both of two snapshots, it is the further one of
+        these. Raises the errors of `build_snapshot`.
         """
         self.forget_unused()
         young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= SHARE_S]
@@ -356,14 +363,14 @@ class SnapshotCache:
         if kept is None:
             if self._next is None or self._next.done():
                 self._next = asyncio.create_task(self._newest())
-                # Whoever asked may have hung up, and then nobody hears that it failed.
+                # Retrieve the exception: the peers that asked may be gone.
                 self._next.add_done_callback(lambda made: made.cancelled() or made.exception())
             kept = await asyncio.shield(self._next)
         self._touch(kept)
         return kept
 
     async def _newest(self) -> Snapshot:
-        """Make a snapshot if there is room for it, and return the furthest."""
+        """Make a snapshot if there is room for it, and return the furthest one."""
         await asyncio.sleep(self._rests_until - time.monotonic())
         idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
         if len(self._kept) >= MAX_SNAPSHOTS and idle:
@@ -380,9 +387,10 @@ class SnapshotCache:
         return max(self._kept.values(), key=lambda kept: kept.manifest.rank)
 
     def pieces(self, digest: bytes, start: int, stop: int) -> Generator[bytes, None, None]:
-        """Give the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces of their size.
+        """Yield the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces of that size.
 
-        Nothing if it is not kept any more; it is as long as this goes on.
+        Yields nothing if the snapshot is not kept any more. The snapshot is kept as long as the generator
+        runs.
         """
         if (kept := self._kept.get(digest)) is None:
             return
@@ -398,7 +406,7 @@ class SnapshotCache:
             self._touch(kept)
 
     def forget_unused(self) -> None:
-        """Drop what no peer has fetched from for `KEEP_S`."""
+        """Drop snapshots that no peer has fetched from for `KEEP_S`."""
         limit = time.monotonic() - KEEP_S
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}

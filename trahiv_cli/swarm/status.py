@@ -1,7 +1,8 @@
-"""What a peer says of itself to everybody: signed by it, at most 1 kB, and untrusted where it was read.
+"""A peer's public status: signed by the peer, at most 1 kB, and untrusted by its readers.
 
-Peers of one run speak one protocol. It is counted up by whoever changes what they send to each other in a way
-that an older peer can't read; a newcomer with another one is refused before it has changed anything.
+All peers of a run speak the same protocol. `PROTOCOL` increases whenever messages between peers change so
+that an older peer can't read them. A newcomer with another protocol is refused before it has changed
+anything.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trahiv_cli.swarm.records import disbelieve
 PROTOCOL = 3
 STATUS_TTL_S = 120.0
 MAX_TEXT = 60
-VERSION = r"[0-9A-Za-z.+]{1,60}"  # it is shown as what to type
+VERSION = r"[0-9A-Za-z.+]{1,60}"  # users see it in a command to type
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Step = Annotated[int, Field(ge=0, lt=2**31)]
@@ -32,21 +33,21 @@ Text = Annotated[str, Field(max_length=MAX_TEXT)]
 
 
 class Status(BaseModel):
-    """A peer's state at one moment. Times are Unix seconds; texts are a stranger's."""
+    """A peer's state at one moment. Times are Unix seconds; texts are untrusted."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
     run_id: Annotated[str, Field(max_length=200)]
     protocol: Step = PROTOCOL
     version: Annotated[str, Field(pattern=f"^{VERSION}$")] = Field(default_factory=version)
-    name: Text = ""  # as its user wishes
+    name: Text = ""  # chosen by its user
     state: Literal["loading", "training", "paused"] = "loading"
-    at: Number = 0.0  # when this was said
-    since: Number = 0.0  # when it started
+    at: Number = 0.0  # when this status was made
+    since: Number = 0.0  # when the peer started
     step: Step = 0
     max_steps: Step = 0
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # its mean over the last step
-    samples: Count = 0  # that it has given to the run, and the trained tokens in them
+    samples: Count = 0  # contributed to the run; `tokens`: the trained tokens in them
     tokens: Count = 0
     samples_per_second: Number = 0.0
     device: Text = ""
@@ -60,14 +61,14 @@ class Status(BaseModel):
 
 
 class Foreign(NamedTuple):
-    """What a peer says that speaks another protocol; an empty version is an early one."""
+    """The status of a peer that speaks another protocol; an empty version is an early one."""
 
     protocol: int
     version: str
 
 
 class Statuses(NamedTuple):
-    """What the peers of a DHT say of themselves, by their ids (base58)."""
+    """The statuses of a DHT's peers, by their ids (base58)."""
 
     ours: dict[str, Status]
     foreign: dict[str, Foreign]
@@ -79,7 +80,7 @@ def publish_status(node: Node, status: Status) -> None:
 
 
 def fetch_statuses(node: Node) -> Statuses:
-    """Read what each peer says of itself; those that can't be read are left out."""
+    """Fetch each peer's status; unreadable ones are left out."""
     found = Statuses({}, {})
     for peer, entry in node.fetch(RUNS_KEY).items():
         match entry:
@@ -98,7 +99,7 @@ def fetch_statuses(node: Node) -> Statuses:
 
 
 def fields_of(statuses: Mapping[str, Status]) -> dict[str, Any]:
-    """Return the fields of an event `peers`: the run that most train, the swarm's time, what each says."""
+    """Return the fields of an event `peers`: the most common run, the swarm's time, each peer's status."""
     there = sorted(statuses.items())
     run_id = statistics.mode(one.run_id for _, one in there) if there else None
     peers = [{"peer_id": peer, **one.model_dump()} for peer, one in there]
@@ -106,13 +107,13 @@ def fields_of(statuses: Mapping[str, Status]) -> dict[str, Any]:
 
 
 def moving(statuses: Iterable[Status]) -> list[Status]:
-    """Leave out those that are paused, and so perhaps far behind, unless all are."""
+    """Leave out paused peers, which may be far behind, unless all are paused."""
     there = list(statuses)
     return [one for one in there if one.state != "paused"] or there
 
 
 def require_protocol(statuses: Statuses, named_peers: Collection[str]) -> None:
-    """Refuse, as `RecipeMismatch`, a swarm that speaks another protocol: all of it, or a named peer."""
+    """Raise RecipeMismatch if a named peer, or every peer of the swarm, speaks another protocol."""
     named = [peer for peer in named_peers if peer in statuses.foreign]
     if not named and (statuses.ours or not statuses.foreign):
         return

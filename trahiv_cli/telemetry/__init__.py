@@ -1,1 +1,1 @@
-"""What the swarm says of itself. Failing here never stops training."""
+"""A run's events, and their outputs. A failure here never stops training."""

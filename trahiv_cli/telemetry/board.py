@@ -1,4 +1,4 @@
-"""The live view: a picture of the swarm, drawn from its events alone."""
+"""The live view of a run in a terminal, drawn from its events alone."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ HISTORY = 40
 BARS = "▁▂▃▄▅▆▇█"
 MAX_PEERS_SHOWN = 12
 OTHER_ROWS = 20
-"""Rows of the board besides those of peers, at most."""
+"""Maximum number of rows of the board besides the rows of peers."""
 
 MIN_COLUMNS = 60
 MIN_ROWS = OTHER_ROWS + 1
-"""In a smaller terminal the board does not fit, and plain lines are better."""
+"""The board does not fit into a smaller terminal; plain lines are better there."""
 
 PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 NOTES_SHOWN = 4
 ROWS_A_NOTE = 2
-"""More of a note is in events.jsonl in the run's folder."""
+"""The rest of a longer note is in events.jsonl in the run's folder."""
 
 ECHO_COLUMNS = 4
-"""Columns that stay free at the right of the board: a terminal writes ^C where the cursor is, at the end of
-the last line, and on a line of its own that would push the board down."""
+"""Columns that stay free at the right of the board. A terminal echoes ^C at the cursor, which is at the end
+of the last line; on a line of its own, the echo would push the board down."""
 LABEL_COLUMNS = 20
 BAR_COLUMNS = 46
 FIGURES_COLUMNS = 24
 
 
 def sparkline(values: list[float]) -> str:
-    """Draw numbers as a line of blocks, the lowest at the bottom; those that are not finite are left out."""
+    """Draw numbers as a line of blocks, from lowest to highest value; skip values that are not finite."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return ""
@@ -51,7 +51,10 @@ def sparkline(values: list[float]) -> str:
 
 
 class Board:
-    """The state of a run as events tell it. Call it with events; rich's console renders it."""
+    """The state of a run, from its events: call it with each event, and rich's console renders it.
+
+    `Output.listening` makes one for a peer that runs in a terminal.
+    """
 
     def __init__(self) -> None:
         self.last: dict[str, Event] = {}
@@ -62,7 +65,7 @@ class Board:
         self.notes: deque[str] = deque(maxlen=NOTES_SHOWN)
 
     def __call__(self, event: Event) -> None:
-        """Take note of one event."""
+        """Update the board with one event."""
         self.last[event["event"]] = event
         if event["event"] in ("step", "joined", "done"):
             self.waiting = None
@@ -87,7 +90,7 @@ class Board:
                 self.notes.append(f"[{event['code']}] {event['message']}")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it, as wide as there is room."""
+        """Render the board in the available width."""
         outer = max(8, options.max_width - ECHO_COLUMNS)
         width = outer - 4  # within the frame
         rows: list[RenderableType] = [self._steps(width)]
@@ -99,7 +102,7 @@ class Board:
             left = max(0.0, wait["until_seconds"] - wait["seconds"] - (time.time() - wait["t"]))
             rows.append(Text(f"waiting for {wait['what']} (at most {left:.0f} s more)", style="yellow"))
         ready = self.last.get("ready", {"run_id": "trahiv"})
-        if command := ready.get("invite"):  # the line to join by leaves the screen
+        if command := ready.get("invite"):  # the join line scrolls off the screen
             rows.append(Text(f"to invite others: {command}", style="dim"))
         elif file := ready.get("invitation"):
             rows.append(Text(f"to invite others, send them what is in {file}", style="dim"))
@@ -109,7 +112,7 @@ class Board:
         yield Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=outer)
 
     def _steps(self, width: int) -> RenderableType:
-        """Draw how far the run is, and how far the next step, of which each peer has a part."""
+        """Draw the progress of the run, and the progress of the next step with each peer's part."""
         ready = self.last.get("ready")
         progress = self.last.get("progress")
         newest = progress or self.last.get("step")

@@ -1,7 +1,7 @@
-"""What happens to a run, as one stream of events; files and screens are renderings of it.
+"""A run's events, as one stream; files and screens render it.
 
-Names and fields are those of the contract and are never renamed. Nothing here may stop training: a
-listener that fails is dropped, once, with a warning, and what a disk does not take is lost.
+Names and fields of events are a public interface, and are never renamed. Nothing here may stop training: a
+listener that fails is dropped, with one warning, and events that a disk can't store are lost.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ Listener = Callable[[Event], None]
 
 VERSION = 1
 SAY_AFTER_S = 5.0
-"""A wait is talked about when it has lasted this long, and again as often."""
+"""A wait is reported when it has lasted this long, and again at this interval."""
 
 MAX_BYTES = 32 * 2**20
-"""The size at which a file is full. Events of two peers' steps take 0.7 kB each: 45,000 of them."""
+"""The size at which a file is full. A step of two peers takes 0.7 kB, so that a file has 45,000 steps."""
 
 OLDER_FILES = 3
-"""Full files that are kept beside the present one, as `<name>.1`, the newest, to `<name>.3`."""
+"""Full files that are kept beside the current one, from `<name>.1`, the newest, to `<name>.3`."""
 
 TAIL_BYTES = 2**20
-"""The bytes that are read of a file's end: those of more than a thousand steps."""
+"""Bytes that are read from a file's end: more than a thousand steps."""
 
 TRANSIENT = frozenset({"progress", "download", "peers"})
-"""Events for live views only: many a minute, or long; each out of date with the next."""
+"""Events for live views only: frequent or long ones, each of which the next one replaces."""
 
 EVENT_FILE = "events.jsonl"
-"""In a run's folder: its events."""
+"""The file of a run's events, in its folder."""
 
 PEERS_FILE = "peers-now.json"
-"""In a run's folder: the newest event `peers`."""
+"""The file of the newest event `peers`, in a run's folder."""
 
 
 class Events:
@@ -57,18 +57,18 @@ class Events:
         self._lock = threading.RLock()
 
     def add(self, listener: Listener) -> None:
-        """Have `listener` called with every event from now on."""
+        """Call `listener` with every event from now on."""
         with self._lock:
             self._listeners.append(listener)
 
     def remove(self, listener: Listener) -> None:
-        """Tell `listener` nothing more; nothing happens if it was dropped already."""
+        """Stop calling `listener`; do nothing if it was dropped already."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Tell every listener; one that raises is not asked again."""
+        """Call every listener with an event; drop a listener that raises."""
         record: Event = {"v": VERSION, "t": round(time.time(), 3), "event": event, **fields}
         failed: list[str] = []
         with self._lock:
@@ -82,16 +82,16 @@ class Events:
             self.warn("telemetry", message, "training goes on; free disk space, or reopen the terminal")
 
     def warn(self, code: str, message: str, hint: str) -> None:
-        """Emit a warning: what a person should know while training goes on, and what to do about it."""
+        """Emit a warning: a problem that a person should know about while training goes on, and a hint."""
         self.emit("warning", code=code, message=message, hint=hint)
 
     @contextlib.contextmanager
     def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        """Say from 5 s on, every 5 s, what the block waits for, and that it ends by itself after `until_s`.
+        """While the block runs, report every 5 s that it waits for `what`, for `until_s` at most.
 
         Yields:
-            A function that tells news at once: an event's name, what is awaited from now on, after how many
-            seconds from now that ends, and fields of the event.
+            A function that emits an event at once. It takes the event's name, the subject of the wait from
+            now on, the seconds from now until the wait ends, and fields of the event.
         """
         started = time.monotonic()
         over = threading.Event()
@@ -123,21 +123,21 @@ class Events:
 
 
 class RotatingFile(RotatingFileHandler):
-    """`RotatingFileHandler` of a file in which all processes of a peer write, each with its own copy of this.
+    """`RotatingFileHandler` for a file that all processes of a peer write, each with its own handler.
 
-    The newest records are in that file; of older ones `OLDER_FILES` files are kept beside it. A process that
-    finds the file renamed by another goes on in the new one. Two that rename it in the same moment leave one
-    that is short. Records that a full disk does not take are lost, but for the first of them.
+    The newest records are in that file, and `OLDER_FILES` full files are kept beside it. A process that finds
+    the file renamed by another continues in the new one. If two processes rename it at the same moment, one
+    file is short. Records that a full disk rejects are lost, except the first of them.
 
     Args:
-        path: its folder must exist; what it holds already is kept.
+        path: its folder must exist; existing content is kept.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - its name is logging's
-        """Tell whether the record does not fit into the file that is there now."""
+        """Return whether the record does not fit into the current file; reopen a file that was renamed."""
         if self.stream is not None:
             is_renamed = True
             with contextlib.suppress(FileNotFoundError):
@@ -149,7 +149,7 @@ class RotatingFile(RotatingFileHandler):
         return bool(super().shouldRollover(record))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - its name is logging's
-        """Say what went wrong with a record, unless the disk does not take it: that record is lost."""
+        """Print an error about a record, unless the disk rejects it: that record is lost."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -170,7 +170,7 @@ class EventFile:
         self._file = RotatingFile(path)
 
     def __call__(self, event: Event) -> None:
-        """Write one line and hand it to the system, so that a crash loses nothing."""
+        """Write one line and flush it to the system, so that a crash loses nothing."""
         if event["event"] not in TRANSIENT:
             self._file.emit(logging.makeLogRecord({"msg": to_json(event)}))
 
@@ -180,9 +180,9 @@ class EventFile:
 
 
 def newest_events(path: Path) -> Iterator[Event]:
-    """Read the last events of a file that an `EventFile` writes, and of the full one before it, newest first.
+    """Yield the last events of an `EventFile`'s file, and of the full one before it, newest first.
 
-    Of each file the last `TAIL_BYTES` are read. What is no event, such as half a line, is passed over.
+    It reads the last `TAIL_BYTES` of each file, and skips lines that are not events, such as half a line.
     """
     for file in (path, path.with_name(f"{path.name}.1")):
         try:
@@ -199,7 +199,7 @@ def newest_events(path: Path) -> Iterator[Event]:
 
 
 def to_json(event: Event) -> str:
-    """Write an event as one line; numbers that JSON has no word for (NaN, infinity) become null."""
+    """Return an event as one line of JSON; NaN and infinity become null."""
     return json.dumps(_json_safe(event), ensure_ascii=False, allow_nan=False)
 
 

@@ -12,7 +12,7 @@ REACH = {
 
 
 def line(event: Event) -> str | None:
-    """Say an event in words; None for those that a log does not need."""
+    """Return an event as text; None for events that a log does not need."""
     match event["event"]:
         case "ready":
             return ready(event)
@@ -68,7 +68,7 @@ def line(event: Event) -> str | None:
 
 
 def ready(event: Event) -> str:
-    """Say where this peer can be reached and how to join it, the join line last and alone."""
+    """Return a peer's addresses and how to join it as text, with the join line last and alone."""
     width = max(map(len, REACH.values()))
     addresses = [
         f"  {REACH[reach]:<{width}}  {maddr}"
@@ -90,5 +90,5 @@ def ready(event: Event) -> str:
 
 
 def reached(event: Event) -> str:
-    """Say how others reach this peer, and why that is so."""
+    """Return how other peers reach this one, and why."""
     return f"{event['reached']}: {event['reached_why']}"

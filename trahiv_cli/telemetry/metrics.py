@@ -1,7 +1,7 @@
 """A run's events as metrics for Prometheus: `--metrics PORT`, at http://127.0.0.1:PORT/metrics.
 
-Names follow OpenMetrics: base units, `_total` for what only grows. All is counted from this peer's start; a
-scraper adds up what begins anew.
+Names follow OpenMetrics: base units, and `_total` for counters. Counters begin at 0 when this peer starts; a
+scraper adds up counters that were reset.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ REACHES = ("direct", "punched", "relayed", "dials-out", "alone")
 
 
 class Metrics:
-    """Listens to a peer's events, and keeps what they come to in a registry of its own."""
+    """Turns a peer's events into metrics, in a registry of its own.
+
+    A command with `--metrics` makes one, which serves until the process ends.
+    """
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -61,7 +64,7 @@ class Metrics:
             self._rounds.labels(outcome)
 
     def serve(self, port: int) -> None:
-        """Answer on a port of this machine, until the process ends; SetupError if it is taken."""
+        """Serve the metrics on a loopback port until the process ends; raise SetupError if it is taken."""
         try:
             start_http_server(port, HOST, self.registry)
         except OSError as error:
@@ -71,7 +74,7 @@ class Metrics:
             ) from error
 
     def __call__(self, event: Event) -> None:
-        """Take note of one event."""
+        """Update the metrics with one event."""
         match event["event"]:
             case "ready":
                 self._run.info({"run_id": event["run_id"] or "", "peer_id": event["peer_id"]})

@@ -1,4 +1,4 @@
-"""A command of the user's for what a person should know of: `--on-event`."""
+"""`--on-event`: a command of the user, run for events that a person should know about."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trahiv_cli.telemetry.events import VERSION, Event, to_json
 
 TELLING = frozenset({"joined", "paused", "resumed", "warning", "error", "done"})
 PASSING = frozenset({"no-group", "round", "overflow"})
-"""Codes of warnings of which nobody need know at once: they may come every few seconds."""
+"""Codes of warnings that are not urgent: they may come every few seconds."""
 
 MAX_WAITING = 100
 COMMAND_S = 30.0
@@ -24,11 +24,11 @@ AT_THE_END_S = 5.0
 
 
 class Notifier:
-    """Listens to a peer's events, and runs a command for those that a person should know of, in turn.
+    """Runs a command for each of a peer's events that a person should know about, one at a time.
 
-    The command gets the event as JSON on its stdin, and in `TRAHIV_EVENT` its name. It may take 30 s. What
-    comes while 100 events wait is left out. As a context it tells what ends the block, and waits 5 s for the
-    command to hear the last.
+    The command gets the event as JSON on its stdin, and the event's name in `TRAHIV_EVENT`. It may take 30 s.
+    While 100 events wait, further ones are dropped. As a context manager, it emits a `TrahivError` that ends
+    the block as an event `error`, and waits 5 s for the last command.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ class Notifier:
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
-        """Take note of one event."""
+        """Queue an event for the command, if a person should know about it."""
         if event["event"] in TELLING and event.get("code") not in PASSING:
             with contextlib.suppress(queue.Full):
                 self._waiting.put_nowait(event)

@@ -1,4 +1,4 @@
-"""The page may be read by the browser of whoever started it, and from its own address alone."""
+"""Access control of the page: only its user's browser may read it, and only at the page's own address."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ HEADERS = {
 
 
 class Guard:
-    """Refuses other hosts and origins, and whoever does not bring the token, before `app` sees a request.
+    """Refuses requests to other hosts, from other origins or without the token, before `app` sees them.
 
-    The first page brings the token in its address and gets a cookie for it: other ports of this machine have
-    cookies of other names.
+    The first request brings the token in its URL, and gets a cookie for it. The cookie's name has the port in
+    it, because browsers send cookies to all ports of a machine.
     """
 
     def __init__(self, app: ASGIApp, port: int, token: str) -> None:
@@ -42,7 +42,7 @@ class Guard:
         self._hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
+        """Answer a request, or pass it on to the app."""
 
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -62,7 +62,7 @@ class Guard:
             return RedirectResponse("/", 303) if "token" in request.query_params else None
         if request.method == "GET" and self._is_token(request.query_params.get("token")):
             answer = RedirectResponse("/", 303)
-            # Not "strict": the first page is opened by a file.
+            # Not "strict": the first page is opened from a file.
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
             return answer
         return PlainTextResponse("To see this page, open the address that `trahiv watch` printed.", 403)
@@ -72,9 +72,9 @@ class Guard:
 
 
 def kept_token(folder: Path) -> str:
-    """Return the token of a folder, which an open page still has when `trahiv watch` is started again.
+    """Return the token of a folder; an open page can still use it after a restart of `trahiv watch`.
 
-    SetupError if it cannot be kept there, or others can read it.
+    Raises SetupError if it can't be stored there, or is readable by other users.
     """
     path = folder / KEY_FILE
     try:
@@ -89,5 +89,5 @@ def kept_token(folder: Path) -> str:
 
 
 def new_token() -> str:
-    """Make a token that nobody can guess."""
+    """Return a new random token."""
     return secrets.token_urlsafe(24)

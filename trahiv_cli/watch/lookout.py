@@ -1,8 +1,8 @@
-"""What the swarm's peers say of themselves, looked at every few seconds.
+"""Polling of the peers' statuses for the page, every few seconds.
 
-The peer of a run's folder looks by itself, and writes down what it sees (`Seen`). Where this machine has no
-peer, `trahiv status --follow` looks (`Follower`), in a process of its own: it loads libraries for seconds and
-runs a node, and the page need not wait for either.
+A running peer polls by itself, and writes the result into its run's folder, where `Seen` reads it. Where this
+machine has no peer, `Follower` runs `trahiv status --follow` in a process of its own: that loads libraries
+for seconds and runs a node, and the page need not wait for either.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from trahiv_cli.telemetry.events import PEERS_FILE, VERSION, Event, to_json
 
 LOOK_EVERY_S = 5.0
 AGAIN_S = 25.0
-"""Seconds for which a swarm that could not be entered is left alone."""
+"""Seconds between two tries to enter a swarm."""
 
 Look = Callable[[], Event | None]
-"""Returns an event `peers`, or None if there is nothing to say. May raise `TrahivError`."""
+"""Returns an event `peers`, or None if there is none. May raise `TrahivError`."""
 
 
 class Lookout:
-    """Calls `look` again and again, in a thread of its own that ends with the process."""
+    """Calls `look` every few seconds, in a thread of its own that ends with the process.
+
+    `trahiv watch` makes one for its page.
+    """
 
     def __init__(self, look: Look) -> None:
         self.newest = b""
-        """What was seen last, an event as JSON; empty before that."""
+        """The last event, as JSON; empty before the first one."""
         self._look = look
         threading.Thread(target=self._run, name="lookout", daemon=True).start()
 
@@ -42,7 +45,7 @@ class Lookout:
                 seen = self._look()
             except TrahivError as error:
                 seen = {"event": "peers", "peers": [], "trouble": error.message, "hint": error.hint}
-            except (OSError, ValueError) as error:  # the child can't be started, or writes something else
+            except (OSError, ValueError) as error:  # the child can't be started, or its output is not JSON
                 seen = {"event": "peers", "peers": [], "trouble": f"{error}", "hint": "try again"}
             if seen is not None:
                 self.newest = to_json({"v": VERSION, "t": round(time.time(), 3), **seen}).encode()
@@ -50,13 +53,13 @@ class Lookout:
 
 
 class Seen:
-    """Reads what the peer of a run's folder has seen last."""
+    """Reads the statuses that the peer of a run's folder has last polled."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / PEERS_FILE
 
     def __call__(self) -> Event | None:
-        """Return it; None if there is nothing that can be read."""
+        """Return an event `peers`; None if there is no readable one."""
         try:
             event: Event = json.loads(self._path.read_bytes())
         except (OSError, ValueError):
@@ -65,9 +68,9 @@ class Seen:
 
 
 class Follower:
-    """Looks into a swarm by invitations and addresses, through a child that runs `trahiv status`.
+    """Polls a swarm, given by invitations and addresses, through a child that runs `trahiv status`.
 
-    The child finds them in an environment variable, which only its owner can read.
+    The child gets them in an environment variable, which only its user can read.
     """
 
     def __init__(self, peers: Sequence[str], variable: str) -> None:
@@ -77,7 +80,10 @@ class Follower:
         self._child: subprocess.Popen[str] | None = None
 
     def __call__(self) -> Event | None:
-        """Wait for what is seen next; TrahivError if the swarm can't be looked into."""
+        """Wait for the child's next event; return it if it is `peers`, None if not or if the child ended.
+
+        Raises TrahivError if the swarm can't be visited.
+        """
         if self._child is None:
             time.sleep(max(0.0, self._free_at - time.monotonic()))
             self._child = subprocess.Popen(
@@ -99,6 +105,6 @@ class Follower:
         return event if event["event"] == "peers" else None
 
     def close(self) -> None:
-        """Have the child leave."""
+        """Terminate the child."""
         if self._child is not None:
             self._child.terminate()

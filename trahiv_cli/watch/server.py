@@ -1,8 +1,8 @@
-"""The server of the page: its files, its stream of events, and what its buttons do.
+"""The page's server: its files, its stream of events, and its buttons' actions.
 
-Each open page has a `Source` of its own, and is sent the next events only when it has taken those before, so
-a slow one costs no memory. A page that connects again gets everything anew, behind a message `begin`; the
-message `live` follows what was there already.
+Each open page has a `Source` of its own, and gets the next events only when it has read the previous ones, so
+a slow page costs no memory. A page that reconnects gets all events again, after a message `begin`. A message
+`live` follows the events of the past.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ MAX_BODY_BYTES = 10_000
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 Deed = Callable[[dict[str, Any]], dict[str, Any]]
-"""What a button does: takes what the page says of it, and returns what the page is to know of its outcome."""
+"""A button's action: it takes the page's request, and returns the fields of the answer to the page."""
 
 
 class Page:
-    """A page on this machine alone.
+    """A page that is served to this machine only.
+
+    `trahiv watch` and `trahiv replay` each make one, and serve it until they end.
 
     Args:
-        source: makes what one open page reads.
-        token: who has it may read.
-        port: 0 for a free one. SetupError if it is taken.
-        deeds: what its buttons do, by their names; others are not shown.
-        about: what else it is told of itself.
+        source: makes the source of events of one open page.
+        token: gives access to the page.
+        port: 0 for a free one. Raises SetupError if it is taken.
+        lookout: polls the peers' statuses.
+        deeds: the actions of its buttons, by name; the page shows no other buttons.
+        about: further fields of `/about`, which the page reads.
     """
 
     def __init__(
@@ -77,14 +80,14 @@ class Page:
         self._server = uvicorn.Server(config)
 
     def run(self, tell: Callable[[], None]) -> None:
-        """Serve it until SIGINT or SIGTERM; `tell` says that it is there."""
+        """Serve the page until SIGINT or SIGTERM; `tell` is called once the page can be opened."""
 
         def end(*_: object) -> None:
             self._server.should_exit = True
 
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, end)  # uvicorn raises again what it caught
-        # In the end a page that does not read is cut, which is no news.
+            signal.signal(number, end)  # uvicorn re-raises the signal that it caught
+        # At the end, uvicorn cuts off pages that do not read, and logs that.
         logging.getLogger("uvicorn.error").addFilter(lambda _: not self._server.should_exit)
         tell()
         self._server.run([self._socket])
@@ -154,7 +157,7 @@ def _file(path: Path) -> Route:
 
 
 def listening(port: int) -> socket.socket:
-    """Listen on a port of this machine that others cannot reach; SetupError if it is taken."""
+    """Return a socket that listens on a port of the loopback address; raise SetupError if it is taken."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

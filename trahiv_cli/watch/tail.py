@@ -1,4 +1,4 @@
-"""The events that a run's folder holds: those of the past first, then each as it is written."""
+"""Readers of the events in a run's folder: the past ones first, then each new one as it is written."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ BATCH_EVENTS = 500
 
 
 class Source(Protocol):
-    """A source of events. Each open page reads one of its own."""
+    """A source of events; each open page has its own."""
 
     def read(self) -> list[bytes]:
         """Return the next events, each as JSON; none if there are none yet."""
 
     def close(self) -> None:
-        """Let go of what it reads."""
+        """Release its resources."""
 
 
 class Nothing:
-    """No events, for a page that shows only what a swarm's peers say."""
+    """A source without events, for a page that shows only the peers' statuses."""
 
     def read(self) -> list[bytes]:
-        """Return none."""
+        """Return no events."""
         return []
 
     def close(self) -> None:
@@ -39,9 +39,9 @@ class Nothing:
 
 
 class Tail:
-    """Follows a `RotatingFile` of events: returns each sound line once, in order, also across renamings.
+    """Follows a `RotatingFile` of events: returns each valid line once, in order, also across rotations.
 
-    Memory stays small, however slowly it is read: what is not read yet waits in the files.
+    Memory stays small, however slowly it is read: unread events stay in the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Tail:
         self._files: deque[BinaryIO] = deque()  # the first is being read
 
     def read(self) -> list[bytes]:
-        """Return the next lines that are events, of some 256 kB at most."""
+        """Return the next lines that are events, at most some 256 kB."""
         if not self._files:
             self._files.extend(self._newer_than(None))
         while self._files:
@@ -62,7 +62,7 @@ class Tail:
             if lines:
                 continue
             if len(self._files) == 1:
-                # A process that has not noticed a renaming has until the next call to finish its line.
+                # A process that has not noticed the rotation has until the next call to finish its line.
                 self._files.extend(self._newer_than(file))
                 break
             self._files.popleft().close()
@@ -74,9 +74,9 @@ class Tail:
             self._files.popleft().close()
 
     def _newer_than(self, known: BinaryIO | None) -> list[BinaryIO]:
-        """Open the files that began after a known one, the oldest first.
+        """Open the files that were begun after a known one; return them oldest first.
 
-        The newest is opened first, so that one that is renamed meanwhile is met twice rather than missed.
+        It opens the newest file first: a file that is renamed meanwhile is found twice rather than missed.
         """
         found: list[BinaryIO] = []
         for suffix in ("", *(f".{number}" for number in range(1, OLDER_FILES + 1))):
@@ -95,7 +95,7 @@ class Tail:
 
 
 class Recording:
-    """The events of several folders in the order of their times, each with its folder's label as `of`."""
+    """The events of several folders in order of time, each with its folder's label as `of`."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         stories = map(_timed, folders, labels(folders))
@@ -106,7 +106,7 @@ class Recording:
         return [line for _, line in itertools.islice(self._events, BATCH_EVENTS)]
 
     def close(self) -> None:
-        """Forget the rest."""
+        """Drop the remaining events."""
         self._events = iter(())
 
 
@@ -125,7 +125,7 @@ def _timed(folder: Path, label: str) -> Iterator[tuple[float, bytes]]:
 
 
 def is_event(line: bytes) -> bool:
-    """Tell whether a line is an event that a browser can read; a crash may have left half of one."""
+    """Return whether a line is an event that a browser can parse; a crash may have left half a line."""
     try:
         event = json.loads(line, parse_constant=_refuse)
         return isinstance(event["event"], str) and isinstance(event["t"], int | float)

@@ -1,8 +1,8 @@
-"""What hivemind 1.1.12 gets wrong: its processes, its DHT, what its nodes believe, and read from streams.
+"""Corrections of hivemind 1.1.12: its processes, its DHT, the trust among its nodes, and its streams.
 
 Every correction has its reason, and names the upstream place (file:line of 1.1.12);
-`tests/unit/swarm/corrections/` fails once upstream no longer needs it. Another version is refused at import.
-How a state is copied and adopted is corrected in `optim/state.py`.
+`tests/unit/swarm/corrections/` fails once upstream no longer needs it. The import fails with another version.
+`optim/state.py` corrects the copying and the adoption of a state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if hivemind.__version__ != CORRECTED_VERSION:
 
 
 def apply() -> None:
-    """Apply the corrections that nobody asks for by name; call it before a fork, as often as you like.
+    """Apply the corrections that replace names inside hivemind; call it before a fork, as often as you like.
 
     utils/timed_storage.py:13 takes the machine's clock for the swarm's (`clock`). On sockets see `processes`.
     """
@@ -46,7 +46,7 @@ def apply() -> None:
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol
     hivemind.averaging.averager._background_thread_fetch_current_state = give_states
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each stream is one, and 1,024 are usual
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each stream is one; the usual limit is 1,024
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "hivemind" and getattr(module, "get_dht_time", None) is time.time:

@@ -1,7 +1,7 @@
-"""One process serves the DHT and this peer's averagers, and says within a minute whether it has started.
+"""One process serves the DHT and this peer's averagers, and reports within a minute whether it has started.
 
-The process that trains has a `CorrectedDHT` and averagers. Copies of them do the work in the DHT's process;
-pipes tell them what to do.
+The training process has a `CorrectedDHT` and averagers. Copies of them do the work in the DHT's process; they
+receive commands through pipes.
 """
 
 from __future__ import annotations
@@ -36,43 +36,43 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOSTING_END_S = 1.0  # the DHT's process waits so long for each of its averagers, which were told before it
+HOSTING_END_S = 1.0  # for the thread of each averager to end; all of them receive a shutdown before the DHT
 
 
 class CorrectedDHT(hivemind.DHT):
-    """`hivemind.DHT` whose process serves averagers, too, and ends with its parent.
+    """`hivemind.DHT` whose process serves averagers, too, and ends with its parent; each `Node` has one.
 
-    Each event loop of this peer has a `door` like that which is given; `signing_key` signs its records, which
-    stand in its `place`.
+    Each event loop of this peer has a copy of `door`. `signing_key` signs this peer's records, which are
+    stored in its `place`.
     """
 
     def __init__(self, *args: Any, door: Door, signing_key: RSAPrivateKey, place: bytes, **more: Any) -> None:
         self.door = door
         self.signing_key = signing_key
         self.place = place
-        self.tensors_lock = multiprocessing.Lock()  # over what is averaged; made here, as a fork shares it
+        self.tensors_lock = multiprocessing.Lock()  # over the averaged tensors; the later fork shares it
         self._hosting: list[threading.Thread] = []
         self.loops: list[asyncio.AbstractEventLoop] = []  # of the averagers that this process serves
         validators = [RSASignatureValidator(signing_key), OwnersOnly(door.owner), Readable()]
         super().__init__(*args, record_validators=validators, **more)
 
     def start(self) -> None:
-        """Fork. The child's garbage collector leaves alone what it inherits.
+        """Fork. The child's garbage collector ignores inherited objects.
 
-        Freeing a GPU's tensors would end the child, and looking at objects would give it pages of its own.
+        Freeing a GPU's tensors would end the child, and inspecting objects would copy their memory pages.
         """
         gc.freeze()
         try:
             super().start()
         finally:
-            gc.unfreeze()  # of the parent, where all can be freed as before
+            gc.unfreeze()  # in the parent, where all objects can be freed
         self._outer_pipe: Any = ControlPipe(self._outer_pipe)
 
     def run(self) -> None:
         """Serve the DHT in its own process until it is shut down."""
         become_child(self._parent_pid)
-        # p2p/p2p_daemon.py:207 starts p2pd with nothing that would end it with us, and in our process
-        # group, where Ctrl-C ends it before the goodbye is said.
+        # p2p/p2p_daemon.py:207 starts p2pd so that it does not end with this process, and in this process
+        # group, where Ctrl-C ends it before this peer has said goodbye.
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, preexec_fn=die_with_parent, start_new_session=True
         )
@@ -80,7 +80,7 @@ class CorrectedDHT(hivemind.DHT):
         self._record_validator: Any = RememberingValidator(self._record_validator._validators)
         hivemind.dht.node.P2P = self.door.guarded()
         super().run()
-        # One that tells of its end holds the lock of all futures: ended with this process, it would keep it.
+        # A thread that reports its end holds the lock of all futures: killed then, it would never release it.
         for thread in self._hosting:
             thread.join(HOSTING_END_S)
 
@@ -90,9 +90,9 @@ class CorrectedDHT(hivemind.DHT):
         await super()._shutdown()
 
     def host(self, averager: CorrectedAverager) -> None:
-        """Have this DHT's process serve an averager, in a thread of its own.
+        """Serve an averager in this DHT's process, in a thread of its own.
 
-        averaging/averager.py:150 forks a process for each, which keeps in memory what the model was then.
+        averaging/averager.py:150 forks a process for each, which keeps the model of that moment in memory.
         """
         self._outer_pipe.send(("_host", [averager, averager._inner_pipe], {}))
 
@@ -101,17 +101,17 @@ class CorrectedDHT(hivemind.DHT):
         self._hosting[-1].start()
 
     async def replicate_p2p(self) -> P2P:
-        """Make a client of p2pd for an averager's event loop; it stands behind a door like this one's."""
+        """Make a client of p2pd for an averager's event loop, behind a copy of the door."""
         self.loops.append(asyncio.get_running_loop())
         p2p = self.door.another().guarded()
         return await p2p.replicate(self._node.protocol.p2p.daemon_listen_maddr)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until it has started; see `require_start`. If it has not, it is killed, also after Ctrl-C."""
+        """Wait until the process has started; see `require_start`. On failure, or Ctrl-C, kill it."""
         try:
             require_start(self._ready, self.is_alive, timeout)
         except BaseException:
-            # One that says why it fails ends by itself; killed meanwhile, it would keep all futures' lock.
+            # A process that reports its failure ends by itself; killed then, it would keep all futures' lock.
             if not (self._ready.done() and self._ready.exception()):
                 self.kill()
                 self.join()
@@ -119,14 +119,14 @@ class CorrectedDHT(hivemind.DHT):
 
 
 def give_states(serializer: SerializerBase, pipe: Any, get_current_state: weakref.WeakMethod[Any]) -> None:
-    """Copy the state whenever the DHT's process asks for it, in a thread of the one that trains.
+    """Copy the state whenever the DHT's process requests it, in a thread of the training process.
 
-    The loop of averaging/averager.py:769 holds the last state that it gave until the next is asked for.
+    The loop of averaging/averager.py:769 keeps the last state in memory until the next request.
     """
     with contextlib.suppress(EOFError, OSError):
         while (message := pipe.recv())[0] != "_SHUTDOWN" and (copy := get_current_state()) is not None:
             _give_state(serializer, message[1], copy)
-            del message, copy  # its future has the state
+            del message, copy  # the future in the message refers to the state
 
 
 def _give_state(serializer: SerializerBase, future: Any, copy: Callable[[], Any]) -> None:
@@ -139,10 +139,10 @@ def _give_state(serializer: SerializerBase, future: Any, copy: Callable[[], Any]
 
 
 class CorrectedControl(StepControl):
-    """`StepControl` that is cancelled before its averager is told so, and not after.
+    """`StepControl` that sets its state to cancelled before it wakes its averager, and not after.
 
-    averaging/control.py:169 wakes the DHT's process first. If that looks before the state is set, the step
-    goes on (averaging/averager.py:441) and looks for a group beside its next round.
+    averaging/control.py:169 wakes the DHT's process first. If that process checks before the state is set,
+    the step goes on (averaging/averager.py:441) and looks for a group in parallel with its next round.
     """
 
     def cancel(self) -> bool:
@@ -155,7 +155,7 @@ class CorrectedControl(StepControl):
 class CorrectedAverager(DecentralizedAverager):
     """Corrections that every averager needs; mix in before a concrete averager class.
 
-    `SERVED` are the attributes that travel to the DHT's process, which serves it. Each class names its own.
+    `SERVED` are the attributes that are sent to the DHT's process, which serves it. Each class lists its own.
     """
 
     dht: CorrectedDHT
@@ -171,7 +171,7 @@ class CorrectedAverager(DecentralizedAverager):
     rpc_download_state: Any = None  # not served: `ExactStateAverager` has its own
 
     def __init_subclass__(cls) -> None:
-        """Have each class find its own handlers: p2p/servicer.py:44 would take those of a parent for them."""
+        """Clear the cached handlers of each class: p2p/servicer.py:44 would use its parent's."""
         super().__init_subclass__()
         cls._rpc_handlers = cls._stub_type = None
 
@@ -180,7 +180,7 @@ class CorrectedAverager(DecentralizedAverager):
         return {name: getattr(self, name) for name in served}
 
     def start(self) -> None:
-        """Have the DHT's process serve this averager."""
+        """Start to serve this averager in the DHT's process."""
         self._allow_state_sharing = SharedNumber(0)
         self._ended = MPFuture()
         self._outer_pipe: Any = ControlPipe(self._outer_pipe)
@@ -197,18 +197,18 @@ class CorrectedAverager(DecentralizedAverager):
 
     @staticmethod
     async def fulfil(future: Any, work: Awaitable[Any], nothing: tuple[type[Exception], ...]) -> None:
-        """Give the training process what comes of `work`, and None for an error that means: nothing came."""
+        """Set a future of the training process to the result of `work`, or to None for a `nothing` error."""
         try:
             future.set_result(await work)
         except nothing as error:
             logger.debug("nothing came of what was asked for: %r", error)
             future.set_result(None)
         except BaseException as error:
-            future.set_exception(error)  # else whoever asked would wait for a long time
+            future.set_exception(error)  # otherwise the training process would wait for a long time
             raise
 
     async def _declare_for_download_periodically(self) -> None:
-        """Declare nothing: who has which state is in the reports on progress."""
+        """Declare nothing: the progress reports show which peer has which state."""
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
         """Start; averaging/averager.py:334 ignores SIGINT in the *parent*, so that the child inherits it."""
@@ -217,30 +217,30 @@ class CorrectedAverager(DecentralizedAverager):
             self.wait_until_ready(timeout)
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the DHT's process serves it; see `require_start`."""
+        """Wait until the DHT's process serves this averager; see `require_start`."""
         require_start(self._ready, self.is_alive, timeout)
 
     def is_alive(self) -> bool:
-        """Say whether the DHT's process serves it."""
+        """Return whether the DHT's process serves this averager."""
         return self._ended is not None and not self._ended.done() and self.dht.is_alive()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until it is served no more, for at most `timeout` seconds."""
+        """Wait until the DHT's process has stopped serving this averager, for at most `timeout` seconds."""
         if self._ended is not None:
             with contextlib.suppress(TimeoutError):
                 self._ended.result(timeout)
 
     def terminate(self) -> None:
-        """Leave it to the end of the DHT's process."""
+        """Do nothing: the thread of this averager ends with the DHT's process."""
 
     async def _shutdown(self, timeout: float | None) -> None:
-        self.dht.loops.remove(asyncio.get_running_loop())  # nobody expects a sign of life of it any more
+        self.dht.loops.remove(asyncio.get_running_loop())  # so that `show_life` does not miss it
         await super()._shutdown(timeout)
         await self._p2p.shutdown()
 
 
 def drain(*averagers: DecentralizedAverager, quiet_s: float = 0.7) -> None:
-    """Let averagers fall silent before they are shut down: 12 of 12 times they had answered in 0.7 s."""
+    """Stop sharing states, and wait until averagers have answered: 12 of 12 times they had within 0.7 s."""
     for averager in averagers:
         averager._allow_state_sharing.value = False  # the setter would send one more message
     time.sleep(quiet_s)

@@ -1,7 +1,7 @@
-"""What the nodes of the DHT ask each other, and what they believe.
+"""Requests among the nodes of the DHT, and the checks of their answers.
 
-A node takes over the swarm's time, keeps the records of all (`copies`), answers with no more than fits into a
-message, and keeps the good records of an answer that has bad ones.
+A node takes over the swarm's time, keeps the records of all peers (`copies`), limits its answers to the size
+of a message, and keeps the valid records of an answer that also has invalid ones.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from trahiv_cli.swarm.snapshot import unpacked
 
 logger = get_logger(__name__)
 
-# Records of one answer that are found to be bad before the rest is left out: who hands them on has judged
-# them. To judge one takes 0.3 ms.
+# Invalid records of one answer after which a node ignores the rest: an honest sender has checked them. To
+# check one takes 0.3 ms.
 MOST_FORGED = 32
-# That one message looks up; hivemind's look up four (dht/node.py:661) of the 16 that it renews at once.
+# Keys that one message looks up; hivemind looks up four (dht/node.py:661) of the 16 that it renews at once.
 MAX_KEYS = 16
 RECORDS_REMEMBERED = 2048
 MAX_RECORDS_ANSWERED = 2**12  # by one node at once
@@ -60,11 +60,11 @@ def node_id_of(peer_id: bytes) -> DHTID:
 
 
 class CorrectedNode(DHTNode):
-    """`DHTNode` that has the records of all (`Copies`), and says when it was refused."""
+    """`DHTNode` that has the records of all peers (`Copies`), and reports that a swarm refused it."""
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
-        """Make a node; see `DHTNode`. NotAdmitted if none of those that answered took it for a member."""
+        """Make a node; see `DHTNode`. NotAdmitted if no initial peer let it in, and one refused it."""
         maddrs = map(str, kwargs.get("initial_peers") or ())
         _initial_peers.set({PeerID.from_base58(maddr.rpartition("/p2p/")[2]) for maddr in maddrs})
         try:
@@ -100,17 +100,17 @@ class CorrectedNode(DHTNode):
 class CorrectedProtocol(DHTProtocol):
     """`DHTProtocol` of a node that takes over the time of the swarm that it enters, and drops bad records.
 
-    - dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`. Here it
-      takes over the time of most of them, and does without the others.
-    - dht/protocol.py:420 refuses a whole dictionary for one record in it: whoever gets a bad one into an
-      answer hides all others.
-    - What a peer may store or answer has no limit, and dht/node.py:837 keeps both (`records.Quota`). Nor has
-      a message with what is stored (dht/protocol.py:355, :395): p2pd takes 4 MiB, and who gets no answer
-      forgets the node.
+    - dht/protocol.py:126 ends a node that is more than 3 s apart from one of its `initial_peers`. This one
+      takes over their median time, and does without the peers that still differ.
+    - dht/protocol.py:420 refuses a whole dictionary for one record in it: a peer that gets a bad record into
+      an answer hides all others.
+    - The records that a peer may store or answer have no limit, and dht/node.py:837 keeps all of them
+      (`records.Quota`). Nor has a message with stored records (dht/protocol.py:355, :395): p2pd refuses more
+      than 4 MiB, and a peer that gets no answer forgets the node.
     - dht/protocol.py:304 writes ids of any number and length in base58, which takes hours for 4 MiB.
     - dht/routing.py:263 lets a node choose its id: one peer takes all places near a key (`node_id_of`).
-    - dht/protocol.py:84 has others ask a node that they can't dial. One that enters a swarm is not listed
-      until a member has dialled it (`reach`).
+    - dht/protocol.py:84 makes other nodes ask a node that they can't dial. A node that enters a swarm is not
+      listed until a member has dialled it, or while no member answers (`reach`).
     """
 
     def __init__(self, **keywords: Any) -> None:
@@ -120,7 +120,7 @@ class CorrectedProtocol(DHTProtocol):
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTProtocol:
-        """Make a protocol; see `DHTProtocol`. It asks for the time before its node pings anybody."""
+        """Make a protocol; see `DHTProtocol`. It asks for the time before its node pings any peer."""
         protocol = await super().create(*args, **kwargs)
         if _initial_peers.get():
             protocol.list_node(is_listed=False)
@@ -129,16 +129,16 @@ class CorrectedProtocol(DHTProtocol):
 
     @property
     def is_listed(self) -> bool:
-        """Whether the nodes that hear from this one ask it for records."""
+        """Whether nodes that receive a message of this one add it to their routing tables."""
         return bool(self.node_info.node_id)
 
     def list_node(self, *, is_listed: bool) -> None:
-        """Have them ask it from now on, or not."""
+        """List this node for others, or unlist it; see `is_listed`."""
         self.node_info = NodeInfo(node_id=self.node_id.to_bytes() if is_listed else b"")
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
-        """Ping; see `DHTProtocol`. One that upstream would end this node for counts as not there."""
-        # Of two that meet later, both of them alone, one keeps its time.
+        """Ping; see `DHTProtocol`. A peer for which upstream would end this node counts as absent."""
+        # If two lone nodes find each other later, one of them keeps its time.
         gives_way = not strict and self.p2p.peer_id.to_base58() > peer.to_base58()
         if gives_way and not self.routing_table.uid_to_peer_id:
             await self._take_over_time([peer])
@@ -151,11 +151,11 @@ class CorrectedProtocol(DHTProtocol):
     async def update_routing_table(
         self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
     ) -> None:
-        """Note whether a node answered; see `DHTProtocol`. The id that it says is not looked at."""
+        """Note whether a node answered; see `DHTProtocol`. The `node_id` that it claims is ignored."""
         await super().update_routing_table(node_id_of(peer_id.to_bytes()), peer_id, responded)
 
     async def _take_over_time(self, peers: Iterable[PeerID]) -> None:
-        """Ask peers for the time, all at once, and go by what they answer."""
+        """Ask peers for the time, all at once, and take over the median."""
 
         async def ask(peer: PeerID) -> tuple[float, float] | None:
             asked_at = swarm_time()
@@ -170,7 +170,7 @@ class CorrectedProtocol(DHTProtocol):
             logger.warning(f"The swarm's time is taken over: this machine's was {-seconds:+.1f} s off.")
 
     def get_stub(self, peer: PeerID) -> Any:
-        """Return what calls another node; see `DHTProtocol`. An answer with ids that are none is refused."""
+        """Return a stub that calls another node; see `DHTProtocol`. It refuses answers with invalid ids."""
         stub = super().get_stub(peer)
 
         async def rpc_ping(request: PingRequest, **options: Any) -> PingResponse:
@@ -195,7 +195,7 @@ class CorrectedProtocol(DHTProtocol):
         return SimpleNamespace(rpc_ping=rpc_ping, rpc_find=rpc_find, **others)
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
-        """Answer with what is stored under keys, as far as it fits; see `DHTProtocol`."""
+        """Answer with the records under keys, as far as they fit into a message; see `DHTProtocol`."""
         del request.keys[MAX_KEYS:]
         response = await super().rpc_find(request, context)
         left = MAX_ANSWER_BYTES
@@ -207,7 +207,7 @@ class CorrectedProtocol(DHTProtocol):
         return response
 
     async def rpc_store(self, request: StoreRequest, context: P2PContext) -> StoreResponse:
-        """Keep what another node sends; see `DHTProtocol`. Nothing is only cached."""
+        """Keep the records that another node sends, none of them in the cache; see `DHTProtocol`."""
         request.in_cache[:] = [False] * len(request.in_cache)
         self.copies.hear(context.remote_id)
         return await super().rpc_store(request, context)
@@ -215,13 +215,16 @@ class CorrectedProtocol(DHTProtocol):
     async def call_store(
         self, peer: PeerID, keys: Any, values: Any, expiration_time: Any, subkeys: Any = None, **options: Any
     ) -> list[bool] | None:
-        """Send records to another node; see `DHTProtocol`, which hands a new one more: `Copies` compares."""
+        """Send records to another node; see `DHTProtocol`. A call without subkeys sends nothing.
+
+        `DHTProtocol` makes such calls to give a new node records; here `Copies` compares them instead.
+        """
         if subkeys is None:
             return None
         return await super().call_store(peer, keys, values, expiration_time, subkeys, **options)
 
     async def call_compare(self, peer: PeerID, digests: Sequence[bytes]) -> bool:
-        """Keep what another node has beside the records with these digests; say whether it answered."""
+        """Keep the records of another node that have none of these digests; return whether it answered."""
         try:
             async with asyncio.timeout(self.wait_timeout):
                 found = await self.get_stub(peer).rpc_compare(FindRequest(keys=digests, peer=self.node_info))
@@ -233,28 +236,28 @@ class CorrectedProtocol(DHTProtocol):
             MAX_RECORDS_ANSWERED,
         ):
             if not self._keep(*record):
-                num_bad += self.quota.has_room(DHTRecord(*record))  # so it was judged
+                num_bad += self.quota.has_room(DHTRecord(*record))  # the validators refused it
             if num_bad >= MOST_FORGED:
                 break
         return True
 
     def _keep(self, key: bytes, place: bytes, value: bytes, ends_at: float) -> bool:
-        """Keep a record that another node answered with; return whether it is a good one."""
+        """Keep a record from another node's answer; return whether it is valid."""
         is_owned = len(key) == DHTID.HASH_NBYTES and place not in (self.IS_DICTIONARY, self.IS_REGULAR_VALUE)
         if is_good := is_owned and self._validate_record(key, place, value, ends_at):
             self.storage.store_subkey(DHTID.from_bytes(key), unpacked(place), value, ends_at)
         return is_good
 
     async def rpc_compare(self, request: FindRequest, context: P2PContext) -> StoreRequest:
-        """Give a node the records that it lacks; the request has the digests of all others."""
+        """Return the records that a node lacks; the request has the digests of the records that it has."""
         return self.copies.lacking(context.remote_id, frozenset(request.keys))
 
     async def serve_always(self) -> None:
-        """Serve other nodes in client mode, too: over the connections that this one has opened."""
+        """Serve other nodes in client mode, too, over the connections that this node has opened."""
         if self.client_mode:
             await self.add_p2p_handlers(self.p2p, AuthRPCWrapper(self, AuthRole.SERVICER, self.authorizer))
 
-    def _validate_record(self, *content: Any) -> bool:  # key, subkey, value and when it expires
+    def _validate_record(self, *content: Any) -> bool:  # key, subkey, value and expiration time
         record = DHTRecord(*content)
         if is_kept := self.quota.has_room(record) and super()._validate_record(*content):
             self.quota.count(record)
@@ -268,16 +271,16 @@ class CorrectedProtocol(DHTProtocol):
                 record = key_bytes, self.serializer.dumps(subkey), value, expires
                 if num_forged >= MOST_FORGED or not self._validate_record(*record):
                     bad.append(subkey)
-                    num_forged += self.quota.has_room(DHTRecord(*record))  # so it was judged
+                    num_forged += self.quota.has_room(DHTRecord(*record))  # the validators refused it
         for subkey in bad:
             del dictionary[subkey]
         return True
 
 
 class RememberingValidator(CompositeValidator):
-    """`CompositeValidator` that judges the same record once, and names who signed a bad one.
+    """`CompositeValidator` that checks the same record once, and logs an owner that signed a bad one.
 
-    dht/protocol.py:424 judges every record in every answer anew: sixteen peers kept two cores busy.
+    dht/protocol.py:424 checks every record in every answer again: sixteen peers kept two cores busy.
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
@@ -285,12 +288,12 @@ class RememberingValidator(CompositeValidator):
         super().__init__(validators)
 
     def extend(self, validators: Iterable[RecordValidatorBase]) -> None:
-        """Add validators; records that were judged without them are judged again."""
+        """Add validators, and forget the results of earlier checks."""
         self._verdict.cache_clear()
         super().extend(validators)
 
     def validate(self, record: DHTRecord) -> bool:
-        """Say whether a record is valid, which depends on nothing but its bytes."""
+        """Return whether a record is valid, which depends on its bytes alone."""
         return self._verdict(record)
 
     def _judge(self, record: DHTRecord) -> bool:
@@ -302,9 +305,9 @@ class RememberingValidator(CompositeValidator):
 
 
 def pack_dictionary(dictionary: DictionaryDHTValue) -> bytes:
-    """Pack the records under a key for a message: those first that have been there for longest.
+    """Pack the records under a key for a message, the first ones stored first, as many as fit.
 
-    dht/storage.py:22 packs all of them, however many there are; see `CorrectedProtocol`.
+    dht/storage.py:22 packs all of them, whatever their number; see `CorrectedProtocol`.
     """
     items = []
     left = MAX_ANSWER_BYTES - 64  # MessagePack adds less to the records under one key

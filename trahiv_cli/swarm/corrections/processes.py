@@ -1,7 +1,7 @@
-"""Here hivemind's processes end with their parent, outlive each other's failures, and leave nothing behind.
+"""hivemind's processes: they end with their parent, survive each other's failures, and leave nothing behind.
 
 p2p/p2p_daemon.py:74 puts hivemind's sockets directly into /tmp under random names, where multiprocessing has
-some, too. Here each process has a folder for them, whose name says whose it is.
+some, too. Here each process has a folder for them, with its process id in the name.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from trahiv_cli.swarm.snapshot import shared_bytes
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-START_S = 60.0  # what does not say within this time that it has started is given up; p2pd has 15 s
+START_S = 60.0  # a process that does not report its start within this time is given up; p2pd has 15 s
 LOOK_EVERY_S = 0.5
 M_MMAP_THRESHOLD = -3  # malloc.h
-LARGE_BYTES = 128 * 1024  # as glibc begins
+LARGE_BYTES = 128 * 1024  # the initial threshold of glibc
 PREFIX = "trahiv-"
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process as soon as the thread that forked it ends.
+    """Ask the kernel to kill this process as soon as the thread that forked it ends.
 
-    `daemon=True` does not help when the parent is killed: a ghost peer holds its port and id. Only Linux
-    can do this; elsewhere, end what a killed peer left behind by hand.
+    `daemon=True` does not help when the parent is killed: a ghost peer keeps its port and id. Only Linux
+    can do this; elsewhere, a user ends the processes of a killed peer by hand.
     """
     if LINUX:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -54,8 +54,8 @@ def die_with_parent() -> None:
 def become_child(parent_pid: int) -> None:
     """Make the process that was just forked die with its parent, and leave signals to the parent.
 
-    Ctrl-C reaches the whole process group: the DHT's process would leave in the middle of the goodbye. It
-    keeps its tasks, gives memory back, and has threads of its own from now on.
+    Ctrl-C reaches the whole process group: the DHT's process would end in the middle of the goodbye. The
+    process also keeps its tasks, returns freed memory, and gets threads of its own.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -69,18 +69,18 @@ def become_child(parent_pid: int) -> None:
 
 
 def renew_thread_pool() -> None:
-    """Have torch replace the threads that this process lost when it was forked, while it has just this one.
+    """Make torch replace the threads that this process lost in the fork, while it has only one thread.
 
-    caffe2/utils/threadpool/pthreadpool-cpp.cc does that without a lock when threads first ask for them; a
-    round's ask at once, and fail ("Invalid thread pool!").
+    caffe2/utils/threadpool/pthreadpool-cpp.cc does that without a lock when a thread first uses them; the
+    threads of a round do so at once, and fail ("Invalid thread pool!").
     """
     torch.set_num_threads(torch.get_num_threads())
 
 
 def return_freed_memory() -> None:
-    """Have memory that this process frees go back to the machine, if it was a large piece.
+    """Make glibc return large pieces of freed memory to the system.
 
-    glibc raises what is large, up to 32 MiB, with each such piece that is freed (mallopt(3)), and keeps
+    glibc raises the threshold, up to 32 MiB, with each large piece that is freed (mallopt(3)), and keeps
     smaller ones: of 1.4 GiB that a process held after two rounds of 82M weights, 1.0 GiB were free.
     """
     if LINUX:
@@ -88,10 +88,10 @@ def return_freed_memory() -> None:
 
 
 def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
-    """Have `asyncio.create_task` hold its tasks until they are done.
+    """Wrap `asyncio.create_task` so that tasks are referenced until they are done.
 
-    The event loop refers to a task weakly, and dht/dht.py:133 and averaging/averager.py:322 drop theirs: one
-    that waits for something that nobody else refers to is collected, and its caller waits for ever.
+    The event loop refers to a task weakly, and dht/dht.py:133 and averaging/averager.py:322 drop theirs: a
+    task that waits for an object without other references is collected, and its caller waits forever.
     """
     held: set[asyncio.Task[Any]] = set()
 
@@ -105,10 +105,10 @@ def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., a
 
 
 class ControlPipe:
-    """One end of a pipe to a hivemind process; its messages stay whole, whoever sends them, however long.
+    """One end of a pipe to a hivemind process that keeps messages whole, from any thread and of any length.
 
-    Several threads send into it, and a message above 4,096 bytes may go in pieces. uvloop has the other end
-    not block, which then reads half a message. dht/dht.py:127 ends at either.
+    Several threads send into it, and a message above 4,096 bytes may be sent in pieces. uvloop makes the
+    other end non-blocking, so that it reads half a message. Either ends the loop of dht/dht.py:127.
     """
 
     def __init__(self, pipe: Any) -> None:
@@ -119,21 +119,21 @@ class ControlPipe:
         return getattr(self._pipe, name)
 
     def send(self, message: Any) -> None:
-        """Send a message when those of other threads are sent."""
+        """Send a message after the messages of other threads."""
         with self._is_sending:
             self._pipe.send(message)
 
     def recv(self) -> Any:
-        """Return the next message, when all of it is there."""
+        """Return the next message, once it has arrived completely."""
         os.set_blocking(self._pipe.fileno(), True)
         return self._pipe.recv()
 
 
 def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> None:
-    """Wait until the DHT's process says that it is ready; what it says instead is raised.
+    """Wait until the DHT's process reports that it is ready; raise the error that it reports instead.
 
-    dht/dht.py:144 and averaging/averager.py:339 wait for ever for one that was killed or stands still. Here
-    it is given up, as SwarmError, when it has ended, and after `timeout_s` (None: `START_S`).
+    dht/dht.py:144 and averaging/averager.py:339 wait forever for a process that was killed or has stalled.
+    This function raises SwarmError if the process has ended, and after `timeout_s` (None: `START_S`).
     """
     until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
     is_starting = True
@@ -149,9 +149,9 @@ def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s
 
 
 def start_memory_manager() -> None:
-    """Have torch start its process that keeps shared memory, out of Ctrl-C's reach: SIGINT stays blocked.
+    """Make torch start its process that keeps shared memory, with SIGINT blocked: Ctrl-C does not reach it.
 
-    lib/libshm/core.cpp waits without an end for one that Ctrl-C ended while it started.
+    lib/libshm/core.cpp waits forever for a process that Ctrl-C ended while it started.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -163,8 +163,8 @@ def start_memory_manager() -> None:
 def close_event_loop() -> None:
     """Close the event loop of this thread, if it has one that does not run.
 
-    utils/mpfuture.py:107 makes one that nobody closes: at the interpreter's exit its sockets may go first,
-    and a traceback ends what a person sees ("Invalid file descriptor: -1").
+    utils/mpfuture.py:107 makes one and never closes it: at the interpreter's exit its sockets may be closed
+    first, and the user sees a traceback at the end ("Invalid file descriptor: -1").
     """
     with contextlib.suppress(RuntimeError):  # there is none, or it runs
         asyncio.get_event_loop().close()
@@ -172,7 +172,7 @@ def close_event_loop() -> None:
 
 @cache
 def private_folder(pid: int) -> Path:
-    """Return the folder for the sockets of this process, by its id, which goes when the process ends.
+    """Return the folder for the sockets of this process, by its id; it is removed when the process ends.
 
     The first call makes it, and removes the folders of processes that have ended. A process locks its folder:
     two containers that share /tmp have processes with the same ids. Earlier versions did not lock theirs.
@@ -186,20 +186,20 @@ def private_folder(pid: int) -> Path:
             os.close(lock)
     for address in Path(tempfile.gettempdir()).glob("torch-shm-dir-*/manager.sock"):
         with socket.socket(socket.AF_UNIX) as one, contextlib.suppress(OSError):
-            if one.connect_ex(str(address)) == errno.ECONNREFUSED:  # torch's process there was killed
+            if one.connect_ex(str(address)) == errno.ECONNREFUSED:  # torch's process was killed
                 shutil.rmtree(address.parent)
     # Not tempfile's default folder: a unix socket's path may have at most 107 bytes.
     unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}{pid}-", dir="/tmp"))
     _lock(unlocked)
     folder = unlocked.rename(unlocked.with_name(unlocked.name.removeprefix(".")))
     cast(Any, multiprocessing.process.current_process())._config.setdefault("tempdir", str(folder))
-    # After all else: multiprocessing removes its sockets, then its own folder, at -100.
+    # Last of all: multiprocessing removes its sockets, then its own folder, at -100.
     multiprocessing.util.Finalize(None, _sweep, args=(folder, pid), exitpriority=-100)
     return folder
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a private folder until this process ends; None if another process has, or it is another user's."""
+    """Lock a private folder until this process ends; None if another process or user has it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -211,7 +211,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _sweep(folder: Path, pid: int) -> None:
-    """Remove a private folder, and the shared memory of its process, unless another one may have made it."""
+    """Remove a private folder, and its process's shared memory unless another process may have made that."""
     shutil.rmtree(folder, ignore_errors=True)
     if any(Path("/tmp").glob(f"{PREFIX}{pid}-*")):
         return

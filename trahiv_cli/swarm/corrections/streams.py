@@ -1,4 +1,4 @@
-"""A message between peers has a largest size, one that can't be read ends its stream, and none is lost."""
+"""Messages between peers: their size is limited, an unreadable one ends its stream, and none is lost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hivemind.proto.p2pd_pb2 import RPCError
 
 from trahiv_cli.swarm.pipes import CHUNK_BYTES, DOWNLOAD, UPLOAD
 
-# What a call to a peer that is gone, or hangs, ends with.
+# The errors of a call to a peer that is gone or hangs.
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
 # The largest message of a stream; p2pd has the same limit for calls without one. Ours are parts of tensors.
 MAX_MESSAGE_BYTES = 4 * 2**20
-URGENT_BYTES = 2**13  # votes, claims and records are shorter, and have little time
+URGENT_BYTES = 2**13  # votes, claims and records are shorter, and must arrive soon
 
 _receive_protobuf = P2P.receive_protobuf
 
@@ -25,7 +25,7 @@ _receive_protobuf = P2P.receive_protobuf
 async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     """Receive the bytes of a message; ConnectionError if it is longer than `MAX_MESSAGE_BYTES`.
 
-    p2p/p2p_daemon.py:378 takes as many bytes as the sender says that there are.
+    p2p/p2p_daemon.py:378 reads any number of bytes that the sender announces.
     """
     length = int.from_bytes(await reader.readexactly(P2P.HEADER_LEN), P2P.BYTEORDER)
     if length > MAX_MESSAGE_BYTES:
@@ -41,7 +41,7 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
 
 
 async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:
-    """Send the bytes of a message, no faster than this peer's user wants (`pipes.UPLOAD`).
+    """Send the bytes of a message, no faster than the limit of this peer's user (`pipes.UPLOAD`).
 
     p2p/p2p_daemon.py:369 writes all of them at once.
     """
@@ -57,7 +57,7 @@ async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size
 async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tuple[Any, Any]:
     """Receive a message, or an error; ConnectionError if it can't be read.
 
-    p2p/p2p_daemon.py:396 raises what protobuf raises, which no caller expects.
+    p2p/p2p_daemon.py:396 raises the errors of protobuf, which no caller expects.
     """
     try:
         return await _receive_protobuf(kind, reader)
@@ -65,15 +65,15 @@ async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tup
         raise ConnectionError(f"a message that can't be read: {error}") from error
 
 
-# p2pd may lose what a handler sent last if its stream is closed at once (p2p/p2p_daemon.py:462) and the bytes
-# come in bursts, as through a relay: measured, 7 of 3,000 replies; none if it is closed 0.2 s later. So a
-# handler says that it has sent all, and its stream is closed when the caller has closed it.
+# p2pd may lose the last bytes of a handler if its stream is closed at once (p2p/p2p_daemon.py:462) and the
+# bytes come in bursts, as through a relay: measured, 7 of 3,000 replies; none if it is closed 0.2 s later. So
+# a handler reports that it has sent all, and its stream is closed after the caller has closed its own.
 ALL_IS_SENT = RPCError(message="trahiv: all is sent")
-LINGER_S = 3.0  # for callers that don't close theirs
+LINGER_S = 3.0  # for callers that don't close their stream
 
 
 async def and_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Say `ALL_IS_SENT` behind the responses of a handler."""
+    """Yield `ALL_IS_SENT` after the responses of a handler."""
     async with contextlib.aclosing(responses):
         async for response in responses:
             yield response
@@ -81,7 +81,7 @@ async def and_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, N
 
 
 async def until_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """Take the responses of a handler until it says that these are all."""
+    """Yield the responses of a handler until `ALL_IS_SENT` arrives."""
     async with contextlib.aclosing(responses):
         try:
             async for response in responses:
@@ -92,8 +92,8 @@ async def until_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any,
 
 
 async def caller_is_gone(reader: asyncio.StreamReader) -> None:
-    """Wait until a caller has closed its stream, or for `LINGER_S`; not in a task that was cancelled."""
-    await asyncio.sleep(0)  # until then the handler's own task reads, which it has cancelled
+    """Wait until a caller has closed its stream, for at most `LINGER_S`; not in a task that was cancelled."""
+    await asyncio.sleep(0)  # hivemind's cancelled read task still uses the reader until then
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return
