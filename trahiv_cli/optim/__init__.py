@@ -1,1 +1,1 @@
-"""How peers agree on a step."""
+"""Steps of the swarm: progress reports, rounds of averaging, catching up, and the optimizer."""

@@ -1,15 +1,15 @@
 """One exact exchange: all peers of a group end with the same bits, or with none.
 
-hivemind's all-reduce sends each peer the *difference* between the average and that peer's own part,
-so every peer adds a number that was rounded, or quantized, for it alone: replicas drift by 4e-8 a round
-without a codec and by 2.5 % of the gradient with an 8-bit one. Here the peer that reduces a part sends
-everybody the average itself, in the same bytes, and adopts what those bytes decode to. Every part travels
-with a checksum; whatever fails, fails the round for this peer.
+hivemind's all-reduce sends each peer the *difference* between the average and that peer's own part. Every
+peer then adds a number that was rounded, or quantized, for it alone, so replicas drift: by 4e-8 a round
+without a codec, and by 2.5 % of the gradient with an 8-bit one. Here the peer that reduces a part sends the
+average itself, in the same bytes, to every member, and adopts the values that these bytes decode to. Every
+part travels with a checksum. Any failure fails the round for this peer.
 
-A reducer takes finite values from its group, no more than their sender claimed, and no outliers.
+A reducer uses only finite contributions, up to the norm that their sender claimed, and no outliers.
 
-Each part has a time limit, and so has the whole exchange: else a member that sends each part just before its
-limit would hold up every round without blame.
+Each part has a time limit, and so has the whole exchange. Otherwise a member that sends each part just before
+its limit would delay every round without blame.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from trahiv_cli.swarm.codecs import Codec, Verbatim, read_tensor
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.snapshot import digest_of_bytes
 
-# A sender's parts may have so many times the norm it claimed: codecs round, and what a lossy one lost in an
-# earlier round comes on top (uniform8 loses up to 3 % of the norm a round).
+# The norm of a sender's parts may be this many times the norm that it claimed: codecs round, and the losses
+# of a lossy codec in an earlier round are added (uniform8 loses up to 3 % of the norm a round).
 CLAIM_SLACK = 1.25
 
-# At the limit of an exchange members break off one after the other. Once so much of the limit is over, each
-# blames the sender that is slow by what it has seen itself.
+# At the limit of an exchange its members break off one after the other. After this share of the limit, each
+# member blames the slowest sender that it has observed itself.
 NEARLY_OVER = 0.8
 
-CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows one to be enough from a good start
+CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows that one is enough from a good start
 
 
 def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
-    """Make a message of a part; its checksum travels in a field that hivemind leaves empty."""
+    """Return a message with a part; its checksum is in a field that hivemind leaves empty."""
     checksum = digest_of_bytes(part.buffer)
     return averaging_pb2.AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
 
 
 def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor | None:
-    """Decode a part; None if its bytes are no tensor. `BrokenPart`: the checksum is another part's."""
+    """Decode a part; None if its bytes are no tensor. Raises `BrokenPart` if the checksum does not match."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
     with contextlib.suppress(ValueError):
@@ -62,19 +62,19 @@ def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor 
 
 
 class BrokenPart(AllreduceException):
-    """A member sent what nobody can use."""
+    """A member sent a part that can't be used."""
 
 
 class BrokenOff(AllreduceException):
-    """A member went no further, perhaps because of another one."""
+    """A member broke off the exchange, perhaps because of another member."""
 
 
 class ExactAllReduce(AllReduceRunner):
     """Butterfly all-reduce that yields averages, the same bits for every peer of the group, or raises.
 
-    For what it adds to hivemind's options see `SoundReducer`. Tensors from the index `first_buffer` on are of
-    buffers; they travel without a codec. After `limit_s` the exchange fails, and blames the member that is
-    furthest behind.
+    `ExactAverager` creates one for each round. `SoundReducer` explains the options that hivemind lacks.
+    Tensors from index `first_buffer` on are buffers; they travel without a codec. After `limit_s` seconds the
+    exchange fails, and blames the member that is furthest behind.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ExactAllReduce(AllReduceRunner):
         shares = self._container._input_parts_by_peer
         self._infos = [info for _, info in shares[self._own]]
         self._num_gradients = [sum(info.key < first_buffer for _, info in share) for share in shares]
-        self.tensor_part_reducer.finished.set()  # upstream's is not used, and would warn of that
+        self.tensor_part_reducer.finished.set()  # upstream's reducer is not used, and would log a warning
         self.tensor_part_reducer: Any = SoundReducer(
             [part.shape for part in self.parts_for_local_averaging],
             [peer.to_base58() for peer in self.sender_peer_ids],
@@ -114,8 +114,8 @@ class ExactAllReduce(AllReduceRunner):
         self._encoded: dict[int, asyncio.Future[averaging_pb2.AveragingData]] = {}
         self._averages: list[list[runtime_pb2.Tensor]] = [[] for _ in self.ordered_peer_ids]
         used = {peer: claim for peer, claim in claims.items() if peer not in left_out}
-        # What a lossy codec loses of this peer's contribution, and of the averages of its own share: the next
-        # round may bring that along (error feedback, arXiv 1901.09847). None if nothing is lost.
+        # The losses of a lossy codec: of this peer's contribution, and of the averages of its own share. The
+        # next round may add them (error feedback, arXiv 1901.09847). None if nothing is lost.
         self.lost: list[torch.Tensor] | None = None
         is_lossy = isinstance(compression, Codec) and compression.bits > 0
         if is_lossy and self.peer_id.to_base58() in used:
@@ -125,13 +125,13 @@ class ExactAllReduce(AllReduceRunner):
             self._lost_parts = [[part for part, _ in parts] for parts in split._input_parts_by_peer]
             total = sum(claim.weight for claim in used.values())
             self._own_share = used[self.peer_id.to_base58()].weight / total if total else 0.0
-        # No mean is longer than the longest of what it is of, nor a median of each coordinate longer than
-        # sqrt(2) times that: half of all have at least its value there.
+        # A mean is no longer than the longest contribution. A coordinate-wise median is at most sqrt(2) times
+        # as long: in each coordinate at least half of the contributions have its magnitude or more.
         slack = CLAIM_SLACK * (math.sqrt(2) if robust else 1.0)
         self._most_norm = slack * max((claim.norm for claim in used.values()), default=math.inf)
 
     async def run(self) -> AsyncIterator[torch.Tensor]:
-        """Exchange, and yield the averages as they come; see `AllReduceRunner`."""
+        """Run the exchange, and yield the averages as they arrive; see `AllReduceRunner`."""
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(self._limit_s, self._run_out)
         self._nearly_over_at = loop.time() + NEARLY_OVER * self._limit_s
@@ -146,13 +146,13 @@ class ExactAllReduce(AllReduceRunner):
 
     @property
     def failure(self) -> BaseException | None:
-        """What the round failed of first, if it did."""
+        """The first error of the round; None if there was none."""
         return self._future.exception() if self._future.done() and not self._future.cancelled() else None
 
     def _fail(self, error: BaseException, peer: PeerID) -> None:
-        """End the round, and let the others learn of it: nothing that could still arrive would save it."""
+        """End the round and the calls of other members: no part that could still arrive would save it."""
         if isinstance(error, (*UNREACHABLE, BrokenPart, BrokenOff)):
-            # Who returns no average in time may itself wait for another one.
+            # A peer that returns no average in time may itself be waiting for another peer.
             self._blame(peer, is_sure=not isinstance(error, (BrokenOff, TimeoutError)))
         if isinstance(error, asyncio.CancelledError):
             error = AllreduceException(f"the exchange with peer {peer} was broken off")
@@ -176,7 +176,7 @@ class ExactAllReduce(AllReduceRunner):
         self.is_sure = is_sure
 
     def _run_out(self) -> None:
-        """Fail the round at its limit: because of a slow sender or, if there is none, of a slow reducer."""
+        """Fail the round at its limit; blame a slow sender or, if there is none, a slow reducer."""
         limit = f"within the limit of {self._limit_s:.0f} s for an exchange"
         if (sender := self.tensor_part_reducer.slowest) is not None:
             peer = self.sender_peer_ids[sender]
@@ -194,7 +194,7 @@ class ExactAllReduce(AllReduceRunner):
             self._fail(BrokenOff(f"peer {peer} did not return its averages {limit}"), peer)
 
     async def _ban_sender(self, peer_id: PeerID) -> None:
-        """Fail the round: a member sends no more."""
+        """Fail the round, because a member sends no more parts."""
         self._blame(peer_id, is_sure=peer_id not in self.active_senders)
         await super()._ban_sender(peer_id)
 
@@ -211,13 +211,13 @@ class ExactAllReduce(AllReduceRunner):
                 count += 1
             if count != self._container.num_parts_by_peer[index]:
                 raise BrokenOff(f"peer {peer_id} sent {count} parts of its share")
-        except (Exception, asyncio.CancelledError) as error:  # what this task does not bring is waited for
+        except (Exception, asyncio.CancelledError) as error:  # else the round waits for its averages
             self._fail(error, peer_id)
             raise
 
     @property
     def encoded_averages(self) -> tuple[runtime_pb2.Tensor, ...]:
-        """All parts of the average, as they travelled, in the order of the tensors' values."""
+        """All encoded parts of the average, as they travelled, in the order of the tensors' values."""
         return tuple(part for parts in self._averages for part in parts)
 
     async def _reduce_own_parts(self) -> AsyncIterator[tuple[torch.Tensor, runtime_pb2.Tensor]]:
@@ -227,7 +227,7 @@ class ExactAllReduce(AllReduceRunner):
             message = await self._encode(part_index, average)
             decoded = read_tensor(message.tensor_part)
             if self.lost is not None and self._own_share:
-                # This peer alone knows what the average lost: it brings that along next time.
+                # Only this peer knows the loss of this average, and adds it to its next contribution.
                 lost = self._lost_parts[self._own][part_index]
                 lost.copy_(average.sub(decoded).div_(self._own_share))
             yield decoded, message.tensor_part
@@ -237,7 +237,7 @@ class ExactAllReduce(AllReduceRunner):
     ) -> AsyncIterator[tuple[torch.Tensor, runtime_pb2.Tensor]]:
         done_sending = asyncio.Event()
         parts = attach_event_on_finished(self._generate_input_for_peer(index), done_sending)
-        async with asyncio.timeout(self.reducer_timeout):  # dialling a peer that is gone may take minutes
+        async with asyncio.timeout(self.reducer_timeout):  # dialing a peer that is gone may take minutes
             stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(parts)
         if self.should_delay_results(self.peer_id):
             await done_sending.wait()
@@ -285,7 +285,7 @@ class ExactAllReduce(AllReduceRunner):
             async for message in encoding:
                 self.sent += len(message.tensor_part.buffer)
                 yield message
-        except Exception as error:  # hivemind's writing task, which runs this, is asked by nobody
+        except Exception as error:  # hivemind's writing task runs this, and its result is not read
             self._fail(error, self.ordered_peer_ids[peer_index])
             raise
 
@@ -311,7 +311,7 @@ class ExactAllReduce(AllReduceRunner):
         except AllreduceException as error:
             self._fail(error, sender)
             raise
-        except TimeoutError:  # its stream is open, and it sends nothing
+        except TimeoutError:  # the sender's stream is open, but it sends nothing
             self._blame(sender, is_sure=True)
             raise
         finally:
@@ -319,9 +319,9 @@ class ExactAllReduce(AllReduceRunner):
                 await self._ban_sender(sender)
 
     async def _encode(self, part_index: int, average: torch.Tensor) -> averaging_pb2.AveragingData:
-        """Encode the average of one of our parts, once for the whole group.
+        """Encode the average of one part of this peer's share, once for the whole group.
 
-        hivemind cancels who serves a member that hangs up: the others still need the part.
+        hivemind cancels the handler of a member that hangs up, but the other members still need the part.
         """
 
         def encode() -> averaging_pb2.AveragingData:
@@ -334,13 +334,15 @@ class ExactAllReduce(AllReduceRunner):
 
 
 class SoundReducer:
-    """Averages the parts of one share, each sender by the weight that it claimed.
+    """Averages the parts of one share, with the weight that each sender claimed.
 
-    Stands in for hivemind's `TensorPartReducer`, which takes a weight from each part, and averages on without
-    a sender that fails half-way: parts then differ in whose they are. Here a failed sender fails the round.
-    Parts of `left_out` are not used. `robust`: average by centered clipping, not by the weighted mean. The
-    parts behind `num_gradients` are of buffers: they count in no norm, and the robust mean of them is the
-    median of each value.
+    `ExactAllReduce` creates one for each round. It replaces hivemind's `TensorPartReducer`, which reads a
+    weight from each part, and continues without a sender that fails half-way: parts are then averages over
+    different senders. Here a failed sender fails the round.
+
+    Parts of the senders in `left_out` are not used. `robust`: average by centered clipping, not by the
+    weighted mean. The parts from index `num_gradients` on are buffers: they count in no norm, and their
+    robust mean is the median of each value.
     """
 
     def __init__(
@@ -355,7 +357,7 @@ class SoundReducer:
     ) -> None:
         self.num_parts = len(part_shapes)
         self._num_gradients = num_gradients
-        self.notes: dict[str, str] = {}  # senders that broke their word, and how; not used from then on
+        self.notes: dict[str, str] = {}  # why a sender violated its claim; it is not used from then on
         self._shapes = part_shapes
         self._senders = senders
         self._claims = claims
@@ -367,19 +369,19 @@ class SoundReducer:
         )
         self._squares = [0.0] * len(senders)
         self._num_sent = [0] * len(senders)  # parts
-        self._came_at = [math.inf] * len(part_shapes)  # when the last part of each index came
-        self._waits_s = [0.0] * len(senders)  # for which the others waited for each sender alone
+        self._came_at = [math.inf] * len(part_shapes)  # when the latest part of each index arrived
+        self._waits_s = [0.0] * len(senders)  # how long the others waited for each sender alone
         self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
         self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
 
     async def accumulate_part(self, sender: int, index: int, part: torch.Tensor | None) -> torch.Tensor:
-        """Take one part of a sender, wait for the others', return their average, in float32.
+        """Take one part of a sender, wait for the other senders' parts, and return their average in float32.
 
-        If `part` is not floating-point, or of another shape, or None as it can't be read, it is not used, nor
-        is what its sender sends after it. Where no sender's samples had a trained token, the average is 0.
+        A part that is not floating-point, has another shape, or is None because it can't be read, is not
+        used, nor are the sender's later parts. If no sender's samples had a trained token, the average is 0.
 
         Raises:
-            AllreduceException: a sender failed, or nobody's part can be used.
+            AllreduceException: a sender failed, or no sender's part can be used.
         """
         name = self._senders[sender]
         if index >= self.num_parts:
@@ -416,21 +418,21 @@ class SoundReducer:
 
     @property
     def slowest(self) -> int | None:
-        """Index of the sender of which most parts are missing; None if all have sent the same number."""
+        """Index of the sender with the most missing parts; None if all have sent the same number."""
         fewest = min(self._num_sent, default=0)
         return self._num_sent.index(fewest) if fewest < max(self._num_sent, default=0) else None
 
     @property
     def longest_wait_s(self) -> float:
-        """Seconds for which the others waited for the slowest sender alone; 0 with fewer than three."""
+        """Seconds that the others waited for the slowest sender alone; 0 with fewer than three senders."""
         return max(self._waits_s) if len(self._senders) > 2 else 0.0
 
     def on_sender_failed(self, sender: int) -> None:
-        """Fail what still needs this sender."""
+        """Fail the averages that still need this sender."""
         self._fail(f"peer {self._senders[sender]} did not send its part in time")
 
     def finalize(self) -> None:
-        """Fail what is not finished, and free the memory. Safe to call twice."""
+        """Fail the unfinished averages, and free the memory. Safe to call twice."""
         self._fail("the round is over")
         self._arrived = [{} for _ in self._shapes]
 
@@ -438,7 +440,7 @@ class SoundReducer:
         for average in self._averages:
             if not average.done():
                 average.set_exception(AllreduceException(why))
-                average.exception()  # somebody may be waiting, or nobody; asyncio complains of the latter
+                average.exception()  # else asyncio logs an error if no task waits for it
 
     def _combine(
         self, arrived: Mapping[int, torch.Tensor], shape: torch.Size, *, is_gradient: bool
@@ -458,13 +460,14 @@ class SoundReducer:
         values = torch.stack([part for part, _ in used])
         if is_robust:
             return values.median(dim=0).values
-        # Above the lowest value: equal ones keep their bits, and a variance never becomes negative.
+        # Averages the distances from the lowest value, so that equal values keep their bits and a variance
+        # never becomes negative.
         lowest = values.amin(dim=0)
         return weighted_mean([(part - lowest, weight) for part, weight in used]).add_(lowest)
 
 
 def weighted_mean(parts: Sequence[tuple[torch.Tensor, float]]) -> torch.Tensor:
-    """Average (tensor, weight) pairs of one shape; a new float32 tensor."""
+    """Average (tensor, weight) pairs of one shape; return a new float32 tensor."""
     total = torch.zeros(parts[0][0].shape)
     for part, weight in parts:
         total.add_(part, alpha=weight)
@@ -476,7 +479,7 @@ def centered_clipping(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
     v <- v + mean_i clip(x_i - v, t), where clip scales a difference down to the norm t, the median of all
     differences' norms, and v starts at the coordinate-wise median (arXiv 2012.10333, algorithm 2). All
-    count alike: a weight is what its owner says. Needs at least three. A new float32 tensor.
+    tensors count equally, because a weight is only a claim. Needs at least three; returns a new float32 one.
     """
     values = torch.stack([part.float().flatten() for part in parts])
     center = values.median(dim=0).values

@@ -1,6 +1,6 @@
-"""From the words of `hivemind_config.opt` to the optimizer that a peer steps.
+"""Build the optimizer that a peer steps from the options in `hivemind_config.opt`.
 
-Combinations that hivemind accepts and that do harm are refused here, before any peer is met.
+Combinations that hivemind accepts but that do harm are refused here, before the optimizer is built.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ UPSTREAM: dict[type, str] = {
     compression.Quantile8BitQuantization: "blockwise8",
     compression.BlockwiseQuantization: "blockwise8",
 }
-"""Maps hivemind's codecs to the names of ours that stand in for them."""
+"""Maps hivemind's codecs to the names of the codecs that replace them."""
 
 REFUSED = frozenset(
     "auxiliary average_opt_statistics batch_size_per_step delay_grad_averaging delay_optimizer_step "
     "delta_rule_averaging dht extra_tensors grad_averager_factory optimizer params reuse_grad_buffers "
     "scheduler use_local_updates".split()
 )
-"""Keywords of `hivemind.Optimizer` that the Trainer or `swarm.mode` decides; most would do harm."""
+"""Keywords of `hivemind.Optimizer` that the Trainer or `swarm.mode` sets; most would do harm."""
 
 PLAIN = (bool, int, float, str, type(None))
-"""What may stand beside tensors in an optimizer's state: what JSON and MessagePack give back as it was."""
+"""Types of the values beside tensors in an optimizer's state: JSON and MessagePack restore them exactly."""
 
 METADATA_EXPIRATION_S = 20.0
-"""How long a peer that died without a goodbye is waited for; hivemind's 60 s stalls a pair for a minute."""
+"""Seconds that others wait for a peer that died without a goodbye; hivemind's 60 s stall a pair as long."""
 
 TRACKER_OPTIONS = {
     "metadata_expiration": METADATA_EXPIRATION_S,
     "min_refresh_period": 0.25,
     "max_refresh_period": 3.0,
 }
-"""With hivemind's refresh periods, 0.5 to 10 s, fast peers run far past the target."""
+"""Seconds. With hivemind's refresh periods, 0.5 to 10 s, fast peers run far past the target."""
 
-EXCHANGE_TIMEOUT_S = 3600.0  # of any size: `next_chunk_timeout` ends an exchange that makes no progress
+EXCHANGE_TIMEOUT_S = 3600.0  # for any size: `next_chunk_timeout` ends an exchange that makes no progress
 MIN_CHUNK_TIMEOUT_S = 10.0
-"""A groupmate that sends nothing for so long is left out. hivemind's `matchmaking_time` is meant for another
-wait: with a short one, a peer on a busy machine is left out of every other round."""
+"""The least default of `next_chunk_timeout`: a groupmate that sends nothing for this long is left out.
+hivemind takes `matchmaking_time`, which is meant for another wait: if it is short, a peer on a busy machine
+is left out of every other round."""
 
 
 def build_optimizer(
@@ -72,15 +73,15 @@ def build_optimizer(
 ) -> SwarmOptimizer:
     """Build the swarm's optimizer from `hivemind_config.opt`.
 
-    `params` are groups of trainable float32 tensors on the model's device, of which `optimizer` makes the
-    inner torch optimizer (on the CPU when offloaded). `samples_per_step` are behind one call of `step()`.
-    A peer that `only_dials` averages in client mode, unless `options` say otherwise.
-    `keywords` are fields of `RunSettings`, and keywords of `SwarmOptimizer`; `scheduler`, among these, makes
-    a learning-rate schedule in swarm steps.
+    `params` are groups of trainable float32 tensors on the model's device. `optimizer` makes the inner torch
+    optimizer from them (on the CPU when offloaded). One call of `step()` covers `samples_per_step` samples.
+    A peer that `only_dials` averages in client mode, unless `options` set `client_mode`.
+    `keywords` are fields of `RunSettings` and keywords of `SwarmOptimizer`; among these, `scheduler` makes a
+    learning-rate schedule in swarm steps.
 
     Raises:
-        RecipeError: `options` has a keyword that does harm, or one that hivemind lacks; or the inner
-            optimizer can't be used in a swarm.
+        RecipeError: `options` has a keyword that does harm or that hivemind lacks, or the inner optimizer
+            can't be used in a swarm.
     """
     names = [field.name for field in fields(RunSettings) if field.name in keywords]
     run = RunSettings(**{name: keywords.pop(name) for name in names})
@@ -113,9 +114,9 @@ def build_optimizer(
 
 
 def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer, is_on_gpu: bool) -> bool:
-    """Whether the inner optimizer steps copies of the weights in host memory; `wanted` may leave it open."""
+    """Return whether the inner optimizer steps copies of the weights in host memory; decide on "auto"."""
     if wanted == "auto":
-        # Not in mode overlap: offloaded, it trains without the guess (`method.SharedGradients`).
+        # Not in mode overlap: an offloaded optimizer makes no guess (`method.SharedGradients`).
         is_useful = is_on_gpu and not _is_bitsandbytes(inner)
         return is_useful and run.pace.mode == "sync" and run.auto_share is None
     if wanted and (run.pace.has_local_steps or run.auto_share is not None):
@@ -128,7 +129,7 @@ def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer
 
 
 def _read(options: dict[str, Any], run: RunSettings) -> dict[str, Any]:
-    """Refuse what does harm, fill in our defaults, and take codecs by their names."""
+    """Refuse harmful options, fill in our defaults, and replace the names of codecs by codecs."""
     options = {key: value for key, value in options.items() if value is not None}
     known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
     for key in sorted(options):
@@ -146,9 +147,9 @@ def _read(options: dict[str, Any], run: RunSettings) -> dict[str, Any]:
         options[key] = _codec(options[key])
     of_state = options.get("load_state_compression", compression.NoCompression())
     if not isinstance(of_state, compression.RoleAdaptiveCompression):
-        # Of the weights alone: most codecs raise on the step counts and the bytes of 8-bit optimizers beside
-        # them, and blockwise8 would quantize these once more. With local steps each peer has an optimizer's
-        # state of its own, which may be rounded.
+        # The codec is for the weights alone: most codecs raise on step counts and on the bytes of 8-bit
+        # optimizers, and blockwise8 would quantize these bytes once more. With local steps each peer has its
+        # own optimizer state, which may be rounded.
         of_optimizer = EightBitStatistics() if run.pace.has_local_steps else compression.NoCompression()
         both = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_optimizer)
         options["load_state_compression"] = both
@@ -157,13 +158,13 @@ def _read(options: dict[str, Any], run: RunSettings) -> dict[str, Any]:
     options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
     options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
     options.setdefault("offload_optimizer", "auto")
-    options["delay_state_averaging"] = False  # averaging gradients and weights is sequential here
+    options["delay_state_averaging"] = False  # without effect: weights are never averaged
     tracker_opts = TRACKER_OPTIONS | options.get("tracker_opts", {})
     return options | {"averager_opts": averager_opts, "tracker_opts": tracker_opts}
 
 
 def _codec(given: str | compression.CompressionBase) -> compression.CompressionBase:
-    """Find the codec of a name, or ours in place of hivemind's objects, also inside those that choose one."""
+    """Return the codec of this name, or our replacement of a hivemind codec, also within adaptive codecs."""
     if isinstance(given, compression.RoleAdaptiveCompression):
         choices = {role.name.lower(): _codec(one) for role, one in given.role_compressions.items()}
         return compression.RoleAdaptiveCompression(default=choices.pop("unspecified"), **choices)
@@ -178,7 +179,7 @@ def _codec(given: str | compression.CompressionBase) -> compression.CompressionB
 
 
 def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pace:
-    """Return the pace that mode auto begins with; it keeps a codec that the recipe names."""
+    """Return the first pace of mode auto, which keeps a codec that the recipe names."""
     ours: dict[Any, str] = {type(None): START_CODEC} | {made: name for name, made in CODECS.items()}
     if (name := ours.get(type(codec))) is None:
         raise RecipeError(
@@ -189,9 +190,10 @@ def _start_of_auto(pace: Pace, codec: compression.CompressionBase | None) -> Pac
 
 
 def require_usable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose first step is a special one, or whose state can't be given to others.
+    """Raise `RecipeError` for an optimizer with a special first step, or with a state that can't be shared.
 
-    That must be plain tensors and values; grokadamw, for one, puts dicts of parameters into its groups.
+    The state must have tensors and plain values only (`PLAIN`); grokadamw, for one, puts dicts of parameters
+    into its groups.
     """
     if any(group.get("dampening") for group in optimizer.param_groups):
         raise RecipeError(
@@ -212,14 +214,15 @@ def require_usable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is one of those that keep their state on a GPU small: in 8 bits, or paged."""
+    """Whether the optimizer is from bitsandbytes: its state on a GPU is small, in 8 bits or paged."""
     return type(optimizer).__module__.startswith("bitsandbytes")
 
 
 def _carry_overrides(optimizer: Any, params: Iterable[torch.Tensor]) -> None:
-    """Tell bitsandbytes of offloaded copies what it was told of the model's own weights `params`.
+    """Copy bitsandbytes' settings for the model's own weights `params` to the offloaded copies.
 
-    It knows weights by identity. Else embeddings would have 8-bit state with offload, 32-bit state without.
+    bitsandbytes knows weights by identity. Without this, embeddings would have 8-bit state with offload and
+    32-bit state without.
     """
     if not _is_bitsandbytes(optimizer):
         return

@@ -1,14 +1,15 @@
-"""Mode auto: what a swarm averages, how often and in which codec, reckoned from what its rounds measured.
+"""Mode auto: the mode, the interval between rounds and the codec, computed from measurements of the rounds.
 
-1. Each peer measures its batches and exchanges (`Adaptation`), and says in its claim what it knows.
-2. All members of a round see the same claims, and from these and the present pace `choose` the same next
-   one. Each figure is the median of what they claim: no peer's, slow, new or lying, counts for more.
-3. The rule prefers what changes training least: `sync` if training would wait for no more than the stated
-   share of its time, else `overlap` in the least lossy codec whose exchange fits into one step, else
-   `streaming` with the fewest local steps that an exchange fits into. It goes to a lighter pace when the
+1. Each peer measures its batches and exchanges (`Adaptation`), and puts the figures into its claims.
+2. All members of a round see the same claims. From these and the present pace they `choose` the same next
+   pace. Each figure is the median of the members' claims: no slow, new or lying peer counts for more.
+3. The rule prefers the pace that changes training least: `sync` if training would wait for no more than the
+   configured share of its time, else `overlap` in the least lossy codec whose exchange fits into one step,
+   else `streaming` with the fewest local steps that an exchange fits into. It goes to a lighter pace when the
    present one does not fit any more, and to a heavier one only if that would fit easily.
-4. There is no way back from local steps: by then each peer's inner optimizer has a state of its own. So they
-   come only after the lightest pace without, once that was measured and does not fit either.
+4. There is no way back from local steps, because each peer's inner optimizer then has a state of its own. So
+   they come only if many members are too slow for common steps (`SLOW_COUNT_FROM`), or if the lightest pace
+   without local steps was measured and does not fit either.
 """
 
 from __future__ import annotations
@@ -34,66 +35,68 @@ LADDER = (10, 20, 50, 100, 200, 500, 1000)  # local steps to choose from; no stu
 CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
 START_CODEC = "uniform8"  # in mode overlap, before anything was measured: it does little harm on any link
 
-FITS = 0.9  # the share of the time between two exchanges that one may take
-FITS_EASILY = 0.6  # the same for a heavier pace: figures of one exchange are good to a third
+FITS = 0.9  # share of the available time that an exchange may take
+FITS_EASILY = 0.6  # the same for a heavier pace: one exchange's figures are accurate to a third
 RECENT = 3
-"""Exchanges of which the slowest must leave room for a heavier pace. One alone would have a swarm go there
-and back: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs one."""
+"""Last exchanges, of which even the slowest must leave room for a heavier pace. With one alone a swarm would
+go back and forth: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs
+one."""
 
-ROUND_TRIPS_S = 0.5  # of an exchange on a distant link do not depend on its size; half of a quicker one
-WINDOW_BYTES = 14_600  # what TCP sends before it waits for an answer (RFC 6928) takes as long on any link
+ROUND_TRIPS_S = 0.5  # round trips of an exchange on a distant link, of any size; at most half of it
+WINDOW_BYTES = 14_600  # TCP's initial window (RFC 6928): up to this size any link takes as long
 OVERSHOOT = 2
-"""What a round brought beyond so many times what was due does not make its steps look shorter: it was trained
-while there was no group, or only claimed."""
+"""Samples of a round beyond this many times the due number do not make its steps look shorter: they were
+trained while there was no group, or only claimed."""
 
 SENT_ALIKE = 1.5
-"""An exchange was one of a codec if no more was sent than so many times what that codec makes of the values.
-Shares of peers differ by less, and of two codecs the lossier one sends half as much."""
+"""An exchange used a codec if it sent at most this many times the bytes that the codec makes of the values.
+Peers' shares differ by less, and the lossier of two codecs sends half as much."""
 
 SLOW_COUNT_FROM = 3
 SLOW_ROOM = 2
-"""Where a third of a group or more can't keep up with common steps, it goes over to local ones, in rounds
-that last twice as long as a sample takes those: they then miss one round at most, which is kept for them."""
+"""If a third of a group or more can't keep up with common steps, the group changes to local steps. A round
+then lasts at least twice as long as a sample of the slow members. They miss one round at most, which is kept
+for them."""
 
-KNOWN_AT_LEAST = 3  # members whose figures are asked for, if there are as many: of two, one may be a lie
-SAMPLE_VALUES = 2**20  # values that codecs are compared by
-BATCHES_MEASURED = 20  # batches whose median is this peer's pace: an evaluation between two does not count
-DISTURBED_AT_MOST = 50  # rounds on end that are not measured because somebody was sent a state meanwhile
+KNOWN_AT_LEAST = 3  # members that must have figures, if there are as many: of two, one may be a lie
+SAMPLE_VALUES = 2**20  # number of values whose encoded bytes give a codec's bytes per value
+BATCHES_MEASURED = 20  # this peer's speed is their median: an evaluation between two does not count
+DISTURBED_AT_MOST = 50  # rounds in a row that are not measured, because of another peer's download
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a peer knows of its own pace and link; 0 is what it does not know yet."""
+    """A peer's measurements of its own pace and link; 0 means not known yet."""
 
-    samples_per_second: float = 0.0  # that it trains, waits left out
-    exchange_s: float = 0.0  # of its last exchange, without finding the group
+    samples_per_second: float = 0.0  # that it trains, without waits
+    exchange_s: float = 0.0  # of its last exchange, without matchmaking
     bytes_sent: int = 0  # of encoded parts, in that exchange
     bytes_received: int = 0
     lowest_rate: float = 0.0  # the lowest `rate` of its last `RECENT` exchanges
 
     @property
     def is_known(self) -> bool:
-        """Whether it says anything."""
+        """Whether both the speed and an exchange were measured."""
         return self.samples_per_second > 0 and self.exchange_s > 0 and self.bytes_each_way > 0
 
     @property
     def bytes_each_way(self) -> int:
-        """Bytes in the direction with more of them."""
+        """Bytes of the last exchange in the direction that had more."""
         return max(self.bytes_sent, self.bytes_received)
 
     @property
     def is_of_link(self) -> bool:
-        """Whether its last exchange was large enough to say how fast the link is."""
+        """Whether the last exchange was large enough to measure the speed of the link."""
         return self.is_known and self.bytes_each_way > WINDOW_BYTES
 
     @property
     def round_trips_s(self) -> float:
-        """What its last exchange would have taken without anything to send, about."""
+        """Approximate seconds that the last exchange would have taken with nothing to send."""
         return min(ROUND_TRIPS_S, self.exchange_s / 2)
 
     @property
     def rate(self) -> float:
-        """Bytes a second, each way, that its last exchange came to, round trips left out."""
+        """Bytes a second, each way, of the last exchange without its round trips."""
         return self.bytes_each_way / (self.exchange_s - self.round_trips_s)
 
     def to_wire(self) -> list[float]:
@@ -102,7 +105,7 @@ class Measured:
 
     @classmethod
     def from_wire(cls, data: object) -> Measured:
-        """Read what `to_wire` gave, or raise `ValueError`."""
+        """Decode the result of `to_wire`, or raise `ValueError`."""
         match data:
             case [float(), float(), float(), float(), float()] if all(
                 math.isfinite(value) and 0 <= value < 1e15 for value in data
@@ -115,14 +118,14 @@ class Measured:
 class Adaptation:
     """Measures this peer, and chooses the pace after each committed round.
 
-    `share` of its time training may wait for rounds; None: the pace stays. `num_values` are trained, with
-    `target_batch_size` samples of all peers for a step.
+    `Parts` creates one for each optimizer. Training may wait for rounds for `share` of its time; None: the
+    pace stays. `num_values` values are trained, with `target_batch_size` samples of all peers for a step.
     """
 
     def __init__(
         self, share: float | None, interest: JoinerActivity, num_values: int, target_batch_size: int
     ) -> None:
-        self.measured = Measured()  # what this peer knows of its own speed and link
+        self.measured = Measured()  # of this peer's own speed and link
         self._share = share
         self._interest = interest
         self._num_values = num_values
@@ -134,7 +137,7 @@ class Adaptation:
         self._has_told_pace = False
 
     def end_batch(self, num_samples: int) -> float:
-        """Take note of a batch, and return the seconds since `begin_batch`; 0 if it was the first."""
+        """Record a batch, and return the seconds since `begin_batch`; 0 if it was the first."""
         if self._left_step_at is None:
             return 0.0
         seconds = time.monotonic() - self._left_step_at
@@ -142,27 +145,27 @@ class Adaptation:
         return seconds
 
     def begin_batch(self) -> None:
-        """The next batch begins."""
+        """Note that the next batch begins."""
         self._left_step_at = time.monotonic()
 
     @property
     def seconds_per_sample(self) -> float:
-        """The median of the last batches, waits left out; 0 before the first."""
+        """The median of the last batches, without waits; 0 before the first."""
         return statistics.median(self._seconds_per_sample or [0.0])
 
     def measure_speed(self) -> None:
-        """Note how fast this peer trains."""
+        """Record this peer's training speed."""
         per_sample = self.seconds_per_sample
         speed = 1 / per_sample if per_sample else 0.0
         self.measured = replace(self.measured, samples_per_second=speed)
 
     def measure(self, outcome: Outcome) -> None:
-        """Note how fast this peer trains, and what a round took."""
+        """Record this peer's training speed and a round's exchange."""
         self.measure_speed()
         speed = self.measured.samples_per_second
         if len(outcome.group) < 2:
             return
-        # Beside a joiner's download an exchange takes longer than it will take again, unless it never ends.
+        # An exchange beside a joiner's download takes longer than the next will, unless downloads never end.
         is_disturbed = self._interest.was_there_since(time.monotonic() - outcome.exchange_s)
         self._num_disturbed = (self._num_disturbed + 1) % (DISTURBED_AT_MOST + 1) if is_disturbed else 0
         if not self._num_disturbed:
@@ -178,7 +181,7 @@ class Adaptation:
     def choose(self, present: Pace, outcome: Outcome) -> tuple[Pace, str]:
         """Choose the pace after a round of the `present` one, which stays if too few members have figures.
 
-        Returns the next pace, the same for all in the round, and a paragraph with the figures, or "".
+        Returns the next pace, the same for all members, and a paragraph with the figures, or "".
         """
         said = outcome.measured
         samples = outcome.samples
@@ -192,7 +195,7 @@ class Adaptation:
         due = present.steps_per_round * self._target
         step_s = trained_s * self._target / min(max(sum(samples.values()), due), OVERSHOOT * due)
         waits_s = self._share * step_s
-        slow_s = 0.0  # that a sample takes those who can't keep up, if they are enough
+        slow_s = 0.0  # of one sample of the members that can't keep up, if they are enough
         if idle and SLOW_COUNT_FROM * len(idle) >= len(said):
             slow_s = statistics.median_low(1 / said[peer].samples_per_second for peer in idle)
         rate = usual_rate(known.values())
@@ -201,7 +204,7 @@ class Adaptation:
         values_each_way = 2 * (len(said) - 1) / len(said) * self._num_values
 
         def size(pace: Pace) -> float:
-            """Bytes each way of one exchange."""
+            """Return the bytes each way of one exchange."""
             codec = CODECS[pace.codec or START_CODEC]()
             bytes_per_value = codec.encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
             return values_each_way / pace.num_fragments * bytes_per_value
@@ -216,7 +219,7 @@ class Adaptation:
         is_measured = sent <= SENT_ALIKE * size(present)
         candidates = _candidates(present, is_measured=is_measured, has_slow=slow_s > 0)
         if fits(present):
-            # A heavier one not for a figure that will be another next time.
+            # A heavier pace must fit at the lowest recent rate, because the latest figure may not repeat.
             heavier = candidates[: candidates.index(present)] if present in candidates else candidates
             best = next((pace for pace in heavier if fits(pace, lowest, FITS_EASILY)), present)
         else:
@@ -235,14 +238,14 @@ class Adaptation:
 
 
 def usual_rate(measured: Iterable[Measured]) -> float:
-    """The median rate of those that know theirs, the lower one of two, in bytes a second; 0 if none does."""
+    """Return the median of the known rates, the lower one of two, in bytes a second; 0 if none is known."""
     return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
 
 
 def idle_members(outcome: Outcome) -> set[str]:
-    """Ids of those that took part without samples, to say how slow they are (`Stepper`).
+    """Return the ids of members that took part without samples, to report their speed (`Stepper`).
 
-    One that is not far slower than most has only downloaded the state.
+    A member that is not far slower than most is left out: it has only downloaded the state.
     """
     rates = {peer: one.samples_per_second for peer, one in outcome.measured.items() if one.samples_per_second}
     slow = statistics.median(rates.values() or [0.0]) / 2
@@ -250,16 +253,16 @@ def idle_members(outcome: Outcome) -> set[str]:
 
 
 def _candidates(present: Pace, *, is_measured: bool, has_slow: bool) -> list[Pace]:
-    """All that may come next, from what changes training least to what sends least.
+    """Return the possible next paces, from the one that changes training least to the one that sends least.
 
     `is_measured` says whether the members' figures are of the present codec, rather than of the one before;
-    `has_slow`, whether local steps are needed whatever codec is used.
+    `has_slow`, whether local steps are needed whatever the codec.
     """
     codecs = (present.codec,) if present.keeps_codec else CODECS_BY_LOSS
     streaming = [
         replace(present, mode="streaming", local_steps=steps, codec=codec)
         for steps in LADDER
-        for codec in codecs[-2:]  # of what local steps changed, the first of all is more than is needed
+        for codec in codecs[-2:]  # local steps do not need the most exact codec
     ]
     if present.has_local_steps:
         return streaming

@@ -1,10 +1,10 @@
 """One exact round in the DHT's process: a group averages, votes on its average, and applies it or does not.
 
-1. A peer's claim says what it brings; a group is found (`group_finder`) whose claims all members judge alike.
+1. A peer claims its contribution. `group_finder` finds a group, whose members all judge the claims alike.
 2. The group exchanges parts and averages (`allreduce`).
-3. It votes on the average (`ballot`), so that it is applied by most of the group or by nobody, and every
-   peer can name those that did not hold it.
-4. Each member keeps the round for those that missed it, and goes through those that it missed.
+3. The group votes on the average (`ballot`). A member applies it only if most of the group hold the same
+   average, and it can name the members that do not.
+4. Each member keeps the round for peers that missed it, and replays the rounds that it missed itself.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import content_of, peer_from
 from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
 
-ANSWER_S = 10.0  # within this time the DHT's process says that it knows of a round
+ANSWER_S = 10.0  # within this time the DHT's process acknowledges a round
 
-EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")  # in the task of a round: what it is about
+EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")  # set in the task of a round
 
 # A part may take PATIENCE times its expected time: at most MOST_PATIENCE_S at the members' usual rate, or at
 # most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. Thus many fast members do not exclude
-# a slow one, and one that only claims to be slow is excluded after two such rounds. The whole exchange has
-# the same limits, without MOST_PATIENCE_S; the usual rate then is at least LOWEST_RATE, in bytes a second.
+# a slow one, and a member that only claims to be slow is excluded after two such rounds. The whole exchange
+# has the same limits, without MOST_PATIENCE_S. Its usual rate is at least LOWEST_RATE, in bytes a second.
 PATIENCE = 4.0
 MOST_PATIENCE_S = 60.0
 SLOWEST_PATIENCE_S = 30.0
@@ -60,7 +60,10 @@ LOWEST_RATE = 125_000.0
 
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
-    """How long a member may wait for a part of `part_bytes`: each sends `all_bytes`, to one after another."""
+    """Return how many seconds a member may wait for a part of `part_bytes`; 0 if no member knows its rate.
+
+    Each member sends `all_bytes` in total, part by part to one member after another.
+    """
     needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)
     rates = _link_rates(claims)
     return _limit_s(needed, rates, MOST_PATIENCE_S) if rates else 0.0
@@ -69,7 +72,7 @@ def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> 
 def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float, timeout_s: float) -> float:
     """Return the limit of an exchange of `all_bytes` of parts, and as many of averages, in seconds.
 
-    It is at least `least_s`, and leaves half of `timeout_s` for the vote.
+    It is at least `least_s`. By the usual rate it is at most half of `timeout_s`: the vote needs the rest.
     """
     needed = PATIENCE * 2 * all_bytes
     rates = _link_rates(claims) or [LOWEST_RATE]
@@ -90,7 +93,10 @@ def _is_not_about_a_round(record: logging.LogRecord) -> bool:
 
 
 class ExactAverager(CorrectedAverager):
-    """Averages with `ExactAllReduce` and applies only what its group has voted for."""
+    """Averages with `ExactAllReduce`, and applies only averages that most of the group voted for.
+
+    `SwarmOptimizer` creates one as an `ExactGradientAverager`; the DHT's process serves it until shutdown.
+    """
 
     SERVED: ClassVar[tuple[str, ...]] = (
         "_rules",
@@ -113,12 +119,12 @@ class ExactAverager(CorrectedAverager):
         self._interest = interest
         self._ballots = Ballots()
         self._buffers = buffers  # see `Buffers.exchanged`
-        self._residual: dict[int, torch.Tensor] = {}  # what codecs lost, by place, and whether of local steps
-        self._is_of_steps = False
+        self._residual: dict[int, torch.Tensor] = {}  # losses of codecs, by index of the tensor
+        self._is_of_steps = False  # whether they are losses of local steps
         super().__init__(*args, **kwargs)
 
     def start(self) -> None:
-        """Have the DHT's process serve this averager."""
+        """Start to serve this averager in the DHT's process."""
         self.lock_averaged_tensors = self.dht.tensors_lock
         super().start()
 
@@ -126,25 +132,27 @@ class ExactAverager(CorrectedAverager):
         """Serve this averager; see the base class."""
         self.lock_averaged_tensors = dht.tensors_lock
         hivemind_averager.Matchmaking = GroupFinder
-        # It prints a traceback for each round that is not committed, which `Outcome` and the error say.
+        # hivemind logs a traceback for each round that is not committed; the round's error has the reason.
         hivemind_averager.logger.addFilter(_is_not_about_a_round)
         super().serve(dht, pipe)
 
     def expect_group(
         self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
     ) -> None:
-        """Say who is at this peer's step; see `GroupFinder.expect`. Ids are base58."""
+        """Set the peers that are at this peer's step, by base58 ids; see `GroupFinder.expect`."""
         ids = [[PeerID.from_base58(peer) for peer in some] for some in (peers, clients)]
         self._outer_pipe.send(("_expect", [*ids, quorum, schema_suffix], {}))
 
     def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange) -> StepControl:
         """Look for a group for `timeout_s`, and average with it, in the background.
 
-        The control's `result()` is an `Outcome`; its exception, if there is one, says why nothing was
-        averaged, and the averaged tensors are then as they were. The averager adds the norm to the claim.
-        Raises `RoundFailed` if the DHT's process does not answer.
+        The control's `result()` is an `Outcome`. Its exception, if there is one, says why nothing was
+        averaged. The averaged tensors then still hold this peer's contribution, perhaps with the codecs'
+        losses of earlier rounds added. The averager adds the norm to the claim. Raises `RoundFailed` if the
+        DHT's process does not answer.
         """
-        # Made before the control: mpfuture.py:152 sets up the class that the first future is of.
+        # Created before the control, whose class is a subclass: mpfuture.py:152 sets up its pipe on the class
+        # of the first future.
         is_known: MPFuture[Any] = MPFuture()
         now = swarm_time()
         control = CorrectedControl(
@@ -158,7 +166,7 @@ class ExactAverager(CorrectedAverager):
         try:
             control.attach(*is_known.result(timeout=ANSWER_S))
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
-            # averaging/averager.py:421 waits for ever. The message was lost, or the process is stuck.
+            # The message was lost, or the process is stuck; averaging/averager.py:421 would wait forever.
             raise RoundFailed(f"the DHT's process did not answer within {ANSWER_S:.0f} s") from error
         control.allow_allreduce()
         return control
@@ -176,12 +184,12 @@ class ExactAverager(CorrectedAverager):
             norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
             step._data_for_gather = replace(claim, norm=norm).to_bytes()
         except BaseException as error:
-            future_for_init.set_exception(error)  # else `step` would wait for ever
+            future_for_init.set_exception(error)  # else `start_round` would wait for `ANSWER_S`
             raise
         await super()._step(step=step, future_for_init=future_for_init)
 
     def _prepare_contribution(self, exchange: Exchange) -> float:
-        """Add what earlier rounds lost to the tensors, which each try fills anew; return their norm."""
+        """Add the losses of earlier rounds to the tensors, which each try fills anew; return their norm."""
         if self._is_of_steps != exchange.is_of_steps:
             self._residual = {}
             self._is_of_steps = exchange.is_of_steps
@@ -195,14 +203,14 @@ class ExactAverager(CorrectedAverager):
     async def _aggregate_with_group(self, group_info: GroupInfo, **options: Any) -> Outcome:
         """Average with the group, vote, and apply the average at once, or raise `NotCommitted`.
 
-        The tensors are then as they were. Upstream (averaging/averager.py:529) adds each tensor's difference
-        as it comes, which leaves a mixture when the round dies half-way, and declares the new state in the
-        DHT once per tensor: 800 tensors cost 2.75 s a round, not 0.62 s.
+        If it raises, the tensors are unchanged. Upstream (averaging/averager.py:529) adds each tensor's
+        difference as it arrives, which leaves a mixture when the round fails half-way. It also declares the
+        new state in the DHT once per tensor: 800 tensors cost 2.75 s a round, not 0.62 s.
         """
         exchange = EXCHANGE.get()
         loop = asyncio.get_running_loop()
         gathered = group_info.gathered
-        said = [Claim.parse(content_of(statement)) for statement in gathered]  # they are verified
+        said = [Claim.parse(content_of(statement)) for statement in gathered]  # matchmaking verified them
         claims, outcome = judge(group_info.peer_ids, said, exchange.most_samples, self._rules.norm_limit)
         clients = [peer for peer, claim in zip(group_info.peer_ids, said, strict=True) if claim.is_client]
         self._ballots.open(group_info, self.allreduce_kwargs["sender_timeout"], clients)
@@ -213,7 +221,7 @@ class ExactAverager(CorrectedAverager):
             try:
                 runner = await self._make_runner(group_info, tensors, claims, outcome.left_out, **options)
                 async for _ in runner:
-                    pass  # its parts are kept, encoded: less memory than a second copy takes until the vote
+                    pass  # until the vote it keeps the parts encoded: less memory than a second copy
                 took_s = loop.time() - started
                 parts = runner.encoded_averages
                 average = decoded(parts, tensors)
@@ -226,12 +234,12 @@ class ExactAverager(CorrectedAverager):
                 if runner:
                     is_sure, is_late = runner.is_sure, runner.is_late
                     vote = replace(vote, blames=runner.blamed, is_sure=is_sure, is_late=is_late)
-                self._running_groups[group_info.group_id].cancel()  # if nothing runs, nobody waits for it
+                self._running_groups[group_info.group_id].cancel()  # else callers would wait for a runner
             quorum = claims[self.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
             if not decision.is_committed:
                 raise NotCommitted(decision.reason, vote.digest, sum(outcome.samples.values()))
-            assert runner is not None  # or there would be no digest to commit
+            assert runner is not None  # else there would be no digest to commit
             for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
                 tensor.copy_(value)
             for place in exchange.places:
@@ -256,7 +264,7 @@ class ExactAverager(CorrectedAverager):
     def _exchanged(
         self, all_tensors: Sequence[torch.Tensor], exchange: Exchange, outcome: Outcome
     ) -> list[torch.Tensor]:
-        """Return the tensors that a round of such members averages, the one of buffers last."""
+        """Return the tensors that a round with this outcome averages; a vector of buffers is the last."""
         buffers = self._buffers if outcome.moves_buffers else ()
         return [*all_tensors[exchange.places.start : exchange.places.stop], *buffers]
 
@@ -275,7 +283,7 @@ class ExactAverager(CorrectedAverager):
         all_bytes = sum(tensor.nbytes for tensor in tensors)
         needed_s = patience_s(claims, options["part_size_bytes"], all_bytes)
         if needed_s > options["sender_timeout"]:
-            # Reducers wait for senders, so whoever waits for a reducer waits longer.
+            # Reducers wait for senders, so the wait for a reducer must be longer.
             options |= {"sender_timeout": needed_s, "reducer_timeout": 2 * needed_s}
         bandwidths = [0.0 if claim.is_client else None for claim in claims.values()]
         size = sum(tensor.numel() for tensor in tensors)
@@ -303,9 +311,9 @@ class ExactAverager(CorrectedAverager):
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Reduce a member's parts. One that hangs up before its first part ends the call without a traceback.
+        """Reduce a member's parts. If it hangs up before the first part, the call ends without a traceback.
 
-        Upstream (averaging/averager.py:585) has that raise `StopAsyncIteration` in a generator.
+        Upstream (averaging/averager.py:585) raises `StopAsyncIteration` inside a generator then.
         """
         try:
             async for message in super().rpc_aggregate_part(stream, context):
@@ -339,27 +347,28 @@ class ExactAverager(CorrectedAverager):
     async def rpc_vote(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> averaging_pb2.MessageFromLeader:
-        """Hear a member's vote; answer when this peer knows all votes of the round (see `Ballot.answer`).
+        """Receive a member's vote; answer when this peer knows all votes of the round (see `Ballot.answer`).
 
-        A caller whose group is not known here yet waits, with one vote at a time.
+        A caller whose group this peer does not know yet waits for it, in one call at a time.
         """
         limit_s = self.allreduce_kwargs["sender_timeout"]
         peer = context.remote_id
         ballot = await self._ballots.find(request.schema_hash, peer, limit_s)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
-        self._matchmaking.blame.clear(peer)  # it was late, as its line is slow, and is there
+        self._matchmaking.blame.clear(peer)  # the caller is alive, even if its slow link made it late
         return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
 
-    # -- a round that others went through ------------------------------------------------------------
+    # -- replay of a round that this peer missed -----------------------------------------------------
 
     def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
-        """Fetch a round that continued this peer's history, in the background, from a peer (id, base58).
+        """Fetch the round that continued this peer's history from a donor (base58 id), in the background.
 
-        `expect_group` comes before it: the round must have had the schema that this peer would average with.
+        Call `expect_group` before it: the round must have the schema that this peer would average with.
 
         Returns:
-            What follows from the round's claims; the averager's tensors then hold its average. None if the
-            donor did not keep it, sent something else, or nothing for `silence_s`: they are unchanged.
+            A future of the outcome that follows from the round's claims; the averager's tensors then hold the
+            round's average. None, with unchanged tensors, if the donor did not keep the round, sent something
+            else, or sent nothing for `silence_s` seconds.
         """
         future: MPFuture[Outcome | None] = MPFuture()
         self._outer_pipe.send(("_replay", [donor, exchange, silence_s], {"future": future}))
@@ -408,7 +417,7 @@ class ExactAverager(CorrectedAverager):
     async def rpc_replay(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Send the round that continued a history; nothing if it is not kept."""
+        """Send the round that continued a history; send nothing if this peer does not keep it."""
         del context
         if (kept := self._log.find(request.metadata)) is not None:
             header, parts = kept

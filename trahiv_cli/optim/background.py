@@ -1,4 +1,4 @@
-"""Work that is done beside training."""
+"""Background threads for work beside training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Call in a thread of its own, which an executor's is not: it doesn't keep the process from ending."""
+    """Call `work` in a new daemon thread, and return the future of its result.
+
+    Unlike a thread of an executor, it doesn't keep the process from ending.
+    """
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,13 +1,14 @@
-"""How a group decides whether its round happened: every member says what it holds, most must say the same.
+"""The vote of a group on its round: a member commits the round if most members hold the same average.
 
 1. A member votes once, after the exchange, with a digest of the average that it is about to apply. It commits
-   if more than half of its group hold the same; so two halves can't commit two averages. A member that did
-   not see enough votes undoes the round; if the others committed, it finds itself behind.
+   if more than half of its group hold the same average, so two halves can't commit two averages. A member
+   that did not receive enough votes undoes the round. If the others committed it, that member is then behind.
 2. A member waits for the others' votes for a limited time. After that it may commit another round that begins
-   where this one did: nobody counts older votes, and who has undone the round passes none on.
-3. Votes are signed, and members pass on what they heard: so those that do not reach each other know each
-   other's, and a member that tells some this and others that has voted for nothing. Members compare digests
-   of the votes, and ask for the votes that they lack.
+   at the same state: members do not count older votes, and a member that has undone the round does not pass
+   votes on.
+3. Votes are signed, and members pass on the votes that they received. So members that can't reach each other
+   still know each other's votes, and a member that sends different votes to different members has voted for
+   nothing. Members compare digests of the votes, and request the votes that they lack.
 """
 
 from __future__ import annotations
@@ -33,30 +34,30 @@ from trahiv_cli.swarm.snapshot import unpacked
 LONGEST_REASON = 200
 LONGEST_ID = 100
 DIGEST_BYTES = 32
-MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on each, in UTF-8
-BALLOTS_KEPT = 8  # this peer's rounds whose votes are still told to members that ask late
-VOTE_GRACE_S = 2.0  # for the last votes once the round is decided: only their names are missing
+MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on one member, in UTF-8
+BALLOTS_KEPT = 8  # latest rounds whose votes this peer still sends to late callers
+VOTE_GRACE_S = 2.0  # for the last votes of a decided round: they only show which members did not average
 
 
 @dataclass(frozen=True)
 class Vote:
-    """What one member says after the exchange."""
+    """The vote of one member after the exchange."""
 
     digest: bytes = b""  # of the average that the member holds; empty if it holds none
     reason: str = ""  # why it holds none
-    notes: Mapping[str, str] = field(default_factory=dict)  # whose parts it left out of its share, and why
-    blames: str = ""  # id of a member that the round failed of, as this one sees it; empty if it was none
-    is_sure: bool = False  # whether that one is to blame; if not, it may have broken off because of another
-    is_late: bool = False  # whether it sent something, too slowly for the limit of the exchange
+    notes: Mapping[str, str] = field(default_factory=dict)  # members that it left out of its share, and why
+    blames: str = ""  # id of the member that it blames for a failed round; empty if none
+    is_sure: bool = False  # whether that member is at fault; else it may have broken off because of another
+    is_late: bool = False  # whether it sent parts, but too slowly for the limit of the exchange
 
     def to_bytes(self) -> bytes:
-        """Write it as MessagePack."""
+        """Encode it as MessagePack."""
         said = [self.digest, self.reason[:LONGEST_REASON], dict(self.notes)]
         return bytes(MSGPackSerializer.dumps([*said, self.blames, self.is_sure, self.is_late]))
 
     @classmethod
     def parse(cls, content: bytes) -> Vote:
-        """Read what `to_bytes` gave, or raise `ValueError`."""
+        """Decode the result of `to_bytes`, or raise `ValueError`."""
         match unpacked(content):
             case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure), bool(is_late)] if (
                 len(digest) in (0, DIGEST_BYTES)
@@ -73,18 +74,18 @@ TWO_VOTES = Vote(reason="it told some members this and others that")
 
 @dataclass(frozen=True)
 class Call:
-    """A member's vote, and its question for the votes that another member has heard."""
+    """A member's vote, with a request for the votes that the called member has received."""
 
-    vote: bytes  # as the caller signed it
-    wanted: tuple[bytes, ...] = ()  # digests of votes that it lacks; none: it asks for the digests of all
+    vote: bytes  # signed by the caller
+    wanted: tuple[bytes, ...] = ()  # digests of the votes that it lacks; empty: request all digests
 
     def to_bytes(self) -> bytes:
-        """Write it as MessagePack."""
+        """Encode it as MessagePack."""
         return bytes(MSGPackSerializer.dumps([self.vote, *self.wanted]))
 
     @classmethod
     def parse(cls, content: bytes) -> Call:
-        """Read what `to_bytes` gave, or raise `ValueError`."""
+        """Decode the result of `to_bytes`, or raise `ValueError`."""
         match unpacked(content):
             case [bytes(vote), *wanted]:
                 digests = tuple(one for one in wanted if isinstance(one, bytes))
@@ -94,7 +95,7 @@ class Call:
 
 
 def digest_of_statement(statement: bytes) -> bytes:
-    """Stands for a vote where members compare what they heard; 8 bytes."""
+    """Return a digest of a signed vote, by which members compare the votes that they received; 8 bytes."""
     return hashlib.sha256(statement).digest()[:8]
 
 
@@ -102,7 +103,7 @@ class NotCommitted(AllreduceException):
     """A round that this peer undoes; the others may have committed the average that it voted for, if any."""
 
     def __init__(self, reason: str, proof: bytes = b"", samples: int = 0) -> None:
-        super().__init__(reason, proof, samples)  # all of them, so that it can be pickled
+        super().__init__(reason, proof, samples)  # all arguments, so that it can be pickled
         self.reason = reason
         self.proof = proof
         self.samples = samples
@@ -113,17 +114,17 @@ class NotCommitted(AllreduceException):
 
 @dataclass(frozen=True)
 class Decision:
-    """What came of a vote, as one member sees it."""
+    """The result of a vote, as one member sees it."""
 
     is_committed: bool
-    reason: str  # why not; or, of a committed round, who did not average. Empty if all did.
-    votes: Mapping[PeerID, Vote]  # that it was decided by
+    reason: str  # why not; if committed, the members that did not average, or empty if all did
+    votes: Mapping[PeerID, Vote]  # that decided it
 
 
 def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote], quorum: int) -> Decision:
-    """Decide whether this member commits the round, by the votes that it knows, its own included.
+    """Decide whether this member commits the round, from the votes that it knows, its own included.
 
-    So many as `quorum`, and more than half of the group, must hold what it holds.
+    At least `quorum` members, and more than half of the group, must hold the same average as this one.
     """
     mine = votes[own]
     needed = max(len(group) // 2 + 1, quorum)
@@ -135,7 +136,7 @@ def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote],
         if peer not in votes or votes[peer].digest != mine.digest or not mine.digest
     }
     if not mine.digest:
-        # What this member saw first may be the consequence of what another one saw.
+        # This member's failure may be the consequence of another member's.
         others = [
             unlike[peer] for peer in group if peer != own and not (peer in votes and votes[peer].digest)
         ]
@@ -149,14 +150,15 @@ def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote],
 
 
 class Ballot:
-    """The votes of one round, which are about what each member of the group said before it.
+    """The votes of one round. Their signatures cover the claims that its members made before it.
 
-    A member waits `limit_s` for the others' votes. Nobody can call `clients`; they ask.
+    `Ballots` creates one for each round. A member waits `limit_s` seconds for the others' votes. Other
+    members can't call `clients`; these make the calls themselves.
     """
 
     def __init__(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> None:
         self.members = group.peer_ids
-        self._claims = dict(zip(group.peer_ids, group.gathered, strict=True))  # with the public keys
+        self._claims = dict(zip(group.peer_ids, group.gathered, strict=True))  # they contain the public keys
         said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
         self.about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
         self._limit_s = limit_s
@@ -164,22 +166,22 @@ class Ballot:
         self._statements: dict[PeerID, bytes] = {}  # each vote as its member signed it
         self._heard_at: dict[PeerID, float] = {}
         self._is_undone = False
-        self._silent = set(clients)  # those that can't be asked
+        self._silent = set(clients)  # members that can't be called
         self._is_settled = asyncio.Event()
         self._has_changed = asyncio.Event()
 
     @property
     def unheard(self) -> set[PeerID]:
-        """Members whose vote is not known."""
+        """Members whose vote this peer does not know."""
         return set(self.members) - self.votes.keys()
 
     def cast(self, peer: PeerID, statement: bytes) -> None:
-        """Note what a member voted, whoever brings it. Who votes for this and for that votes for nothing.
+        """Record a member's vote, from any caller. A member that casts two different votes votes for nothing.
 
         Raises:
-            ValueError: that peer is no member, or has stated no such vote in this round.
+            ValueError: the peer is no member, or did not sign this vote in this round.
         """
-        if self._statements.get(peer) == statement:  # each member passes it on: it is checked once
+        if self._statements.get(peer) == statement:  # each member passes it on: check it once
             return
         if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
             raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
@@ -191,8 +193,8 @@ class Ballot:
         self._has_changed.set()
 
     def standing(self) -> dict[PeerID, Vote]:
-        """Return the votes that count: those of members that may yet commit, and those for no average."""
-        # A vote counts as long as its member waits, but for the time that an answer takes.
+        """Return the votes that count: of members that may still commit, and all votes for no average."""
+        # A vote counts while its member waits, less the time that an answer takes.
         heard_after = time.monotonic() - self._limit_s + min(VOTE_GRACE_S, self._limit_s / 2)
         return {
             peer: vote
@@ -208,9 +210,10 @@ class Ballot:
         quorum: int,
         ask: Callable[[PeerID, Call], Awaitable[Sequence[bytes]]],
     ) -> Decision:
-        """Tell the others the vote of this peer, who signs by `key`; hear theirs, decide; within `limit_s`.
+        """Send this peer's vote, signed with `key`, to the others, receive their votes, and decide.
 
-        `ask` takes a call to a member and returns its `answer`, or raises ValueError or `UNREACHABLE`.
+        It takes at most `limit_s`, or `VOTE_GRACE_S` if that is longer. `ask` sends a call to a member and
+        returns its `answer`, or raises ValueError or `UNREACHABLE`.
         """
         statement = sign(key, self.about, vote.to_bytes(), has_key=False)
         self.cast(peer, statement)
@@ -221,7 +224,7 @@ class Ballot:
                 if lacking:
                     found = await ask(member, Call(statement, tuple(lacking)))
                     for voter, said in zip(lacking.values(), found, strict=True):
-                        if said:  # it may count no more
+                        if said:  # else it does not count any more
                             self.cast(voter, said)
             except (*UNREACHABLE, ValueError):
                 self._silent.add(member)
@@ -240,10 +243,10 @@ class Ballot:
             is_decided = decision.is_committed
             if not self.unheard:
                 self._is_settled.set()
-            # Who votes for two averages is found out by what the others heard of it.
+            # The votes that others received reveal a member that votes for two averages.
             is_disputed = len({said.digest for said in self.votes.values() if said.digest}) > 1
             is_over = not self.unheard and not (is_disputed and not all(call.done() for call in calls))
-            # Those that can't be asked may still ask, or be known to one that was asked.
+            # A member that can't be called may still call, or a called member may know its vote.
             is_short = is_decided or not vote.digest or self.unheard <= self._silent
             left_s = (VOTE_GRACE_S if is_short else self._limit_s) - (loop.time() - began)
             if is_over or left_s <= 0:
@@ -253,18 +256,20 @@ class Ballot:
                     await self._has_changed.wait()
         self._is_undone = not is_decided
         self._is_settled.set()
-        for call in calls:  # they end by themselves; their answers are not needed any more
+        for call in calls:  # they end by themselves; nothing needs their answers any more
             call.add_done_callback(lambda done: done.cancelled() or done.exception())
         return decision
 
     def _lacking(self, digests: Sequence[bytes]) -> dict[bytes, PeerID]:
-        """Return the voters of all votes that another member has heard and this one has not, by digest."""
+        """Return the voters of the votes that another member has received and this one has not, by digest."""
         known = {b"", *map(digest_of_statement, self._statements.values())}
         heard = zip(digests, self.members, strict=True)
         return {digest: member for digest, member in heard if digest not in known}
 
     async def answer(self, caller: PeerID, call: Call) -> list[bytes]:
-        """Hear a member's vote (see `cast`), wait until all votes are known, and answer with the valid ones.
+        """Record the caller's vote (see `cast`), wait, and return the votes that count.
+
+        It waits until all votes are known or this peer has decided, but at most `limit_s`.
 
         Returns:
             The digest of each member's vote, in the group's order, or the wanted votes, as signed; empty
@@ -283,7 +288,7 @@ class Ballot:
 
 
 class Ballots(dict[bytes, Ballot]):
-    """The ballots of the last rounds that a peer was in, by the ids of their groups."""
+    """The ballots of this peer's last `BALLOTS_KEPT` rounds, by group id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +296,7 @@ class Ballots(dict[bytes, Ballot]):
         self._early: set[PeerID] = set()
 
     def open(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> Ballot:
-        """Begin to hear the votes of a round; see `Ballot`."""
+        """Begin to receive the votes of a round; see `Ballot`."""
         ballot = self[group.group_id] = Ballot(group, limit_s, clients)
         while len(self) > BALLOTS_KEPT:
             del self[next(iter(self))]
@@ -315,7 +320,7 @@ class Ballots(dict[bytes, Ballot]):
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
-    """SHA-256 of what tensors hold, in their order, with dtypes and shapes; 32 bytes. Any device."""
+    """Return the SHA-256 of tensors' values, dtypes and shapes, in order; 32 bytes. Any device."""
     digest = hashlib.sha256()
     for tensor in tensors:
         values = tensor.detach().contiguous().cpu()
@@ -325,12 +330,12 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def joint_digest(digests: Iterable[bytes]) -> bytes:
-    """SHA-256 of the digests of single tensors, in their order; 32 bytes."""
+    """Return the SHA-256 of the digests of single tensors, in order; 32 bytes."""
     return hashlib.sha256(b"".join(digests)).digest()
 
 
 def proof_of(average: Iterable[torch.Tensor], gathered: Iterable[bytes], schema: bytes) -> bytes:
-    """Return a digest of an average, of what each member of the group said, and of what all agree on."""
+    """Return a digest of an average, the members' signed claims and the schema of their group; 32 bytes."""
     context = hashlib.sha256(schema)
     for said in gathered:
         context.update(hashlib.sha256(said).digest())

@@ -12,13 +12,13 @@ import torch
 
 from trahiv_cli.swarm.codecs import FLOATS
 
-LARGEST_STATISTIC = 1e15  # with any weight it fits into float32; a greater value is a mask's
+LARGEST_STATISTIC = 1e15  # with any weight it fits into float32; a greater value belongs to a mask
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are saved with a model, by name, but not those of quantized layers.
+    """Return the buffers that are saved with a model, by name, except buffers of quantized layers.
 
-    These belong to how a weight is stored: such a layer has one in integers or in 8 bits.
+    These belong to the storage format of a weight: such a layer has a weight in integers or in 8 bits.
     """
     return {
         f"{path}.{name}" if path else name: buffer
@@ -38,20 +38,20 @@ def moving_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def are_usable(values: torch.Tensor) -> bool:
-    """Whether all values can be those of a statistic: finite, and no larger than `LARGEST_STATISTIC`."""
+    """Whether all values can belong to a statistic: finite, and no larger than `LARGEST_STATISTIC`."""
     return bool((values.abs() <= LARGEST_STATISTIC).all())
 
 
 def _is_quantized(module: torch.nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    plain = (*FLOATS, torch.int64, torch.bool)  # the latter two are of tables and masks
+    plain = (*FLOATS, torch.int64, torch.bool)  # the latter two are for tables and masks
     return any(tensor.dim() > 1 and tensor.dtype not in plain for tensor in own)
 
 
 class Buffers:
-    """The moving buffers of one peer's model, and those that all peers of its history agree on.
+    """The moving buffers of one peer's model, and the values that all peers of its history agree on.
 
-    Vectors hold the values of all buffers in order, as float32 in host memory.
+    `SwarmOptimizer` creates one. Vectors hold the values of all buffers in order, as float32 in host memory.
     """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
@@ -61,21 +61,21 @@ class Buffers:
         self._agreed.copy_(self._own())
         self._aside = self._agreed.clone()
         self.common = [self._agreed] if self._names else []
-        """The vector that all peers of a history hold alike; none if the model has no such buffers."""
+        """The agreed vector, equal for all peers of a history; empty if the model has no such buffers."""
         self.exchanged = [
             vector.clone().share_memory_()  # type: ignore[no-untyped-call]
             for vector in self.common
         ]
-        """The vector that a round averages, in shared memory; none if the model has no such buffers."""
+        """The vector that a round averages, in shared memory; empty if the model has no such buffers."""
 
     @property
     def live(self) -> dict[str, torch.Tensor]:
-        """The buffers as the model holds them now, by name; a module may have put in another tensor."""
+        """The model's own buffers, by name; read each time, because a module may replace a tensor."""
         return {name: self._model.get_buffer(name) for name in self._names}
 
     @property
     def agreed(self) -> dict[torch.Tensor, torch.Tensor]:
-        """The agreed values of each buffer: by the model's own tensor a float32 view of the same shape."""
+        """The agreed values of each buffer, by the model's own tensor: float32 views of the same shape."""
         return dict(self._pairs(self._agreed))
 
     @property
@@ -84,7 +84,7 @@ class Buffers:
         return not torch.equal(self._aside, self._agreed)
 
     def set_aside(self) -> None:
-        """Copy this peer's buffers to `exchanged`, where a round that fails leaves them."""
+        """Copy this peer's buffers to `exchanged`, which a failed round leaves unchanged."""
         self._aside.copy_(self._own())
         for vector in self.exchanged:
             vector.copy_(self._aside)
@@ -92,15 +92,15 @@ class Buffers:
     def apply(self, *, keeps_own: bool) -> None:
         """Agree on the average in `exchanged`, and put it into the model.
 
-        With `keeps_own`, the model's buffers also keep how far this peer moved them since they were set
-        aside: in modes in which training goes on during a round, they would else stand still.
+        With `keeps_own`, the model's buffers also keep this peer's changes since they were set aside. In
+        modes in which training goes on during a round, they would otherwise stand still.
         """
         own = self._own()
         moved = own - self._aside
         for average in self.exchanged:
             self._put(average)
         self._agreed.copy_(self._aside)
-        if keeps_own:  # but not below both, or a variance might become negative
+        if keeps_own:  # but no lower than both, or a variance might become negative
             self._put(torch.maximum(self._agreed + moved, torch.minimum(self._agreed, own)))
 
     def restore(self) -> None:
@@ -122,7 +122,7 @@ class Buffers:
         self.set_aside()
 
     def _own(self) -> torch.Tensor:
-        """Copy the model's buffers; the agreed value stands for one that is not finite."""
+        """Copy the model's buffers, with the agreed values in place of values that are not usable."""
         vector = torch.empty_like(self._agreed)
         for buffer, part in self._pairs(vector):
             part.copy_(buffer.detach())

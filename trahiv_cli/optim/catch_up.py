@@ -1,11 +1,11 @@
-"""How a peer comes to where the others are: it waits for them, and finds what it missed.
+"""Catching up: a peer waits for others, replays the rounds that it missed, or downloads the state.
 
-1. Before its first step it waits for peers to come, and after its last for those that are behind.
-2. A peer that missed rounds asks those that went through them for one after the other, and applies each as
-   its members did (`CatchUp.follow`).
-3. Where a round is kept by nobody, it downloads the state, from several peers at once (`CatchUp.load`).
-4. It takes neither on the word of one: a round must lead to a history that most others went by, and a state
-   must be what most of those hold that went by it.
+1. Before its first step a peer waits for others to come, and after its last step for peers that are behind.
+2. A peer that missed rounds fetches them, one after the other, from peers that went through them, and applies
+   each as its members did (`CatchUp.follow`).
+3. If no peer keeps a round, it downloads the state, from several peers at once (`CatchUp.load`).
+4. It trusts no single peer: a round must lead to a history that most other peers passed through, and a state
+   must have the values that most of these peers report.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from trahiv_cli.swarm.download import MAX_DONORS, Report
 
 logger = get_logger(__name__)
 
-FOLLOWED_AT_MOST = 8  # peers are asked for one round: first those last asked for their state
+FOLLOWED_AT_MOST = 8  # peers that this one asks for a round; the donors of its last download come first
 BELIEVED_S = 10.0
 SAID_S = 60.0
-"""How long a peer that has downloaded a state waits until other peers' reports confirm it, in seconds; and
-how long if only its donor confirms it, because the others report the state before their next round."""
+"""Seconds that a peer waits for the other peers' reports to confirm a downloaded state; and seconds that it
+waits while only one peer has reported the state's values, which the others do before their next round."""
 
 DONOR_PAUSE_S = 1.0
-"""Between two tries to download the state; upstream has none and flooded a donor 2,230 times in 47 s."""
+"""Seconds between two tries to download; upstream has no pause and asked a donor 2,230 times in 47 s."""
 
 
 class CatchUp:
-    """Waits for others, and fetches rounds that this peer missed, or the state that it should take over."""
+    """Waits for other peers, replays rounds that this peer missed, and downloads the state.
+
+    `SwarmOptimizer` creates one and keeps it.
+    """
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
         self._parts = parts
@@ -50,18 +53,18 @@ class CatchUp:
         self._tracker = parts.tracker
         self._alive = parts.alive
         self._timeout_s = parts.settings.load_state_s
-        self._asked: list[str] = []  # ids of the peers that were last asked for their state
-        self._wished = History()  # the state that the present download is to lead to, or beyond
-        self._disbelieved: set[str] = set()  # ids of the peers that gave a state which was not believed
+        self._asked: list[str] = []  # ids of the donors of the last download
+        self._wished = History()  # the state that the present download must reach
+        self._disbelieved: set[str] = set()  # ids of the peers whose states were rejected
         self._heard_at = 0.0
-        # The next report says what this peer gives to somebody who fetches its state.
+        # The next report has the digest of a state that this peer gives to a joiner.
         parts.state.note_given = lambda *state: parts.tracker.attest(*state, is_given=True)
         parts.state.is_believed = self._is_believed
 
     # -- waiting for others --------------------------------------------------------------------------
 
     def wait_for(self, peers: Collection[str], limit_s: float) -> None:
-        """Wait until all of these peers, ids in base58, have reported, or this peer is to leave."""
+        """Wait until all of these peers (ids in base58) have reported, or this peer should leave."""
         what = "peers that were there before"
         tracker = self._tracker
         self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
@@ -69,7 +72,8 @@ class CatchUp:
     def wait_for_return(self, *, have_others_been_there: bool) -> bool:
         """Wait for a peer that reported before, or for any peer if `have_others_been_there`.
 
-        Returns whether one is there, within `RunSettings.load_state_s`; False at once after their goodbyes.
+        Returns whether a peer is there within `RunSettings.load_state_s`; False at once if none will return,
+        for example after goodbyes.
         """
         tracker = self._tracker
 
@@ -81,7 +85,7 @@ class CatchUp:
         return self._wait(what, is_settled, self._timeout_s) and bool(tracker.others)
 
     def wait_for_stragglers(self, limit_s: float, fetching_s: float) -> None:
-        """Stay `limit_s` for peers that are behind; up to `fetching_s` while one downloads the state."""
+        """Wait `limit_s` for peers that are behind, up to `fetching_s` while one downloads the state."""
         own = self._tracker.history.rank
         deadline = time.monotonic() + fetching_s
         what = "peers that are behind to fetch the last state"
@@ -94,16 +98,16 @@ class CatchUp:
                 return
 
     def gather(self, count: int, limit_s: float) -> bool:
-        """Wait before the first step until so many peers are there, this one included.
+        """Wait before the first step until `count` peers are there, this one included.
 
-        True if they are, the run has begun already, or this peer is leaving.
+        Returns True if they are, if the run has begun already, or if this peer is leaving.
         """
         tracker = self._tracker
         what = f"{count} peers to be there"
         return self._wait(what, lambda: 1 + len(tracker.others) >= count or tracker.is_behind, limit_s)
 
     def wait_for_longer_steps(self, seconds: float, limit_s: float) -> None:
-        """Wait, behind the others, until they stay at one step for so long, or the run is over."""
+        """Wait, while behind, until the other peers stay at one step for `seconds`, or the run is over."""
         tracker = self._tracker
         max_steps = self._parts.settings.max_steps
         step = tracker.target.step
@@ -119,7 +123,7 @@ class CatchUp:
         self._wait(f"a step of the swarm that takes {seconds:.1f} s, as a batch does here", is_long, limit_s)
 
     def wait_for_round(self) -> None:
-        """Wait until the next round is due, or others have had it."""
+        """Wait until the next round is due, or others have committed it."""
         tracker = self._tracker
         self._wait(
             "the next round",
@@ -131,7 +135,7 @@ class CatchUp:
     def _wait(
         self, what: str, is_done: Callable[[], bool], limit_s: float, every_s: float = REFRESH_S
     ) -> bool:
-        """Read reports until `is_done` or this peer should leave; say whether that was in time."""
+        """Fetch reports until `is_done` or this peer should leave; return False after `limit_s`."""
         deadline = time.monotonic() + limit_s
         told = 0
         with self._parts.events.waiting(what, limit_s) as tell:
@@ -148,12 +152,12 @@ class CatchUp:
                 time.sleep(every_s)
         return True
 
-    # -- rounds that were missed ---------------------------------------------------------------------
+    # -- missed rounds ------------------------------------------------------------------------------
 
     def come(self) -> bool:
-        """Come to the state of the swarm, by its rounds or by a download; raises as `load`.
+        """Bring this peer up to date, by replays or by a download. Raises the same errors as `load`.
 
-        Returns whether gradients that were taken before are of no use any more.
+        Returns whether gradients that were computed before are useless now.
         """
         if self._tracker.target.rank < (own := self._position.history).rank:
             self._parts.events.warn(
@@ -168,7 +172,7 @@ class CatchUp:
         return has_followed and not self._position.pace.has_local_steps
 
     def follow(self) -> bool:
-        """Go through the rounds that others had without this peer and kept; say whether there was one.
+        """Replay the rounds that others committed without this peer; return whether there was one to replay.
 
         Gradients that were accumulated for older weights are dropped; local steps are kept.
         """
@@ -181,9 +185,10 @@ class CatchUp:
             self._position.follow(*found)
 
     def _fetch_round(self) -> tuple[History, Outcome] | None:
-        """Fetch the round after this peer's history, and that history; None if no believed one is given.
+        """Fetch the round after this peer's history, and return the history that it leads to and its outcome.
 
-        The averager's tensors then hold its average.
+        The averager's tensors then hold its average. Returns None if no donor gives a round that leads to a
+        believed history.
         """
         donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
         step = self._position.history.step + self._position.method.steps
@@ -210,19 +215,20 @@ class CatchUp:
         Gradients that were accumulated for older weights are dropped.
 
         Args:
-            timeout_s: give up when nothing has come for so long; None: `RunSettings.load_state_s`.
-            holders: ids of the peers that may give it; None: all that have one of use.
+            timeout_s: limit without new data, in seconds; None: `RunSettings.load_state_s`.
+            holders: ids of the peers that may give the state; None: all peers with a useful one.
 
         Returns:
-            False if nobody has a further one any more, or this peer is leaving.
+            False if no peer has a newer state any more, or this peer is leaving.
 
         Raises:
-            RoundFailed: nothing came for so long, though there are peers; this peer is unchanged.
+            RoundFailed: there are peers, but none sent data for `timeout_s`, or `MAX_DONORS` of them sent
+                states that the other peers' reports contradict. This peer is unchanged.
         """
         if not self._download(self._timeout_s if timeout_s is None else timeout_s, holders):
             return False
         self._position.adopt()
-        self.follow()  # what came is as old as the download was long
+        self.follow()  # the state is as old as the download was long
         return True
 
     def _download(self, timeout_s: float, holders: Collection[str] | None) -> bool:
@@ -259,7 +265,7 @@ class CatchUp:
                         hint="try again; if it happens again, raise hivemind_config.opt.load_state_timeout",
                     )
                 time.sleep(DONOR_PAUSE_S)
-                # Those that report the state to come to and did not give it.
+                # Peers that report the target state but did not give it.
                 target = self._tracker.target
                 others = self._tracker.others
                 claim_it = [peer.peer_id for peer in others if peer.history == target]
@@ -270,9 +276,9 @@ class CatchUp:
                     return False
 
     def _try_download(self, donors: list[str], silence_s: float, report: Report) -> bool:
-        """Download in a thread of its own, so that a wish to leave is heard meanwhile.
+        """Download in a background thread, so that this peer can leave meanwhile.
 
-        What comes after such a wish is not adopted.
+        A state that arrives after that is not adopted.
         """
         heard_at, self._asked, given_up = self._heard_at, donors, threading.Event()
         self._wished = target = self._tracker.target
@@ -293,16 +299,17 @@ class CatchUp:
             return download.result()
         except (RoundFailed, *UNREACHABLE) as failure:
             logger.warning(f"Could not load the swarm's state: {getattr(failure, 'message', failure)}")
-            self._heard_at = heard_at  # what came was of no use
+            self._heard_at = heard_at  # the data was useless
             return False
 
-    # -- whom to ask, whom to believe ----------------------------------------------------------------
+    # -- choice of donors, check of states -----------------------------------------------------------
 
     def _donors(self, holders: Collection[str] | None = None) -> list[str]:
-        """Ids of the peers that may give a useful state; those that were not believed come last.
+        """Return ids of the peers that may give a useful state, the best first.
 
-        Of the others, those that passed through the target come first, then the furthest; equals at random.
-        The `holders` have taken this peer's last step, and may not have reported it yet.
+        Peers that passed through the target come first, then the furthest; equals are in random order. Peers
+        whose states were rejected come last. With `holders`, only these are candidates: they have taken this
+        peer's last step, and may not have reported it yet.
         """
         target = self._tracker.target
         own = self._position.history
@@ -316,14 +323,15 @@ class CatchUp:
         return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
-        """Ask the others whether a donor's state is theirs, and wait a while for their answers.
+        """Check a donor's state against the other peers' reports, and wait a while for these.
 
-        `common` digests what all peers of that history hold; it is empty if it can't be compared.
+        `common` is the digest of the tensors that all peers of that history share; it is empty if it can't
+        be compared.
         """
         began = time.monotonic()
         pause_s = REFRESH_S
         while True:
-            if self._alive.must_stop:  # the download was given up, and the weights may be saved now
+            if self._alive.must_stop:  # the download was abandoned, and the weights may be saved now
                 return False
             self._tracker.refresh()
             standing = self._tracker.standing
@@ -335,7 +343,7 @@ class CatchUp:
                 return True
             if is_held is False or waited_s >= SAID_S or (is_late and not is_one_of_them):
                 break
-            # Soon at first: where many peers step quickly, more rounds than are kept fit between two fetches.
+            # Short pauses at first: many quick peers take more rounds between two fetches than they keep.
             time.sleep(min(pause_s, self._tracker.fetch_every_s))
             pause_s *= 2
         why = "others of that history hold other values" if is_one_of_them else "others went another way"

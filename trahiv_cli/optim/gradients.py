@@ -1,4 +1,4 @@
-"""What a peer accumulates for a round: hivemind's gradient averager, exact."""
+"""Gradients that a peer accumulates for a round: hivemind's gradient averager, made exact."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from trahiv_cli.swarm.host_copies import HostCopies
 
 
 class ExactGradientAverager(ExactAverager, GradientAverager):
-    """Averages accumulated gradients, weighted by what is trained: tokens of a language model, else samples.
+    """Averages accumulated gradients, weighted by the trained tokens of a language model, else by samples.
 
-    The accumulators hold the sum over batches of `weight / anchor` times the gradient of the batch's mean
-    loss, where the anchor is the first batch's weight: with equal batches that is the plain sum.
+    `SwarmOptimizer` creates one. The accumulators hold the sum over batches of `weight / anchor` times the
+    gradient of the batch's mean loss, where the anchor is the first batch's weight: with equal batches that
+    is the plain sum.
     """
 
     _local_accumulators: tuple[torch.Tensor, ...]
@@ -27,23 +28,23 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._anchor_weight = self.local_weight = 0.0
         self._copies: HostCopies | None = None
-        self.aside: tuple[torch.Tensor, ...] = ()  # sums that were set aside; not to be written to
+        self.aside: tuple[torch.Tensor, ...] = ()  # sums set aside; not to be written to
         self.samples_aside = 0
         self.weight_aside = 0.0
-        self._announced: list[tuple[int, float]] = []  # samples and weights of batches, not counted yet
+        self._announced: list[tuple[int, float]] = []  # samples and weights of batches not counted yet
         super().__init__(*args, **(kwargs | {"allow_state_sharing": False, "warn": False}))
 
     def _grad_accumulators(self) -> Iterator[torch.Tensor]:
-        if not self._local_accumulators:  # they were set aside, and nothing came since
+        if not self._local_accumulators:  # they were set aside, and no batch came since
             self._local_accumulators = tuple(map(torch.zeros_like, self.aside))
         yield from self._local_accumulators
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
-        """Announce a batch of so many rows whose gradients come next; `accumulate_grads_` counts them.
+        """Announce a batch of `samples` rows whose gradients come next; `accumulate_grads_` counts them.
 
-        `weight` is what its mean loss is a mean over: trained tokens, or rows; 0 if nothing is trained.
-        `lend`: have the backward pass add to accumulators on a parameter's device, as its `.grad`, which
-        saves a second gradient. Not for gradients that somebody scales afterwards.
+        `weight` is the number of values in its mean loss: trained tokens, or rows; 0 if nothing is trained.
+        `lend`: an accumulator on its parameter's device becomes its `.grad`, so the backward pass adds to it,
+        which saves a second gradient. Not for gradients that are scaled afterwards.
 
         Returns the factor for the batch's mean loss before its backward pass; exactly 1 for equal batches.
         """
@@ -57,18 +58,18 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
     @property
     def announced_samples(self) -> int:
-        """Samples that were announced and not counted."""
+        """Samples that were announced and are not counted yet."""
         return sum(samples for samples, _ in self._announced)
 
     def forget_announced(self) -> None:
-        """Take back what was announced and not counted."""
+        """Withdraw the batches that were announced and not counted."""
         self._announced.clear()
 
     @torch.no_grad()
     def accumulate_grads_(self, batch_size: int) -> None:
-        """Count what was announced, else `batch_size` samples; add gradients that are not accumulated yet.
+        """Count the announced batches, else `batch_size` samples; add gradients that are not accumulated yet.
 
-        Lent accumulators are taken back: clearing the gradients must not clear them.
+        Lent accumulators are detached from `.grad`, so that clearing the gradients does not clear them.
         """
         factor = 1.0 if self._announced else self.expect_batch(batch_size, batch_size, lend=False)
         for samples, weight in self._announced:
@@ -82,13 +83,13 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
                 accumulator.add_(param.grad.to(accumulator.device), alpha=factor)
 
     def reset_accumulated_grads_(self) -> None:
-        """Forget what was accumulated, and batches that were announced and not counted."""
+        """Forget accumulated gradients, and batches that were announced and not counted."""
         self.local_weight = 0.0
         self.forget_announced()
         super().reset_accumulated_grads_()
 
     def set_aside(self) -> None:
-        """Set what was accumulated aside, for a round; what comes now goes into other memory, if anything."""
+        """Set the accumulated gradients aside for a round; newer ones will go into other memory."""
         self.aside = tuple(self._grad_accumulators())
         self._local_accumulators = ()
         self.samples_aside, self.weight_aside = self.local_samples_accumulated, self.local_weight
@@ -100,13 +101,13 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
     @property
     def scale_aside(self) -> float:
-        """Times which the sums that were set aside are the mean gradient."""
+        """Factor that turns the sums set aside into the mean gradient; 0 if their weight is 0."""
         return self._anchor_weight / self.weight_aside if self.weight_aside else 0.0
 
     def load_aside(self) -> None:
-        """Write the mean gradient of what was set aside into the averager's buffers.
+        """Write the mean of the gradients set aside into the averager's buffers.
 
-        Upstream (optim/grad_averager.py:203) divides by the *number* of batches, as if all were equal. By
+        Upstream (optim/grad_averager.py:203) divides by the *number* of batches, as if all were equal. Uses
         numpy, because it may run beside training: torch would start OpenMP threads for this thread, too.
         """
         sums = self.aside if self._copies is None else self._copies.wait()
@@ -116,7 +117,7 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Add what was set aside to what came meanwhile."""
+        """Add the gradients set aside to newer ones, for the next round."""
         for aside, came in zip(self.aside, self._local_accumulators, strict=False):
             aside.add_(came)
         self._local_accumulators = self.aside
@@ -128,7 +129,7 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
 
     @torch.no_grad()
     def use_up(self) -> None:
-        """Forget what was set aside: a step was taken with it."""
+        """Forget the gradients set aside: a step was taken with them."""
         if not self._local_accumulators:
             for accumulator in self.aside:
                 accumulator.zero_()
@@ -138,9 +139,9 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         self.weight_aside = 0.0
 
     def use_averaged_gradients(self) -> AbstractContextManager[None]:
-        """Have the averages as the parameters' `.grad` within the block; `use_up` comes next.
+        """Set the averages as the parameters' `.grad` within the block; call `use_up` next.
 
-        They lie in the memory of what was set aside, where the parameters are: upstream
+        They use the memory of the gradients set aside, on the parameters' device: upstream
         (optim/grad_averager.py:223) hands out the averager's buffers in host memory.
         """
         with torch.no_grad(), self.get_tensors() as averages:
@@ -148,7 +149,7 @@ class ExactGradientAverager(ExactAverager, GradientAverager):
         return self._as_gradients(filled)
 
     def use_accumulated_gradients(self) -> AbstractContextManager[None]:
-        """Have this peer's mean gradient as `.grad` within the block; `reset_accumulated_grads_` is next."""
+        """Set this peer's mean gradient as `.grad` within the block; call `reset_accumulated_grads_` next."""
         scale = self._anchor_weight / self.local_weight if self.local_weight else 0.0
         with torch.no_grad():
             means = [accumulator.mul_(scale) for accumulator in self._grad_accumulators()]

@@ -1,13 +1,13 @@
-"""How peers that are ready find one another: they agree on a leader without asking anybody.
+"""Matchmaking: peers that are ready for a round form a group. They agree on its leader without messages.
 
-1. Each peer knows from the progress reports who else is at its step, and orders these peers by a digest of
-   the step and their ids: the first leads, the others ask it to let them in.
-2. A leader that is not ready yet lets them wait at the door, so that a group stands as soon as its last
-   member arrives, with one message each way. hivemind's matchmaking polls the DHT instead, for the whole
+1. Each peer knows from the progress reports which other peers are at its step, and orders these peers by a
+   digest of the step and their ids. The first one leads, and the others ask it to let them in.
+2. A leader that is not ready yet holds these requests, so the group is complete as soon as its last member
+   arrives, with one message each way. hivemind's matchmaking polls the DHT instead, for the whole
    `matchmaking_time`.
-3. Where views differ, a peer that follows another one sends those who ask it there.
-4. What each member claims is signed: a leader says who is in its group, not what they bring.
-5. Nobody waits for a peer that does not answer, and one of which rounds fail is let into no group (`Blame`).
+3. Where views differ, a peer that follows a leader redirects other peers' requests to that leader.
+4. Each member signs its claim: a leader chooses the members of its group, but not their claims.
+5. No peer waits for one that does not answer. A peer that makes rounds fail is kept out of groups (`Blame`).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from trahiv_cli.swarm.records import peer_from, sign, verified
 
 logger = get_logger(__name__)
 
-# A leader whom nobody follows for so long asks the next in order: one that came late may not know that the
-# others have another leader.
+# A leader that has had no follower for this time asks the next peer in order: if it came late, it may not
+# know that the others have another leader.
 LONELY_S = 0.5
 
-PAUSE_S = 0.1  # between two tries when nobody could be asked
-DOOR_S = 600.0  # a follower at the door of a leader is sent away after so long; it leaves sooner by itself
+PAUSE_S = 0.1  # between two tries when there was no peer to ask
+DOOR_S = 600.0  # how long a leader that is not ready holds a request; callers give up sooner
 
-SUSPECT_S = 20.0  # no wait for a peer that did not answer, broke a round, or did not come
+SUSPECT_S = 20.0  # how long rounds do not wait for a peer that did not answer, broke a round, or did not come
 
-# Groups in a row that a peer may miss, and after one that it was in: a peer whose batches take too long
-# divides them after a few.
+# A peer is suspect after missing this many groups in a row; the larger number applies once it has come to
+# one. A peer whose batches take too long divides them after a few.
 MISSED_AT_MOST = 2
 MISSED_AFTER_ONE = 6
 
-# When, and for how long at most, a peer of which rounds fail is let into no group: see `Blame.note_votes`.
+# Limits for excluding a peer that makes rounds fail, and the longest exclusion: see `Blame.note_votes`.
 MOST_POINTS = 2.0
 POINTS_A_ROUND = 0.25
 MOST_EXCLUDED_S = 1280.0
@@ -63,52 +63,52 @@ MESSAGE = averaging_pb2.MessageFromLeader
 
 @dataclass(frozen=True, eq=False)
 class Follower:
-    """A peer that waits for this one to form their group."""
+    """A peer that waits for this one to form a group."""
 
-    statement: bytes  # its claim, as it signed it
+    statement: bytes  # its signed claim
     quorum: int  # the smallest group that it would commit with
 
 
 @dataclass
 class Search:
-    """One look for a group."""
+    """One search for a group."""
 
-    schema: bytes  # what the members must have in common
-    statement: bytes  # this peer's claim, signed; good for this search alone
+    schema: bytes  # equal for all members
+    statement: bytes  # this peer's claim, signed anew for this search
     group: asyncio.Future[GroupInfo]
     followers: dict[PeerID, Follower] = field(default_factory=dict)
-    asking: PeerID | None = None  # the peer that this one asks to lead it
-    sent_to: PeerID | None = None  # whom the last one said to ask; it may be this peer itself, to lead
+    asking: PeerID | None = None  # the leader that this peer asks
+    sent_to: PeerID | None = None  # the leader that the last answer suggested; perhaps this peer itself
     refused: set[PeerID] = field(default_factory=set)  # peers that could not lead in this search
 
 
 class Blame:
-    """Suspects and excludes peers for a while; `order`, alike for all, decides between equals."""
+    """Suspects and excludes peers for a while; `order`, the same for all peers, breaks ties."""
 
     def __init__(self, order: Callable[[PeerID], bytes]) -> None:
         self._order = order
         self._suspected_until: dict[PeerID, float] = {}
-        self.excluded_until: dict[PeerID, float] = {}  # of all that ever were; by the monotonic clock
-        self._missed: Counter[PeerID] = Counter()  # groups in a row that each peer was expected in
+        self.excluded_until: dict[PeerID, float] = {}  # of every peer that ever was; by the monotonic clock
+        self._missed: Counter[PeerID] = Counter()  # groups in a row that each expected peer missed
         self._points: defaultdict[PeerID, float] = defaultdict(float)
         self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
 
     def suspect(self, peer: PeerID, why: str) -> None:
-        """Do not wait for this peer for a while, and have it lead only when nobody else is left.
+        """Do not wait for this peer for a while, and let it lead only if no other peer is left.
 
-        Log why, once until the peer comes by itself.
+        Log why, but only once until the peer comes by itself.
         """
         if peer not in self._suspected_until:
             logger.warning(f"Rounds do not wait for peer {peer}: {why}.")
         self._suspected_until[peer] = time.monotonic() + SUSPECT_S
 
     def clear(self, peer: PeerID) -> None:
-        """Suspect a peer no more: it came by itself."""
+        """Stop suspecting a peer: it came by itself."""
         self._suspected_until.pop(peer, None)
         self._missed[peer] = MISSED_AT_MOST - MISSED_AFTER_ONE
 
     def note_group(self, members: Collection[PeerID], expected: Iterable[PeerID]) -> None:
-        """Suspect peers that were expected and did not come again: a leader waited for them."""
+        """Clear the members of a group; suspect expected peers that keep a leader waiting and do not come."""
         for peer in members:
             self.clear(peer)
         for peer in expected:
@@ -118,28 +118,28 @@ class Blame:
                     self.suspect(peer, "it did not come to a group")
 
     def is_suspect(self, peer: PeerID) -> bool:
-        """Whether nobody should wait for a peer."""
+        """Whether rounds should not wait for a peer."""
         return self._suspected_until.get(peer, 0.0) > time.monotonic() or self.is_excluded(peer)
 
     def exclude(self, peer: PeerID, why: str) -> None:
-        """Let a peer into no group for a while, twice as long each time, nor follow it; `why` is logged."""
+        """Keep a peer out of groups for a while, twice as long each time, and do not follow it; log `why`."""
         for_s = min(MOST_EXCLUDED_S, SUSPECT_S * 2 ** self._times_excluded[peer])
         self.excluded_until[peer] = time.monotonic() + for_s
         self._times_excluded[peer] += 1
         logger.warning(f"Peer {peer} is let into no group for {for_s:.0f} s: {why}.")
 
     def is_excluded(self, peer: PeerID) -> bool:
-        """Whether a peer is let into no group."""
+        """Whether a peer is kept out of groups."""
         return self.excluded_until.get(peer, 0.0) > time.monotonic()
 
     def note_votes(self, members: Sequence[PeerID], votes: Mapping[PeerID, Vote], is_committed: bool) -> None:
-        """Learn from a round whose doing it is that rounds fail.
+        """Update the blame points from one round's votes; exclude a member if it has too many.
 
-        The member that most blame has a point more, all others that blame or are blamed three quarters: it
-        may be one of them, or a link. A member that more than half say is late has `MOST_POINTS` at once. At
-        `MOST_POINTS` the one with most, of equals the later in order, is excluded, unless no more than half
-        are left. A committed round makes up for a quarter of a point. All members hear the same votes, so
-        they come to the same verdict.
+        In a failed round the most blamed member gets a point, and every other member that blames or is blamed
+        gets 3/4: the fault may be its own, or a link's. A member that more than half of the group call late
+        has `MOST_POINTS` at once. At `MOST_POINTS` the member with the most points (of equals, the later in
+        order) is excluded, unless no more than half of the group would be left. A committed round takes 1/4
+        from each member. All members receive the same votes, so they reach the same verdict.
         """
         if is_committed:
             for peer in members:
@@ -149,7 +149,7 @@ class Blame:
         names = {peer.to_base58(): peer for peer in votes}
         blames = {peer: names[vote.blames] for peer, vote in votes.items() if vote.blames in names}
         blamed = set(blames.values())
-        # A member that broke off because of another is blamed by those that waited for it: that is no proof.
+        # If a member broke off because of another, the members that waited for it blame it: that is no proof.
         direct = {peer: whom for peer, whom in blames.items() if votes[peer].is_sure or whom not in blames}
         blames = direct or blames
         accusers = Counter(blames.values())
@@ -165,17 +165,17 @@ class Blame:
         if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
             return
         self.exclude(worst, "rounds with it fail")
-        # It may be the wrong one: a liar blames others for what it does. Who was blamed as well is next.
+        # It may be innocent: a liar blames others for its own faults. Other blamed members may be next.
         for peer in self._points.keys() - (blamed - {worst}):
             del self._points[peer]
 
 
 class GroupFinder:
-    """Finds a group for each round; stands in for hivemind's `Matchmaking` in the DHT's process.
+    """Finds a group for each round; replaces hivemind's `Matchmaking` in the DHT's process.
 
-    A leader waits `min_matchmaking_time` for members that are missing, and must answer within
-    `request_timeout`, in seconds. Others can't call a peer in `client_mode`, so it never leads. hivemind's
-    other options have no meaning here.
+    Each served averager creates one. A leader waits `min_matchmaking_time` seconds for missing members, and
+    must answer within `request_timeout` seconds. Others can't call a peer in `client_mode`, so it never
+    leads. hivemind's other options have no effect here.
     """
 
     def __init__(
@@ -210,17 +210,17 @@ class GroupFinder:
     def expect(
         self, peers: Sequence[PeerID], clients: Sequence[PeerID], quorum: int, schema_suffix: bytes
     ) -> None:
-        """Say who else is at this peer's step, and which of them, as clients, can't lead.
+        """Set the other peers at this peer's step, and which of them are clients and so can't lead.
 
-        A group has at least `quorum` members, this one included (1: it is this one alone), and all of them
-        have `schema_suffix` in common beside their tensors' shapes.
+        A group has at least `quorum` members, this one included (1: this peer alone). All of them share
+        `schema_suffix`, in addition to their tensors' shapes.
         """
         self._expected, self._clients = tuple(peers), frozenset(clients)
         self._quorum, self.schema = quorum, self._tensors_schema + schema_suffix
         self._wake()
 
     def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
-        """Read what a peer claims for a schema (None: this peer's); `ValueError`: it has signed no claim."""
+        """Return a peer's claim for a schema (None: this peer's); `ValueError` if it did not sign it."""
         return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
 
     def _about(self, schema: bytes) -> bytes:
@@ -229,7 +229,7 @@ class GroupFinder:
     # -- looking for a group -------------------------------------------------------------------------
 
     async def look_for_group(self, step: StepControl) -> GroupInfo | None:
-        """Find a group; None if there was none until the step's deadline, or this peer has gone on."""
+        """Find a group; None if there was none by the step's deadline, or this peer's schema has changed."""
         schema = self.schema
         statement = sign(self._key, self._about(schema), step.data_for_gather)
         if self._quorum == 1:
@@ -245,7 +245,7 @@ class GroupFinder:
                 return None
             finally:
                 self._search = None
-                search.group.cancel()  # those at the door are sent away
+                search.group.cancel()  # waiting followers get GROUP_DISBANDED
                 self._wake()
 
     async def _search_until_found(self, search: Search) -> GroupInfo | None:
@@ -264,10 +264,10 @@ class GroupFinder:
                 return group
             if not search.followers and search.sent_to is None:
                 await asyncio.sleep(PAUSE_S)
-        return None  # this peer has gone on
+        return None  # this peer's schema has changed
 
     def _choose_leader(self, search: Search) -> PeerID | None:
-        """Pick the first in order of those that may lead; None if all have failed in this search.
+        """Return the first peer in order that may lead; None if all have failed in this search.
 
         Suspects come last. If they were left out, two peers that suspect each other would each lead alone.
         """
@@ -284,7 +284,7 @@ class GroupFinder:
         return hashlib.sha256(self.schema + peer.to_bytes()).digest()
 
     def _wake(self) -> None:
-        """Let everybody who waits look again."""
+        """Wake all waiting tasks, so that they check again."""
         self._turn.set()
         self._turn = asyncio.Event()
 
@@ -296,19 +296,19 @@ class GroupFinder:
     # -- leading -------------------------------------------------------------------------------------
 
     async def _lead(self, search: Search) -> GroupInfo | None:
-        """Wait for the others and form the group; None if somebody else should lead."""
+        """Wait for the others and form the group; None if another peer should lead."""
         give_up = time.monotonic() + self._patience_s
         lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
         while search.schema == self.schema:
             unseen = (peer for peer in self._expected if peer not in search.followers)
             missing = [peer for peer in unseen if not self.blame.is_suspect(peer)]
             is_over = time.monotonic() >= give_up
-            # Without those that want a greater group than they form with this peer, the greediest first.
+            # Drop followers whose quorum is larger than the group would be, the largest quorum first.
             willing = sorted(search.followers.items(), key=lambda item: item[1].quorum)
             while willing and willing[-1][1].quorum > 1 + len(willing):
                 willing.pop()
             members = dict(willing)
-            # Nobody waits for one that wants a greater group than there are peers: its view may be newer.
+            # Do not wait for a follower whose quorum exceeds the known peers: its view may be newer.
             there = 1 + max(len(self._expected), len(search.followers))
             possible = [peer for peer, follower in search.followers.items() if follower.quorum <= there]
             is_whole = len(members) == len(possible) and not missing
@@ -320,7 +320,7 @@ class GroupFinder:
                 self._wake()
                 return group
             is_lonely = not search.followers and time.monotonic() >= lonely_until
-            if is_over or is_lonely:  # too few came: perhaps they wait for somebody else, and so should these
+            if is_over or is_lonely:  # too few came: the others may have another leader, and so should these
                 search.refused.add(self._p2p.peer_id)
                 search.followers.clear()
                 self._wake()
@@ -332,10 +332,10 @@ class GroupFinder:
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """Let a peer into the group that this one leads, or say where it should ask.
+        """Let a peer into the group that this one leads, or refuse it, perhaps with another peer to ask.
 
-        Yields ACCEPTED at once: it may wait here. Then BEGIN_ALLREDUCE with the group, or GROUP_DISBANDED,
-        perhaps with the peer to ask, or BAD_SCHEMA_HASH.
+        Yields ACCEPTED at once, because the peer may wait here. Then yields BEGIN_ALLREDUCE with the group,
+        or GROUP_DISBANDED, perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
         peer = context.remote_id
         self.blame.clear(peer)
@@ -373,7 +373,7 @@ class GroupFinder:
     def _let_in(
         self, search: Search, peer: PeerID, request: averaging_pb2.JoinRequest
     ) -> Follower | averaging_pb2.MessageFromLeader:
-        """Let a peer follow this one, or say that it can't, and perhaps whom it should ask instead."""
+        """Return the peer as a follower, or a message that refuses it and may suggest another leader."""
         if self.blame.is_excluded(peer):
             return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
         if request.schema_hash != search.schema:
@@ -393,7 +393,7 @@ class GroupFinder:
     # -- following -----------------------------------------------------------------------------------
 
     async def _follow(self, search: Search, leader: PeerID) -> GroupInfo | None:
-        """Ask `leader` and wait; None if it does not lead this peer, or if somebody follows this one."""
+        """Ask `leader` and wait; None if it does not lead this peer, or if another peer follows this one."""
         search.asking = leader
         is_known = leader in self._expected
         asked = asyncio.ensure_future(self._ask(search, leader))
@@ -414,7 +414,7 @@ class GroupFinder:
             schema_hash=search.schema,
             client_mode=self._is_client,
             gather=search.statement,
-            group_key=f"{self._prefix}.0b",  # as hivemind names it; nobody reads it
+            group_key=f"{self._prefix}.0b",  # hivemind's form of the key; no peer reads it
         )
         try:
             async with asyncio.timeout(self.request_timeout):
@@ -439,8 +439,8 @@ class GroupFinder:
     def _accepted(self, search: Search, leader: PeerID, answer: averaging_pb2.MessageFromLeader) -> GroupInfo:
         """Read the group that a leader formed, or raise `ValueError`.
 
-        No group holds what is no id, a peer twice, not its leader, not this peer with what it said in this
-        search, or a peer with what that one did not say.
+        It raises for a malformed id, a peer that is listed twice, a missing leader, a missing or altered
+        claim of this peer, and a claim that its peer did not sign.
         """
         members = tuple(map(peer_from, answer.ordered_peer_ids))
         said = dict(zip(members, answer.gathered, strict=True))

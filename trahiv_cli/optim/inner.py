@@ -1,4 +1,4 @@
-"""The inner optimizer's state: made before its first step, and adopted in the memory that it has."""
+"""The inner optimizer's state: created before the first step, and adopted in place."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hivemind.utils import nested_flatten, nested_pack
 
 
 def initialize_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state tensors, as a state download needs them, without taking a step.
+    """Create the optimizer's state tensors, which a state download needs, without taking a step.
 
     hivemind steps with zero gradients (optim/state_averager.py:707): AdamW then decays the weights once
-    and counts a step too many. Here that step has no learning rate and no decay, and is not counted.
+    and counts one step too many. Here that step has learning rate 0 and no decay, and is not counted.
     """
     groups = optimizer.param_groups
     params = [param for group in groups for param in group["params"]]
     for group in groups:
-        # Where Triton is installed, optimi chooses it for weights on a CPU, too: it asks before it has listed
+        # If Triton is installed, optimi chooses it for weights on a CPU, too: it checks before it has listed
         # them (torch-optimi 0.3.3, stableadamw.py:150), and the kernel then finds no driver.
         if group.get("triton", False) is None and not all(param.is_cuda for param in group["params"]):
             group["triton"] = False
@@ -36,7 +36,7 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
             group.update(values)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
-    for holder in (*optimizer.state.values(), *groups):  # optimi counts for each group
+    for holder in (*optimizer.state.values(), *groups):  # optimi counts steps in each group
         step = holder.get("step")
         if isinstance(step, torch.Tensor):
             step.zero_()
@@ -48,13 +48,14 @@ def initialize_state(optimizer: torch.optim.Optimizer) -> None:
 def adopt_optimizer_state(
     optimizer: torch.optim.Optimizer, layout: Sequence[Any], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Adopt a state that hivemind's `dump_optimizer_state` laid out, in the memory of the optimizer's own.
+    """Copy a state in the layout of hivemind's `dump_optimizer_state` into the optimizer's own tensors.
 
-    optim/state_averager.py:732 replaces the state's tensors: bitsandbytes' paged ones by others that stay on
-    the GPU, bytes by floats. Here `tensors`, on the CPU, go into those that the optimizer has
-    (`initialize_state`), which keep dtype, device and memory.
+    optim/state_averager.py:732 replaces the state's tensors: bitsandbytes' paged tensors by tensors that stay
+    on the GPU, bytes by floats. Here `tensors`, on the CPU, are copied into the tensors that the optimizer
+    has (`initialize_state`), which keep dtype, device and memory.
 
-    ValueError if this is not the state of such an optimizer over such parameters; nothing was changed.
+    Raises:
+        ValueError: this is not the state of such an optimizer over such parameters; nothing was changed.
     """
     try:
         given = [tensors[e["index"]] if e["type"] == "tensor" else e["value"] for e in layout]
@@ -71,16 +72,16 @@ def adopt_optimizer_state(
     packed = nested_pack(values, structure=optimizer.state_dict())
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for place, state in packed["state"].items():
-        held = optimizer.state[params[place]]  # bitsandbytes gives its tensors under another name besides
+        held = optimizer.state[params[place]]  # in bitsandbytes' `state_dict` tensors have a second name, too
         held.update({name: value for name, value in state.items() if name in held})
     for group, settings in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         group.update({name: value for name, value in settings.items() if name != "params"})
 
 
 def _kind(value: Any) -> object:
-    """Return what must be equal in two states of one optimizer."""
+    """Return the properties of a value that must be equal in two states of one optimizer."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # What is no number is a setting, which all peers have alike.
+    # Any other value is a setting, which is the same for all peers.
     return ("a number", math.isfinite(value)) if is_number else (type(value), value)

@@ -1,10 +1,11 @@
 """A peer notices when its batches take longer than the swarm's steps, so that their gradients come too late.
 
 1. A batch is late if it began with the swarm's newest state, and others had left that state when it ended.
-2. If two of the last four were late, smaller ones are asked for (`samples_in_time`), which count as before.
-   After many batches in time they may be twice as large: the machine may have been busy only for a while.
-3. Where none can be smaller, the others learn how slow this peer is: they may wait for it. If the next batch
-   is late all the same, a warning gives the figures, and the swarm's state is fetched ever less often.
+2. If two of the last four batches were late, `samples_in_time` asks for smaller batches, which count as
+   before. After many batches in time it doubles: the machine may have been busy only for a while.
+3. If batches can't be smaller, the others learn the speed of this peer, and may wait for it. If the next
+   batch is late all the same, a warning gives the figures, and this peer fetches the swarm's state ever less
+   often.
 """
 
 from __future__ import annotations
@@ -17,31 +18,31 @@ from trahiv_cli.telemetry.events import Events
 
 LATE = 2
 OF_THE_LAST = 4
-"""Late batches before anything is done: one alone may have slept with its machine."""
+"""A peer reacts to `LATE` late batches of `OF_THE_LAST`: its machine may have slept during a single one."""
 
 ENOUGH_IN_TIME = 64
-"""Batches in time after which larger ones are tried: if these are late, one in thirty is lost."""
+"""Batches in time before larger ones are tried: if these are late, one batch in thirty is lost."""
 
 FIRST_PAUSE_S = 60.0
 
 
 class Moment(NamedTuple):
-    """A time in monotonic seconds, and the swarm's step then."""
+    """A time in monotonic seconds, and the swarm's step at that time."""
 
     at: float
     step: int
 
 
 class Lateness:
-    """Counts late batches of one peer, and says how large its batches may be."""
+    """Counts the late batches of one peer, and limits the size of its batches."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self.samples_in_time = math.inf
-        """The most samples that this peer trains in time for a step, as far as is known."""
+        """The largest number of samples that this peer trains in time for a step, as far as is known."""
         self.batch_s = 0.0
-        """How long the batch took that came too late, in seconds."""
-        self._last: deque[tuple[Moment, bool]] = deque(maxlen=OF_THE_LAST)  # when each began; if it was late
+        """The usual duration of a batch, in seconds, when batches were last found to be too late."""
+        self._last: deque[tuple[Moment, bool]] = deque(maxlen=OF_THE_LAST)  # (start, is_late) of each batch
         self._num_in_time = self._num_pauses = 0
         self._told_samples = math.inf
         self._figures = ""
@@ -53,7 +54,7 @@ class Lateness:
         return self._num_pauses > 0
 
     def note_in_time(self, began: Moment) -> None:
-        """Take note of a batch that came in time."""
+        """Record a batch that came in time."""
         self._last.append((began, False))
         if not any(is_late for _, is_late in self._last) and len(self._last) == OF_THE_LAST:
             self._num_pauses = 0
@@ -63,13 +64,13 @@ class Lateness:
             self.samples_in_time *= 2
 
     def note_late(self, samples: int, usual_s: float, began: Moment, ended: Moment) -> bool:
-        """Take note of a late batch of `samples`, which usually takes `usual_s`.
+        """Record a late batch of `samples`, which usually takes `usual_s`.
 
-        The swarm took steps while it was trained, but so it does during a short batch that began shortly
-        before a step: the time of a step is that of all steps since the first of the last batches.
+        The swarm took steps during this batch, but it also does so during a short batch that began shortly
+        before a step. So the duration of a step is the mean since the first of the last batches began.
 
         Returns:
-            Whether the others should now learn how slow this peer is.
+            Whether the others should now learn the speed of this peer.
         """
         if self.is_hopeless:
             self._warn_once()
@@ -85,7 +86,7 @@ class Lateness:
         self._figures = (
             f"A batch of {samples} sample(s) takes {usual_s:.1f} s here, a step of the swarm {step_s:.1f} s"
         )
-        if samples == 1 or samples > self.samples_in_time:  # which had no effect
+        if samples == 1 or samples > self.samples_in_time:  # a smaller limit had no effect
             self._num_pauses = 1
             return True
         # So that several are done within a step.
@@ -101,7 +102,7 @@ class Lateness:
         return False
 
     def _warn_once(self) -> None:
-        """Warn that this peer is too slow, although the others know how slow it is."""
+        """Warn, once, that this peer is too slow although the others know its speed."""
         if not self._has_warned:
             self._has_warned = True
             self._events.warn(
@@ -111,6 +112,6 @@ class Lateness:
             )
 
     def next_pause_s(self) -> float:
-        """Return how long to wait before the state is fetched again: twice as long each time."""
+        """Return the seconds to wait before the state is fetched again: twice as many each time."""
         self._num_pauses += 1
         return FIRST_PAUSE_S * 2 ** (self._num_pauses - 2)

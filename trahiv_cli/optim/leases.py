@@ -1,14 +1,15 @@
-"""A peer leases positions of the data before it trains them, and knows of which it holds the gradients.
+"""A peer leases positions of the data before it trains them, and records whose gradients it holds.
 
-1. A lease is a block of positions in this peer's report. It is this peer's once the report is stored and a
-   look at all others' reports *after that* shows none with the same positions. Of two that store at the same
-   time each sees the other, and both look for another block; of two that store one after the other the later
-   one does.
-2. Blocks are leased ahead of training, in a thread of their own. They grow with what a peer holds, so that
-   all that it trains in a round, however long that is, is few spans: a report has room for `MOST_LEASES`.
-3. `Work` knows whose gradients this peer holds. What was dropped is trained again.
-4. A lease ends with the commit of the round that its positions were brought to, and returns to all when its
-   owner's report is gone.
+1. A lease is a block of positions in this peer's report. It is valid once the report is stored and all other
+   peers' reports, fetched *after that*, have none of its positions. If two peers store at the same time, each
+   sees the other's report and both look for another block; otherwise only the later one does.
+2. Blocks are leased ahead of training, in a background thread. They grow with the number of positions that a
+   peer holds, so that its samples of a round, however long, are few spans: a report has room for
+   `MOST_LEASES`.
+3. `Work` records the positions whose gradients this peer holds. If gradients are dropped, their positions are
+   trained again.
+4. A lease ends when a round with its positions is committed. It is free for all peers when its owner's report
+   is gone.
 """
 
 from __future__ import annotations
@@ -32,36 +33,37 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MOST_LEASES = 32
-"""Spans of positions in a report: it stays below a page."""
+"""The most spans of positions in a report, which stays below a page with them."""
 
 FREE_LEASES = MOST_LEASES // 2
-"""A peer that holds so many spans adds only whole blocks, each of which doubles what it holds."""
+"""A peer with this number of spans adds only whole blocks, each of which doubles its positions."""
 
 MOST_ROUNDS = 32
-"""A peer may lease no more than what all peers together train in so many rounds. An honest one needs 24: it
-holds samples of at most 4 rounds while those of 4 others are averaged (`seeker.HELD_AT_MOST`); it
-leases up to twice as many, and a block."""
+"""A peer may lease at most the samples that all peers together train in this number of rounds. An honest peer
+needs 24: it holds samples of at most 4 rounds while samples of 4 others are averaged (`seeker.HELD_AT_MOST`);
+it leases up to twice as many, and a block."""
 
 AHEAD_S = 20.0
 AHEAD_ROUNDS = 8
-"""A block is what this peer trains in that time, at most what all peers together train in so many rounds, and
-no less than what it holds already. Leasing one costs two requests to the DHT."""
+"""A block has the samples that this peer trains in `AHEAD_S`. It has at most the samples that all peers
+together train in `AHEAD_ROUNDS`, and at least as many as this peer holds already. Leasing one costs two
+requests to the DHT."""
 
-FIRST_BLOCK = 64  # positions, until it is known how fast this peer trains
-TRIES = 8
-PAUSE_S = 0.5  # blocks that are looked for before this peer pauses
+FIRST_BLOCK = 64  # positions, until the speed of this peer is known
+TRIES = 8  # blocks that this peer tries to lease before it pauses
+PAUSE_S = 0.5
 PATIENCE_S = 120.0
 POLL_S = 0.05
 
 
 class Leases:
-    """Gives this peer units of the data to train, one after the other, `number` in a pass. Thread-safe.
+    """Hands out units of the data to train, one after the other, `number` in a pass. Thread-safe.
 
-    A unit is a sample; with `is_stream`, a shard, whose samples are given by `read`. A shard of which some
-    have to be trained again is given once more.
+    A unit is a sample; with `is_stream`, a shard, whose samples `read` yields. If some samples of a shard
+    must be trained again, the shard is handed out once more. `SwarmOptimizer.divide_data` creates the object.
 
-    `ledger` gives what is trained already, `samples_per_second` how fast this peer trains, 0 if that is not
-    known yet. `while_waiting` is called again and again by whoever waits for a position; it may raise.
+    `ledger` returns the ledger of trained positions, and `samples_per_second` the speed of this peer, 0 if it
+    is not known yet. A thread that waits for a position calls `while_waiting` repeatedly; it may raise.
     """
 
     def __init__(
@@ -77,32 +79,32 @@ class Leases:
         self._reports = reports
         self._ledger = ledger
         self.number = number
-        self.unit = SHARD if is_stream else 1  # positions that are leased as one
+        self.unit = SHARD if is_stream else 1  # positions that are leased together
         self._samples_per_second = samples_per_second
         self._while_waiting = while_waiting
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
-        self.held = Spans()  # all that this peer has leased
+        self.held = Spans()  # all positions that this peer has leased
         self._handed_out: set[int] = set()
-        self._ends: dict[int, int] = {}  # by the first position of each shard read, that after its samples
+        self._ends: dict[int, int] = {}  # by a read shard's start: the end of its samples
         self._running: Future[None] | None = None
-        self._longest_round = 0  # in samples: what was leased for it may be held in shorter ones
-        self.lost = 0  # positions that others took over while this peer had leased them
+        self._longest_round = 0  # in samples: leases for it stay valid in shorter ones
+        self.lost = 0  # units that this peer gave up before it trained them
 
     def take(self, should_leave: Callable[[], bool] = lambda: False) -> int | None:
-        """Return the first position of the next unit; waits for a lease if there is none.
+        """Return the first position of the next unit; wait for a lease if there is none.
 
-        None if this peer leaves meanwhile.
+        Returns None if this peer leaves meanwhile.
 
         Raises:
-            SwarmError: there was none for two minutes.
+            SwarmError: there was no lease for two minutes.
         """
         deadline = time.monotonic() + PATIENCE_S
         failure = None
         while True:
             with self._lock:
                 if len(self._ready) <= self._ahead() // 2 and (self._running is None or self._running.done()):
-                    # Whatever the last attempt failed by, another one may succeed.
+                    # Another attempt may succeed, whatever the error of the last one.
                     failure = self._running.exception() if self._running else None
                     self._running = in_background(self._lease)
                 if self._ready:
@@ -119,7 +121,7 @@ class Leases:
             time.sleep(POLL_S)
 
     def give_back(self, positions: Sequence[int]) -> None:
-        """Have positions that are still this peer's trained again: their gradients were dropped."""
+        """Hand out these positions again if they are still this peer's: their gradients were dropped."""
         with self._lock:
             self._handed_out.difference_update(positions)
             left = self.held - self._ledger().covered
@@ -127,10 +129,10 @@ class Leases:
             self._ready.extendleft(sorted(units - set(self._ready), reverse=True))
 
     def settle(self, done: Iterable[int]) -> None:
-        """Take note of a committed round, to which this peer brought what is `done`.
+        """Record a committed round, to which this peer brought the positions `done`.
 
-        What others trained meanwhile is left to them, and so are units of which they leased anything, and
-        the shortest of pieces too many for a report.
+        This peer gives up positions that others trained meanwhile, units of which others leased a part, and
+        the shortest spans beyond `FREE_LEASES`.
         """
         with self._lock:
             theirs = (self.held & self._leased_by_others()).widened(self.unit)
@@ -144,7 +146,7 @@ class Leases:
             self._ends = {start: stop for start, stop in self._ends.items() if start in mine}
 
     def resume(self, trained: Spans) -> None:
-        """Hold what this peer trained before it started again, to be leased with the next block."""
+        """Hold the positions that this peer trained before it restarted; the next block leases them again."""
         with self._lock:
             self.held = trained.longest(FREE_LEASES)
             self._handed_out.update(trained)
@@ -152,9 +154,10 @@ class Leases:
     # -- the samples of a shard --------------------------------------------------------------------
 
     def read(self, start: int, shard: Iterable[T]) -> Iterator[tuple[int, T]]:
-        """Give those samples of the shard that begins at `start` that this peer is to train, by position.
+        """Yield the samples of the shard at `start` that this peer should train, with their positions.
 
-        Not those that it trains already, or that anybody has trained; it ends where nothing is left.
+        Samples that this peer trains already, or that any peer has trained, are left out. The iteration ends
+        when no sample is left.
         """
         position = start
         for sample in shard:
@@ -171,16 +174,16 @@ class Leases:
             self._ends[start] = position
 
     def last_positions(self, brought: Spans) -> Spans:
-        """The last positions of those shards of this peer's that are trained with what it brings."""
+        """Return the last positions of the shards that this peer has read and that `brought` completes."""
         with self._lock:
             done = self._ledger().covered | brought
             ended = [start for start, stop in self._ends.items() if not Spans.of([(start, stop)]) - done]
             return Spans.of_positions(start + SHARD - 1 for start in ended)
 
-    # -- leasing, with the lock --------------------------------------------------------------------
+    # -- leasing; the caller holds the lock, except for `_lease` ------------------------------------
 
     def _ahead(self) -> int:
-        """How many units to hold ahead of training."""
+        """Return the number of units to hold ahead of training."""
         if self.unit == SHARD:
             return 1
         most = min(self.number, AHEAD_ROUNDS * self._reports.target_batch_size)
@@ -188,10 +191,11 @@ class Leases:
         return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
 
     def _leased_by_others(self) -> Spans:
-        """Return the positions of the data that are other peers' to train.
+        """Return the positions of the data that other peers have leased.
 
-        Leases of more than `MOST_ROUNDS` that is not covered, or beyond what all together come to, don't
-        count; their owner is named if it is at this peer's history: else it may know of more that is covered.
+        A peer's leases don't count if they have uncovered positions of more than `MOST_ROUNDS`, or positions
+        that all peers together can't reach. The log names the peer if it has this peer's history: otherwise
+        it may know of more covered positions.
         """
         others = self._reports.others
         covered = self._ledger().covered
@@ -207,7 +211,7 @@ class Leases:
         return Spans.of(believed)
 
     def _lease(self) -> None:
-        """Lease another block, in a thread of its own, which takes the lock for moments."""
+        """Lease another block; runs in a background thread, which takes the lock for moments."""
         num_shards = self.number if self.unit == SHARD else None
         skip = sum(peer.peer_id < self._reports.own_id for peer in self._reports.others)
         for skipped in range(skip, skip + TRIES):
@@ -230,47 +234,47 @@ class Leases:
 
 
 class Work:
-    """The positions whose gradients, or own steps, this peer holds; without leases it knows of none."""
+    """The positions whose gradients or local steps this peer holds. Without leases there are none."""
 
     def __init__(self) -> None:
         self.leases: Leases | None = None
-        self._announced: list[int] = []  # their gradients come next, in this order
+        self._announced: list[int] = []  # positions whose gradients come next, in this order
         self._held: list[int] = []  # in the order in which their gradients came
-        self._useless: list[int] = []  # their gradients were not finite, and would not be another time
+        self._useless: list[int] = []  # their gradients were not finite, and would not be if repeated
 
     @property
     def unit(self) -> int:
-        """Positions that are leased as one."""
+        """The number of positions that are leased together."""
         return self.leases.unit if self.leases is not None else 1
 
     def announce(self, positions: Sequence[int]) -> None:
-        """Expect the gradients of the batch of these."""
+        """Expect the gradients of the batch at these positions."""
         self._announced += positions
 
     def first(self, num_samples: int) -> Spans:
-        """Return the positions of the first samples; empty where the data is not divided."""
+        """Return the positions of the first `num_samples` samples; empty if the data is not divided."""
         return Spans.of_positions(self._held[:num_samples])
 
     def resume(self, positions: Spans) -> None:
-        """Hold the positions of own steps that a checkpoint has."""
+        """Hold the positions of the local steps in a checkpoint."""
         if self.leases is not None:
             self._held = [*positions]
             self.leases.resume(positions)
 
     def count_announced(self, num_samples: int) -> None:
-        """Count the first positions that were announced: their gradients are there."""
+        """Hold the first `num_samples` announced positions: their gradients are there."""
         self._held = [*self._held, *self._announced[:num_samples]]
         del self._announced[:num_samples]
 
     def forget_announced(self, end: int | None = None) -> None:
-        """Have what was announced trained again, up to `end` as in a slice."""
+        """Give back the announced positions, up to `end` as in a slice: they are trained again."""
         gone = self._announced[:end]
         del self._announced[:end]
         if self.leases is not None:
             self.leases.give_back(gone)
 
     def drop(self, num_held: int, *, are_useless: bool = False) -> None:
-        """Forget all but the first positions; have the others trained again, unless they are useless."""
+        """Forget all but the first `num_held` positions; the rest is trained again, unless it is useless."""
         gone = self._held[num_held:]
         del self._held[num_held:]
         if are_useless:
@@ -279,28 +283,32 @@ class Work:
             self.leases.give_back(gone)
 
     def aside(self, num_samples: int) -> Spans:
-        """Return the positions of the first samples, which a round is about, and of the useless ones."""
+        """Return the positions that a round is about: of the first `num_samples`, and the useless ones.
+
+        In a stream, the last positions of the shards that these complete come with them.
+        """
         leases = self.leases
         mine = Spans.of_positions([*self._held[:num_samples], *self._useless])
         return mine if leases is None or leases.unit == 1 else mine | leases.last_positions(mine)
 
     def settle(self, num_samples: int, brought: Spans) -> None:
-        """A round of this peer's was committed, about its first samples, so many, with these positions."""
+        """Record the commit of a round with this peer's first `num_samples`, and the positions `brought`."""
         if self.leases is not None:
             del self._held[:num_samples]
             self._useless = []
             self.leases.settle(brought)
 
     def leave_to_others(self, num_held: int) -> None:
-        """Others' rounds were gone through; see `drop` for `num_held`."""
+        """Record that rounds of others were replayed or downloaded; see `drop` for `num_held`."""
         self.drop(num_held)
         if self.leases is not None:
             self.leases.settle(())
 
     def figures(self, ledger: Ledger) -> dict[str, int] | None:
-        """Return how much of the data was trained; None where it is not divided.
+        """Return how much of the data was trained; None if it is not divided.
 
-        `covered` counts samples or shards after complete `passes`; `duplicates` were trained twice in a pass.
+        `covered` counts samples or shards after the complete `passes`. `duplicates` counts samples that were
+        trained twice in a pass, and `lost` units that this peer gave up.
         """
         if (leases := self.leases) is None:
             return None

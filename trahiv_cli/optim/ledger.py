@@ -1,14 +1,14 @@
-"""The ledger of a run tells which samples it has trained: each pass covers every sample once.
+"""The ledger of a run records the trained samples: each pass covers every sample once.
 
-The samples of all passes have **positions**, 0, 1, 2 and so on: with n samples in the data, position v is
-place v % n in the order of pass v // n, which is drawn from the run's seed and so the same for all peers.
-Each peer's claim says which positions it brings to a round; when that is committed, all members enter them
-here. So a position whose round failed, or whose peer died before it, was not trained.
+The samples of all passes have **positions** 0, 1, 2 and so on: with n samples in the data, position v is
+index v % n in the order of pass v // n. The run's seed determines this order, the same for all peers. Each
+peer's claim lists the positions that it brings to a round. When the round is committed, all members enter
+them here. So a position whose round failed, or whose peer died before the round, was not trained.
 
-A **stream** has shards, and nobody knows how many samples one holds until its end was read. So each shard
-has 2^32 positions, its samples the first of them: with n shards in the stream, sample i of shard v % n in
-the order of pass v // n has position v * 2^32 + i. A peer that has brought all samples of a shard brings
-its last position, too, by which all others beyond the samples count as covered.
+A **stream** has shards, and the number of samples in a shard is not known until its end was read. So each
+shard has 2^32 positions, and its samples have the first of them: with n shards in the stream, sample i of
+shard v % n in the order of pass v // n has position v * 2^32 + i. A peer that has brought all samples of a
+shard also brings the shard's last position, and then all positions beyond the samples count as covered.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from itertools import islice, pairwise
 from typing import Any
 
 MAX_SPANS = 4096
-"""Limit for a ledger or a claim: spans of honest peers are adjacent, except where a peer died."""
+"""Limit for a ledger or a claim. The spans of honest peers are adjacent, except where a peer died."""
 
 MAX_POSITION = 2**62
 SHARD = 2**32
-"""Positions of one shard of a stream; no data that is not streamed has so many samples."""
+"""The number of positions of one shard of a stream. No data that is not streamed has as many samples."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Spans:
 
     @classmethod
     def of(cls, spans: Iterable[tuple[int, int]]) -> Spans:
-        """Unite spans in any order; empty ones are left out."""
+        """Merge spans in any order; empty ones are left out."""
         united: list[tuple[int, int]] = []
         for start, stop in sorted(spans):
             if start >= stop:
@@ -86,11 +86,11 @@ class Spans:
 
     @property
     def end(self) -> int:
-        """The position after the last one; 0 if there is none."""
+        """The position after the last one; 0 if the set is empty."""
         return self.spans[-1][1] if self.spans else 0
 
     def lowest(self, count: int) -> Spans:
-        """The `count` lowest positions."""
+        """Return the `count` lowest positions."""
         kept = []
         for start, stop in self.spans:
             kept.append((start, min(stop, start + count)))
@@ -102,7 +102,7 @@ class Spans:
         return Spans.of(sorted(self.spans, key=lambda span: span[0] - span[1])[:count])
 
     def widened(self, unit: int) -> Spans:
-        """All positions of the units, of so many each, that have one of these at least."""
+        """Return all positions of the units, `unit` positions each, that have at least one of these."""
         return Spans.of((start // unit * unit, -(-stop // unit) * unit) for start, stop in self.spans)
 
     @property
@@ -111,12 +111,12 @@ class Spans:
         return self.spans[0][1] if 0 in self else 0
 
     def to_wire(self) -> list[int]:
-        """Return them as a flat list that MessagePack and JSON carry: start, stop, start, stop..."""
+        """Return the spans as a flat list that MessagePack and JSON carry: start, stop, start, stop..."""
         return [bound for span in self.spans for bound in span]
 
     @classmethod
     def from_wire(cls, data: object) -> Spans:
-        """Read what `to_wire` gave, or raise `ValueError`."""
+        """Read the list that `to_wire` returned, or raise `ValueError`."""
         if not isinstance(data, (list, tuple)) or len(data) % 2 or len(data) > 2 * MAX_SPANS:
             raise ValueError("not spans of positions")
         if not all(type(bound) is int and 0 <= bound <= MAX_POSITION for bound in data):
@@ -128,17 +128,18 @@ class Spans:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What the rounds of a history have trained."""
+    """The positions that the rounds of a history have trained."""
 
     covered: Spans = Spans()
     duplicates: int = 0
-    """Times that a position was trained which was covered already, by two peers or in two rounds."""
+    """The number of trained positions that were covered already, by another peer or in another round."""
 
     def extend(self, trained: Sequence[Spans], most_ahead: int = MAX_POSITION) -> Ledger:
-        """Enter what each member of a committed round brought, whatever their order.
+        """Enter the positions that each member of a committed round brought; their order has no effect.
 
-        Left out, and to be trained again, are positions more than `most_ahead` for each member beyond the
-        last covered one, and claims that would leave more spans than `MAX_SPANS`: those in the most pieces.
+        Some are left out, and are trained again: positions beyond the last covered one by more than
+        `most_ahead` for each member, and claims with which the ledger would have more than `MAX_SPANS` spans.
+        Claims with few spans are entered first.
         """
         covered = self.covered
         duplicates = self.duplicates
@@ -152,19 +153,21 @@ class Ledger:
         return Ledger(_without_tails(covered), duplicates)
 
     def passes(self, num_samples: int) -> tuple[int, int]:
-        """Return how many passes over so many samples are complete, and what is covered beyond them."""
+        """Return the number of complete passes over `num_samples`, and of positions covered beyond them."""
         whole = self.covered.first_gap // num_samples
         return whole, len(self.covered) - whole * num_samples
 
     def free_block(
         self, leased: Spans, size: int, skip: int = 0, least: int = 1, num_shards: int | None = None
     ) -> tuple[int, int]:
-        """Return start and stop of the lowest free positions without a gap; `MAX_POSITION` if there are none.
+        """Return start and stop of the lowest free block of positions; `MAX_POSITION` twice if there is none.
 
-        They are `size`, or fewer, but `least`, before a gap ends. `skip` blocks are left to others, which
-        look at the same time. Of a stream, `num_shards` are a pass, and all is in shards that are not covered
-        and of which nobody has leased anything: a pass's end ends a gap, and as long as it has more, none of
-        the next one is found. Some positions of the block may be covered.
+        It has `size` positions, or at least `least` if the gap ends earlier. `skip` blocks are left to other
+        peers, which look at the same time.
+
+        In a stream both sizes count shards, and `num_shards` are a pass. A shard is free if it is not
+        completely covered and no peer has leased any of it, so some positions of the block may be covered. A
+        block stays within a pass, and comes from the next pass only if this one has none.
         """
         unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards * SHARD)
         covered = [(-(-start // unit) * unit, stop // unit * unit) for start, stop in self.covered.spans]
@@ -183,12 +186,12 @@ class Ledger:
         return MAX_POSITION, MAX_POSITION
 
     def to_wire(self) -> list[Any]:
-        """Return it as a list that MessagePack and JSON carry."""
+        """Return the ledger as a list that MessagePack and JSON carry."""
         return [self.covered.to_wire(), self.duplicates]
 
     @classmethod
     def from_wire(cls, data: object) -> Ledger:
-        """Read what `to_wire` gave, or raise `ValueError`."""
+        """Read the list that `to_wire` returned, or raise `ValueError`."""
         match data:
             case [spans, int(duplicates)] if 0 <= duplicates <= MAX_POSITION:
                 return cls(Spans.from_wire(spans), duplicates)
@@ -196,7 +199,7 @@ class Ledger:
 
 
 def _without_tails(covered: Spans) -> Spans:
-    """Cover what lies between the samples of each shard and its last position, where that is covered."""
+    """Cover the positions between the samples of a shard and its last position, if that one is covered."""
     tails = []
     end = 0
     for start, stop in covered.spans:

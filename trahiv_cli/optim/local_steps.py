@@ -1,6 +1,6 @@
-"""Modes diloco and streaming: peers take steps of their own, and average what these did to the weights.
+"""Modes diloco and streaming: peers take steps of their own, and average how far these moved the weights.
 
-Between two rounds the swarm agrees on an `OuterState`; `LocalSteps` is what one peer does with it.
+The swarm agrees on an `OuterState` between two rounds; `LocalSteps` holds the steps of one peer.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trahiv_cli.swarm.host_copies import HostCopies
 class OuterState:
     """Weights that all peers of a history agree on (`anchor`), and the outer optimizer's momentum.
 
-    Both are copies in float32, in host memory. The arithmetic is one float32 operation of numpy after the
-    other, each rounded as IEEE 754 says: peers with unlike processors hold the same bits. (torch may fuse a
-    product and a sum on one of them alone.)
+    Both are copies in float32, in host memory. The arithmetic is a sequence of float32 operations of numpy,
+    each rounded as IEEE 754 prescribes, so peers with unlike processors hold the same bits. (torch may fuse a
+    product and a sum on only one of them.)
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], learning_rate: float, momentum: float) -> None:
         self.anchor = [weight.detach().to("cpu", torch.float32, copy=True) for weight in weights]
         self.momentum = [torch.zeros_like(weight) for weight in self.anchor]
-        self.rounds = 0  # rounds committed; it tells which fragment is next
+        self.rounds = 0  # committed rounds, which determine the next fragment
         self._learning_rate = np.float32(learning_rate)
         self._momentum = np.float32(momentum)
 
     def resume(self, momentum: Sequence[torch.Tensor], rounds: int) -> None:
-        """Go on with a checkpoint's momentum, copied, of the same shapes; the weights are its own already."""
+        """Copy a checkpoint's momentum, of the same shapes; the anchor has its weights already."""
         for own, given in zip(self.momentum, momentum, strict=True):
             own.copy_(given)
         self.rounds = rounds
@@ -42,14 +42,14 @@ class OuterState:
     def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:
         """Move the agreed weights at these indices by averages of `anchor` minus each peer's weights.
 
-        Source: SGD with Nesterov momentum as torch.optim.SGD has it: m = mu m + g; w = w - lr (g + mu m).
+        Source: SGD with Nesterov momentum as in torch.optim.SGD: m = mu m + g; w = w - lr (g + mu m).
         """
         for place in places:
             gradient = pseudo_gradients[place].detach().numpy()
             anchor, momentum = (held[place].numpy() for held in (self.anchor, self.momentum))
             np.multiply(momentum, self._momentum, out=momentum)
             np.add(momentum, gradient, out=momentum)
-            # Into an array: of one without dimensions numpy makes a number, which can't be written to.
+            # Into an array: from one without dimensions numpy returns a number, which can't be written to.
             update = np.empty_like(anchor)
             np.multiply(momentum, self._momentum, out=update)
             np.add(update, gradient, out=update)
@@ -59,10 +59,10 @@ class OuterState:
 
 
 class LocalSteps(Method):
-    """Takes steps of this peer's own, and averages how far they moved the weights (pseudo-gradients).
+    """Takes local steps of this peer, and averages how far they moved the weights (pseudo-gradients).
 
     One round exchanges one fragment of the weights; the last round of a run, at `max_steps`, exchanges all.
-    `target_batch_size` samples of all peers are a step of the swarm.
+    A step of the swarm is `target_batch_size` samples of all peers.
 
     Source: DiLoCo, arXiv 2311.08105; in fragments: Streaming DiLoCo, arXiv 2501.18512.
     """
@@ -71,7 +71,7 @@ class LocalSteps(Method):
         super().__init__(parts)
         self._settings, self._tracker, pace = parts.settings, parts.tracker, self._state.pace
         self._work = parts.work
-        self._copied = range(0)  # the places of weights that there are copies of
+        self._copied = range(0)  # indices of the weights that `_copies` is made for
         self.outer = self._state.outer = OuterState(
             self._state.weights, pace.outer_learning_rate, pace.outer_momentum
         )
@@ -84,7 +84,7 @@ class LocalSteps(Method):
         self.set_pace(pace)
 
     def set_pace(self, pace: Pace) -> None:
-        """Go over to another number of local steps, or of fragments, between two rounds."""
+        """Change the number of local steps, or of fragments, between two rounds."""
         self._steps_per_round = pace.steps_per_round
         self._fragments = divide([param.numel() for param in self._state.weights], pace.num_fragments)
         if len(self._own_weights) != len(self._fragments):
@@ -93,12 +93,12 @@ class LocalSteps(Method):
 
     @property
     def own_steps(self) -> OwnSteps:
-        """Return this peer's steps that no committed round has, also those of a round that runs."""
+        """Return this peer's steps that are in no committed round; steps in a running round are included."""
         samples = self.samples_aside + self._samples_stepped
         return OwnSteps(tuple(self._own_weights), samples, self._work.first(samples))
 
     def resume(self, own: OwnSteps) -> bool:
-        """Count the steps of a checkpoint; return False, and count none, if its fragments are others."""
+        """Count a checkpoint's steps; if its number of fragments differs, return False and count none."""
         if len(own.weights) != len(self._own_weights):
             return False
         self._own_weights = list(own.weights)
@@ -107,7 +107,7 @@ class LocalSteps(Method):
         return True
 
     def begin(self, step: int, num_peers: int) -> None:
-        """Divide the swarm's batch by its peers: a usual one takes a step for each of the swarm's."""
+        """Divide the swarm's batch by its peers: an average peer takes one step for each of the swarm's."""
         left = max(1, self._settings.max_steps - step)
         self.steps = min(self._steps_per_round, left)
         self._is_last = self.steps == left
@@ -117,7 +117,7 @@ class LocalSteps(Method):
         self._first_step = step
 
     def account(self, samples: int) -> None:
-        """Accumulate gradients; with this peer's share of the swarm's batch, take a step."""
+        """Accumulate gradients; once they cover this peer's share of the swarm's batch, take a step."""
         self._gradients.accumulate_grads_(samples)
         held = self._gradients.local_samples_accumulated
         weight = self._gradients.local_weight
@@ -139,7 +139,7 @@ class LocalSteps(Method):
 
     @property
     def samples_held(self) -> int:
-        """Samples towards the next round, with those that were set aside or made no step yet."""
+        """Samples towards the next round, including samples set aside or without a step yet."""
         return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
 
     def reset(self) -> None:
@@ -159,10 +159,10 @@ class LocalSteps(Method):
 
     @torch.no_grad()
     def set_aside(self, *, goes_on: bool) -> bool:
-        """Copy the weights as they are; go back to those that are agreed on if one is not finite."""
+        """Copy the weights as they are; if one is not finite, go back to the agreed ones and return False."""
         self._goes_on = goes_on
         weights = self._state.weights[self.places.start : self.places.stop]
-        if not are_finite(weights):  # a finite gradient may be too large a step
+        if not are_finite(weights):  # a finite gradient may make too large a step
             self.dropped_samples += self.samples_held
             self.go_back()
             return False
@@ -179,7 +179,7 @@ class LocalSteps(Method):
         return True
 
     def load(self) -> None:
-        """Write the pseudo-gradient: the agreed weights minus those that were set aside."""
+        """Write the pseudo-gradient to the averager's tensors: agreed weights minus the copies set aside."""
         with self._gradients.get_tensors() as tensors:
             for place, weight in zip(self.places, self._copies.wait(), strict=True):
                 anchor = self.outer.anchor[place]
@@ -188,18 +188,18 @@ class LocalSteps(Method):
                 np.subtract(anchor.numpy(), own.numpy(), out=out.numpy())
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
-        """The agreed weights of the fragment that is exchanged, their momenta, and the agreed buffers."""
+        """Return the agreed weights of the exchanged fragment, their momenta, and the agreed buffers."""
         outer = [held[place] for held in (self.outer.anchor, self.outer.momentum) for place in self.places]
         return [*outer, *self._state.buffers.common]
 
     def take_back(self) -> None:
-        """Leave the weights as they are; the next round brings these steps and those that came meanwhile."""
+        """Leave the weights as they are; the next round includes these steps and newer ones."""
         self._samples_stepped += self.samples_aside
         self.samples_aside = 0
         self.weight_aside = 0.0
 
     def apply(self, *, is_empty: bool = False) -> None:
-        """Take the outer step; what this peer's own steps did during the round stays on top of it."""
+        """Take the outer step; local steps during the round stay on top of it, except in the last round."""
         self._step_outer(self._copies.wait(), keeps_own=self._goes_on, is_empty=is_empty)
         both = zip(self._own_weights, self._weights_aside, strict=True)
         self._own_weights = [done - aside for done, aside in both]
@@ -207,15 +207,15 @@ class LocalSteps(Method):
         self.weight_aside = 0.0
 
     def follow(self, *, is_empty: bool = False) -> None:
-        """Take the outer step; this peer's own steps stay on top of it, for the next round."""
+        """Take the outer step; this peer's local steps stay on top for the next round, if there is one."""
         before = [self.outer.anchor[place].clone() for place in self.places]
         self._step_outer(before, keeps_own=True, is_empty=is_empty)
 
     @torch.no_grad()
     def _step_outer(self, before: Sequence[torch.Tensor], *, keeps_own: bool, is_empty: bool) -> None:
-        """Take the outer step; what this peer did since weights were `before` may stay on top of it.
+        """Take the outer step; with `keeps_own`, this peer's changes since the weights `before` stay on top.
 
-        An empty round moves neither the agreed weights nor the momentum.
+        They do not in the last round of a run. An empty round moves neither agreed weights nor momentum.
         """
         with self._gradients.get_tensors() as averages:
             self.outer.step(range(0) if is_empty else self.places, averages)

@@ -1,15 +1,16 @@
-"""A peer decides here which reports it believes, which history it follows, and which states it adopts.
+"""A peer decides which reports it believes, which history it follows, and which states it adopts.
 
-1. A step further than the swarm can have come by now is not believed. Samples count as far as a peer has
-   brought such a share of a round before. Who has offered a state, and gave none, is passed over for a
-   while, as long as the others are more (`Doubts`).
-2. A state has as many witnesses as came through it, by their reports. So a peer goes where most witnesses
-   went, and believes a download whose values most of them hold (`Standing`).
-3. A few that were cut off come back to the others (`Fork`).
+1. A peer ignores a report with a step that the swarm can't have reached yet. It limits the reported samples
+   by the shares of rounds that their peer brought before. A peer that offered a state and did not give it is
+   ignored for a while, as long as such peers are a minority (`Doubts`).
+2. The other peers are witnesses: each backs the states that it passed through, by its report. A peer follows
+   the state with the most backers, and believes a download if most of these hold its values (`Standing`).
+3. A minority that was cut off adopts the majority's history (`Fork`).
 
-A witness who came later than a state abstains. Those who stand still for their own state count against all
-others, as long as they have lately been in rounds with each other (`Doubts.is_together`). Not covered: half
-of the witnesses or more who agree on a lie; who has many names; peers of which no two hold the same bits.
+A witness that came later than a state abstains. Peers that stay at their own state count against all other
+states, as long as they have recently been in rounds with each other (`Doubts.is_together`). Not covered: half
+of the witnesses or more that agree on a lie; one person with many identities; peers of which no two hold the
+same bits.
 """
 
 from __future__ import annotations
@@ -24,67 +25,69 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.reports import COMMON_BYTES, Past, PeerProgress, mark_of
 from trahiv_cli.swarm.records import disbelieve
 
-FORK_S = 30.0  # others are more, and go another way, before a peer follows: so old may reports of its own be
+# A peer follows the majority of another history after this time: reports of its own side may be that old.
+FORK_S = 30.0
 
 ROUNDS_AHEAD = 2  # a peer may have committed the next round already, and begun to report the one after it
-REPORTS_OLD_S = 10.0  # others' reports may be so old: they are fetched every few seconds
-PACE_MARGIN = 4.0  # others may have come on by so many times the greatest pace that was seen here
-NEWCOMERS_STEPS = 1000  # peers that all begin anew, from checkpoints of their own, may be so far apart
-FAILING_S = 20.0  # one that was started anew needs some seconds until it gives its state
+REPORTS_OLD_S = 10.0  # possible age of others' reports: they are fetched every few seconds
+PACE_MARGIN = 4.0  # others may have stepped at this multiple of the highest pace seen here
+NEWCOMERS_STEPS = 1000  # peers that all restart, from their own checkpoints, may be this far apart
+FAILING_S = 20.0  # a restarted peer needs some seconds until it gives its state
 PASSED_OVER_S = 300.0
 MOST_REMEMBERED = 4096
-CREDIT_MARGIN = 4  # a peer may report so many times the share of a round that it brought into one of its last
+CREDIT_MARGIN = 4  # a peer may report this multiple of the share that it brought to one of its last rounds
 
 APART_S = 300.0
-APART_ROUNDS = 8  # so long, and so many rounds, without others: `is_together` no more
+APART_ROUNDS = 8  # after this time and this number of rounds without others, `is_together` ends
 
 
 def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
-    """How many came through a state."""
+    """Count the witnesses that passed through a state."""
     return sum(bool(witness.went_by(history)) for witness in witnesses)
 
 
 def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
-    """The state of the highest count; of equals the furthest."""
+    """Return the option with the highest count; of equals, the furthest state."""
     return max(counts, key=lambda option: (option[0], option[1].rank))
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The positions of a peer and of all others at one moment."""
+    """One peer's view of all peers' histories at one moment. `SwarmTracker.standing` creates it."""
 
     own: History
     witnesses: Sequence[PeerProgress]  # all other peers
-    mates: Sequence[PeerProgress] = ()  # those of them that hold `own`, or are about to
-    # Whether this peer counts itself for `own`. If not, neither do mates that have come by no round: those
-    # that start again together go on from the furthest.
+    mates: Sequence[PeerProgress] = ()  # the witnesses that hold `own`, or are about to
+    # Whether this peer counts itself for `own`. If not, mates that came through no round do not count either:
+    # peers that restart together continue from the furthest state.
     holds_on: bool = False
-    vouched: History | None = None  # after a round that it voted for, and does not know to be committed
+    vouched: History | None = None  # after a round that it voted for without knowing the result
 
     @property
     def given(self) -> set[History]:
-        """The histories of those that can give their state."""
+        """The histories of the peers that can give their state."""
         return {witness.history for witness in self.witnesses if not witness.is_client}
 
     @property
     def target(self) -> History:
-        """The state to come to: of those further than `own` what most went by; of equals the furthest."""
+        """The state to reach: of `own` and further states, the one with most backers, then the furthest."""
         return self._best(self.witnesses)[1]
 
     def _best(self, witnesses: Sequence[PeerProgress]) -> tuple[int, History]:
         further = {history for history in self.given if history.rank > self.own.rank}
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
-            if self.holds_on or len(mate.rounds) > 1:  # it came by rounds
+            if self.holds_on or len(mate.rounds) > 1:  # it came through rounds
                 stayers += not any(mate.went_by(history) for history in further)  # nor vouches for one
         backed = [(count_backers(one, witnesses) + (one == self.vouched), one) for one in further]
         return _most([(stayers, self.own), *backed])
 
     def believes(self, history: History) -> bool:
-        """Whether a state may be taken over: no other has more who went by it, besides who came later.
+        """Whether a state may be adopted: no other state may have more backers.
 
-        Of a state that one alone went by, nobody else need know that it was left behind. Who went by both
-        counts for this one alone: else one that stays behind would outweigh all that went on.
+        Peers that came later than a state count for it, too, if at least two peers passed through it: other
+        peers may not know that the state of a single peer was left behind. A peer that passed through both
+        states counts for this one alone: otherwise one peer that stays behind would outweigh all the rest.
         """
         count = count_backers(history, self.witnesses) + (history == self.vouched)
         if count > 1:
@@ -94,10 +97,10 @@ class Standing:
         return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
-        """Whether this digest is of what most of those hold in common, or held, that went by a state.
+        """Whether `common` is the digest that most backers of a state report for it.
 
-        None if those who have not said so yet decide it; a final word does without them, if two have. A
-        witness that reports no more is not waited for.
+        None if the answer depends on backers that have not reported a digest yet. With `is_final` the answer
+        does without them if at least two have reported. A witness that stopped reporting is not waited for.
         """
         mark = mark_of(history)
         there = [
@@ -120,18 +123,19 @@ class Standing:
 
 
 class Fork:
-    """Notices that most others have gone on another way, from a state that this peer's way left behind.
+    """Notices that most other peers follow another history, whose rank is lower than this peer's.
 
-    Such a way has fewer samples, or it would be the `Standing`'s target: a few that were cut off from the
-    rest may have trained more than the rest did. Who is fewer comes back. `clock` is monotonic, in seconds.
+    That history has fewer samples, or it would be the target of `Standing`: a few peers that were cut off may
+    have trained more than the rest. The minority adopts the majority's history. `clock` is monotonic, in
+    seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
         self._clock = clock
-        self._seen: tuple[float, int] | None = None  # when the others were first seen, and at which step
+        self._seen: tuple[float, int] | None = None  # when the majority was first seen, and its step
 
     def look(self, standing: Standing, past: Past) -> History | None:
-        """Return the state that most others stand at, once it is time to follow them; else None."""
+        """Return the majority's state once it has lasted `FORK_S` and stepped meanwhile; otherwise None."""
         own = standing.own
         apart = [witness for witness in standing.witnesses if not witness.went_by(own)]
         with_us = 1 + len(standing.witnesses) - len(apart)
@@ -145,23 +149,23 @@ class Fork:
 
 
 class Doubts:
-    """Judges reports, by what this peer has seen itself; `clock` goes on while the machine sleeps."""
+    """Judges reports by this peer's own observations. `clock` goes on while the machine sleeps."""
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> None:
         self._clock = clock
-        self._together: tuple[float, int] | None = None  # when the last round with others was, and its step
+        self._together: tuple[float, int] | None = None  # time and step of the last round with others
         self._pace = 0.0
         self._interval_s = 0.0
-        self._together_at = -math.inf  # when this peer last trained its state, or took it over, with others
-        # By peer id, what it brought as a share of that round's target: the next may be of more steps.
+        self._together_at = -math.inf  # when this peer last trained or adopted its state with others
+        # By peer id: the share of a round's target that it brought; the next target may be of more steps.
         self._credit: dict[str, float] = {}
         self._failing: dict[str, float] = {}
         self._passed_over: dict[str, float] = {}
 
     def commit(self, step: int, samples: Mapping[str, int], target: int) -> None:
-        """Note a committed round that led to `step`, and was due with `target` samples of all peers.
+        """Record a committed round that led to `step` and was due with `target` samples of all peers.
 
-        Of peers that reported samples and brought none, `samples` says 0.
+        `samples` is 0 for peers that reported samples and brought none.
         """
         if sum(number > 0 for number in samples.values()) < 2:
             return
@@ -176,19 +180,19 @@ class Doubts:
         self._credit = dict([*self._credit.items()][-MOST_REMEMBERED:])
 
     def join(self) -> None:
-        """Take note that this peer has taken over a state that most others hold."""
+        """Record that this peer has adopted a state that most others hold."""
         self._together_at = self._clock()
 
     @property
     def is_together(self) -> bool:
-        """Whether this peer holds a state that it has lately trained, or taken over, with others."""
+        """Whether this peer has recently trained or adopted its state with others."""
         return self._clock() - self._together_at < max(APART_S, APART_ROUNDS * self._interval_s)
 
     def believed_samples(self, peer: str, reported: int, target: int) -> int:
         """Return how many of the samples that a peer reports count towards the next round.
 
-        One that was in no round yet can't reach `target`, that of all peers, alone, unless this peer was in
-        none with others either.
+        A peer that was in no round yet can't reach `target`, the samples of all peers, alone. There is no
+        limit while this peer was in no round with others itself.
         """
         if self._together is None:
             return reported
@@ -196,15 +200,15 @@ class Doubts:
         return min(reported, most)
 
     def gave_nothing(self, peers: Sequence[str], others: Sequence[str]) -> None:
-        """Take note that `peers`, of all `others`, report the furthest state and gave none.
+        """Record that `peers`, of all `others`, report the furthest state and did not give it.
 
-        Those that go on so for `FAILING_S` are passed over for a while, if they are fewer than the rest; a
-        peer that was in rounds with others counts itself to the rest.
+        A peer that does so for `FAILING_S` is ignored for a while, if `peers` are fewer than the rest. If
+        this peer was in rounds with others, it counts itself among the rest.
         """
         now = self._clock()
         for peer in peers:
             since = self._failing.setdefault(peer, now)
-            if now - since >= PASSED_OVER_S:  # that was another time
+            if now - since >= PASSED_OVER_S:  # the first failure is too old
                 self._failing[peer] = now
             elif now - since >= FAILING_S and 2 * len(peers) < len(others) + (self._together is not None):
                 del self._failing[peer]
@@ -212,17 +216,17 @@ class Doubts:
                 disbelieve(peer, "it gives nobody the state that it reports")
 
     def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
-        """Return ids of the peers whose reports do not count: they can't be so far, or are passed over.
+        """Return ids of the peers whose reports do not count: their step is impossible, or they are ignored.
 
-        All other peers report `steps`, by id; this peer is at step `own`.
+        `steps` has the reported steps of all other peers, by id; this peer is at step `own`.
         """
         now = self._clock()
         furthest = math.inf
-        if self._together is not None and self._pace:  # one round says nothing of the pace
+        if self._together is not None and self._pace:  # a single round gives no pace
             ordered = sorted([own, *steps.values()], reverse=True)
             since = max(REPORTS_OLD_S, now - self._together[0])
             margin = ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
-            furthest = ordered[len(ordered) // 2] + margin  # more than half of all have come there
+            furthest = ordered[len(ordered) // 2] + margin  # more than half of all peers have reached it
         elif len(steps) > 2:
             furthest = sorted(steps.values(), reverse=True)[len(steps) // 2] + NEWCOMERS_STEPS
         far = [peer for peer, step in steps.items() if step > furthest]

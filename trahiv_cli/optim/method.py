@@ -1,14 +1,14 @@
-"""What peers bring to a round, and what its average does to their weights: two methods.
+"""Two methods of averaging: each defines a peer's contribution to a round, and how its average moves weights.
 
 `SharedGradients` (modes sync and overlap) averages gradients and takes one step of the inner optimizer with
-the average, so all peers hold the same weights and the same optimizer state. `LocalSteps` (diloco and
-streaming) has each peer take steps of its own, and averages by how much these moved the weights.
+the average, so all peers hold the same weights and the same optimizer state. With `LocalSteps` (diloco and
+streaming) each peer takes steps of its own, and the peers average how far these moved the weights.
 
-1. `begin` says which round is worked towards, and `account` takes a batch.
-2. A round takes what was `set_aside`: `load` writes it to the averager's tensors, in any thread, and again
-   for each try. Training may go on meanwhile.
-3. It ends with `apply`, which moves the weights by what these tensors hold then, or with `take_back`, which
-   keeps the work for the next round. Rounds of others are taken with `follow`.
+1. `begin` prepares for the next round, and `account` adds a batch to it.
+2. `set_aside` reserves the work for a round. `load` writes it to the averager's tensors, in any thread, and
+   again for each try. Training may go on meanwhile.
+3. The round ends with `apply`, which moves the weights by the average in these tensors, or with `take_back`,
+   which keeps the work for the next round. `follow` applies a round that others had without this peer.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from trahiv_cli.optim.parts import Parts
 
 GUESS_BYTES = 2**22
 GUESS_BATCHES = 32
-"""A guess is made for so many bytes of weights at a time, or in so many batches if there are more: so long, a
-batch's gradients and optimizer state are there twice. One of 32 MB took three times as long."""
+"""A guess moves the weights in batches of `GUESS_BYTES`, or in `GUESS_BATCHES` larger ones: a batch's
+gradients and optimizer state exist twice meanwhile. A batch of 32 MB took three times as long."""
 
-CLIP_EPSILON = 1e-6  # what `torch.nn.utils.clip_grad_norm_` adds to a norm before it divides by it
-NORM_VALUES = 2**14  # values whose squares are added at a time: in float64 128 kB, within a processor's cache
+CLIP_EPSILON = 1e-6  # `torch.nn.utils.clip_grad_norm_` adds this to a norm before it divides by it
+NORM_VALUES = 2**14  # squares added at a time: 128 kB in float64, within a processor's cache
 
 
 @dataclass(frozen=True)
 class OwnSteps:
-    """The local steps of one peer since the last round, which none but this peer knows of."""
+    """The local steps of one peer since the last round, which only this peer knows."""
 
     weights: tuple[float, ...] = ()
     """Trained tokens, or samples, since the last round of each fragment."""
@@ -55,7 +55,7 @@ class OwnSteps:
 
     @classmethod
     def from_wire(cls, data: object) -> OwnSteps:
-        """Read the list that `to_wire` returned, or raise `ValueError`."""
+        """Decode the result of `to_wire`, or raise `ValueError`."""
         match data:
             case [list(weights), int(samples), positions]:
                 return cls(tuple(float(weight) for weight in weights), samples, Spans.from_wire(positions))
@@ -63,7 +63,10 @@ class OwnSteps:
 
 
 class Method:
-    """What both have. Gradients are scaled down to `max_grad_norm` before an inner step; 0 leaves them."""
+    """The base of both methods. `Position` creates one, and another when local steps begin or end.
+
+    Gradients are scaled down to `max_grad_norm` before an inner step; 0 leaves them.
+    """
 
     def __init__(self, parts: Parts) -> None:
         self._gradients = parts.gradients
@@ -76,7 +79,7 @@ class Method:
         self.steps = 1
         """Steps of the swarm that the next round commits."""
         self.places = range(len(parts.gradients.parameters))
-        """Tensors that the next round averages, or the present one."""
+        """Indices of the tensors that the present or next round averages."""
 
     @property
     def own_steps(self) -> OwnSteps:
@@ -86,9 +89,9 @@ class Method:
     def _step_inner(self, norm: torch.Tensor) -> None:
         """Scale the weights' gradients, of this norm, down to the limit; take a step of the inner optimizer.
 
-        In this thread: `TrainingStateAverager.step` would run the optimizer in a thread of its own, whose
-        OpenMP threads stay; libgomp then manages more threads than there are cores, no longer spins at
-        barriers, and the next forward and backward passes take half as long again (2 cores).
+        It runs in this thread: `TrainingStateAverager.step` would run the optimizer in a thread of its own,
+        whose OpenMP threads stay. libgomp then manages more threads than there are cores and does not spin at
+        barriers, so the next forward and backward passes take half as long again (2 cores).
         """
         clip_grads_with_norm_(self._state.weights, self._max_norm, norm)
         self.last_grad_norm = float(norm)
@@ -99,9 +102,9 @@ class SharedGradients(Method):
     """Averages gradients; every peer takes the same step with the average.
 
     If training goes on during a round, the weights meanwhile are a guess: moved as this peer's own gradient
-    would move them. With the average they go back to those that are agreed on, and take the step. Steps of
+    would move them. When the average arrives, they return to the agreed weights and take the step. Steps of
     AdamW that come one step late left a loss 16 % higher, with the guess 2.6 % (1M parameters from scratch,
-    300 steps, two peers). With an offloaded optimizer there is none: the CPU would take two steps for each.
+    300 steps, two peers). An offloaded optimizer makes no guess: the CPU would take two steps for each.
     """
 
     _agreed: Sequence[torch.Tensor] = ()
@@ -110,12 +113,12 @@ class SharedGradients(Method):
         """Do nothing: each round is one step, of all weights."""
 
     def account(self, samples: int) -> None:
-        """Add the gradients to those that were accumulated."""
+        """Add a batch's gradients to the accumulated ones."""
         self._gradients.accumulate_grads_(samples)
 
     @property
     def samples_held(self) -> int:
-        """Samples towards the next round, with those that were set aside."""
+        """Samples towards the next round, including samples set aside."""
         return self._gradients.samples_aside + self._gradients.local_samples_accumulated
 
     def reset(self) -> None:
@@ -124,10 +127,13 @@ class SharedGradients(Method):
 
     samples_aside = property(attrgetter("_gradients.samples_aside"))
     weight_aside = property(attrgetter("_gradients.weight_aside"))
-    """Samples that the present round is about, and their weight: trained tokens, or samples."""
+    """Samples in the present round, and their weight: trained tokens, or samples."""
 
     def set_aside(self, *, goes_on: bool) -> bool:
-        """Set gradients aside; say False, and drop them, if one is not finite: it would spoil all weights."""
+        """Set the gradients aside for a round. If one is not finite, drop them and return False.
+
+        A single such value would spoil all weights.
+        """
         norm = get_total_norm(list(self._gradients._grad_accumulators()))
         if not bool(norm.isfinite()):
             self.dropped_samples += self._gradients.local_samples_accumulated
@@ -141,14 +147,14 @@ class SharedGradients(Method):
 
     @torch.no_grad()
     def _guess(self, norm: float) -> None:
-        """Move the weights, and nothing else, by a step with this peer's gradients, of this norm together."""
+        """Move only the weights, by a step with the gradients set aside, whose sums have this total norm."""
         optimizer = self._state.optimizer
         weights = self._state.weights
         if not self._agreed:
             self._agreed = [torch.empty_like(weight) for weight in weights]
         for kept, weight in zip(self._agreed, weights, strict=True):
             kept.copy_(weight)
-            weight.grad = None  # that of the last batch was accumulated
+            weight.grad = None  # the last batch's gradient was accumulated
         self._state.agreed = self._agreed
         mean = self._gradients.scale_aside
         scale = mean * min(1.0, self._max_norm / (norm * mean + CLIP_EPSILON))
@@ -160,13 +166,13 @@ class SharedGradients(Method):
                 for place in batch:
                     weights[place].grad = self._gradients.aside[place].mul(scale).to(weights[place].device)
                 optimizer.step()
-            finally:  # also where memory runs out: a checkpoint has this state
+            finally:  # even if memory runs out: a checkpoint contains this state
                 for place in batch:
                     weights[place].grad = None
                 for holder, values in zip(holders, before, strict=True):
                     for name, value in values.items():
                         if isinstance(value, torch.Tensor):
-                            holder[name].copy_(value)  # in the memory that it has, which may be paged
+                            holder[name].copy_(value)  # into its own memory, which may be paged
                         else:
                             holder[name] = value
 
@@ -178,37 +184,37 @@ class SharedGradients(Method):
             self._state.agreed = None
 
     def load(self) -> None:
-        """Write the mean gradient of what was set aside."""
+        """Write the mean of the gradients set aside to the averager's tensors."""
         self._gradients.load_aside()
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
-        """What all peers of this history hold alike: weights without a guess, and buffers.
+        """Return the tensors that all peers of this history hold: weights without a guess, and buffers.
 
-        They are in host memory if the optimizer is offloaded.
+        The weights are in host memory if the optimizer is offloaded.
         """
         weights = self._state.weights if self._state.agreed is None else self._state.agreed
         return [*weights, *self._state.buffers.common]
 
     def take_back(self) -> None:
-        """Keep what was set aside for the next round, with what came meanwhile."""
+        """Add the gradients set aside to newer ones, for the next round."""
         self._end_guess()
         self._gradients.take_back()
 
     def apply(self, *, is_empty: bool = False) -> None:
-        """Take a step with the averaged gradient, none of an empty round.
+        """Take a step with the averaged gradient, or none after an empty round.
 
         The caller holds the state's lock, as in `follow`.
         """
         self._end_guess()
-        if is_empty:  # a step would decay the weights, and move them by what momentum is left
+        if is_empty:  # a step would decay the weights, and move them by the remaining momentum
             self.last_grad_norm = None
             self._gradients.use_up()
             return
         with self._gradients.get_tensors() as averages:
             norm = torch.tensor(norm_of(averages), dtype=torch.float32)
         if self._state.offload_optimizer:
-            # Its parameters have the averager's tensors as `.grad`, from the start. Upstream
-            # (optim/optimizer.py:626) makes some in host memory, which a parameter on a GPU can't have.
+            # The averager's tensors are its parameters' `.grad` from the start. Without offload, upstream
+            # (optim/optimizer.py:626) makes gradients in host memory, which a parameter on a GPU can't have.
             self._step_inner(norm)
             self._state._apply_optimizer_parameters_()
         else:
@@ -217,7 +223,7 @@ class SharedGradients(Method):
         self._gradients.use_up()
 
     def follow(self, *, is_empty: bool = False) -> None:
-        """Take a step as `apply` does; what was accumulated was taken at other weights."""
+        """Take a step as `apply` does; drop the accumulated gradients, which were taken at other weights."""
         self.reset()
         self._gradients.set_aside()
         self.apply(is_empty=is_empty)
@@ -226,8 +232,8 @@ class SharedGradients(Method):
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
     """Return the Euclidean norm of float32 tensors in host memory, with the same bits on every machine.
 
-    The order in which torch adds depends on the device and on the number of threads: peers with unlike ones
-    would scale one average down to different gradients. Here squares are exact in float64, numpy adds them
+    The order in which torch adds depends on the device and on the number of threads, so unlike peers would
+    scale the same average down to different gradients. Here squares are exact in float64, numpy adds them
     element by element in one order, and `math.fsum` adds up these sums and rounds once.
     """
     sums = np.zeros(NORM_VALUES)
@@ -240,6 +246,6 @@ def norm_of(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def _copied(holder: dict[str, Any]) -> dict[str, Any]:
-    """Copy what an optimizer keeps of a parameter or of a group, but for the parameters themselves."""
+    """Copy an optimizer's values for a parameter or for a group, except the parameters themselves."""
     kept = {name: value for name, value in holder.items() if name != "params"}
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in kept.items()}

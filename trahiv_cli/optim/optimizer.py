@@ -1,16 +1,16 @@
 """The optimizer that a peer steps: it trains, and averages with the others when a round is due.
 
-1. A peer works until the swarm holds the samples of a round (`stepper`); what its work is, `method` says.
-2. It averages what it worked for with all peers of the same history (`seeker`); training waits for that, or
+1. A peer trains until the swarm holds the samples of a round (`stepper`). Its contribution is a gradient or
+   local steps (`method`).
+2. It averages its contribution with all peers of the same history (`seeker`). Training waits meanwhile or
    goes on, as the `pace` says.
 3. It moves its weights once most of the group hold the same average (`position`). A round that is not
-   committed changes nothing: the work stays, and goes into the next try.
-4. A peer that missed rounds goes through them, or takes over the state of those that did not (`catch_up`),
-   and so does the smaller half of a swarm that was cut in two, once enough of the others say that it is
-   theirs (`majority`).
+   committed changes nothing: the contribution is kept for the next try.
+4. A peer that missed rounds replays them, or adopts the state of other peers (`catch_up`). So does the
+   smaller half of a swarm that was cut in two, once enough other peers report the same history (`majority`).
 
-A peer steps alone where it is alone. Where others are alive, or a member of its last group vanished without
-a goodbye, it waits for them as long as `RoundRules.solo_after_s`.
+A peer steps alone if no other peer is there. If others are alive, or a member of its last group vanished
+without a goodbye, it waits for them for up to `RoundRules.solo_after_s`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,38 @@ if TYPE_CHECKING:
 
 
 class SwarmOptimizer(hivemind.Optimizer):
-    """`hivemind.Optimizer` with exact rounds that either happen for a peer or do not.
+    """`hivemind.Optimizer` with exact rounds: for each peer, a round either happens completely or not at all.
 
-    Use it like a torch optimizer: `step()` after each local backward pass. `local_epoch` is the swarm
-    step reached. Keywords are `hivemind.Optimizer`'s; those that do harm are refused in `assemble`.
+    `assemble.build_optimizer` creates it. Use it like a torch optimizer, with `step()` after each local
+    backward pass. `local_epoch` is the step of the swarm that this peer has reached. With a running `node`:
+
+        optimizer = build_optimizer(
+            {"run_id": "my_run", "target_batch_size": 256},  # samples per step, over all peers
+            dht=node.dht,
+            home=node,
+            params=[{"params": list(model.parameters())}],
+            model=model,
+            optimizer=torch.optim.AdamW,
+            samples_per_step=8,  # samples per call of `step()`
+        )
+        train.entry.enter_swarm(optimizer, newest=None, reached_step=0)  # download the state, or start
+        while optimizer.local_epoch < 100:
+            loss_of(model, next_batch()).backward()
+            optimizer.step()
+            model.zero_grad()
+        optimizer.shutdown()
+
+    Increase `target_batch_size` if `last_round.blocked_seconds` is a large part of the time between steps.
+    Increase `matchmaking_time` if `last_round.group` often lacks peers that were ready for the round.
+
+    `assemble` refuses harmful keywords of `hivemind.Optimizer`.
 
     Args:
-        settings: of the run.
-        events: told about waits and trouble.
-        when_no_group_is_found: called in the thread of a round; what it raises ends training.
-        should_leave: asked during waits; True makes a wait end early with nothing changed.
-        home: where the DHT lives; it and the averagers are watched then.
+        settings: settings of the run.
+        events: receives waits and warnings.
+        when_no_group_is_found: called in the thread of a round; an exception that it raises ends training.
+        should_leave: called during waits; if it returns True, the wait ends early with nothing changed.
+        home: the node of the DHT; if given, it and the averagers are watched.
         model: the model of the weights, whose moving buffers are averaged, too; see `Buffers`.
         keywords: see `hivemind.Optimizer`.
     """
@@ -84,8 +105,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         try:
             super().__init__(
                 dht=dht,
-                # Not shared before this peer has a state worth sharing (`Position.enter`); initialized
-                # already by `inner.initialize_state`, also where that leaves no tensors, as for plain SGD.
+                # The state is not shared before it is worth sharing (`Position.enter`). It was initialized by
+                # `inner.initialize_state`, even if that leaves no tensors, as for plain SGD.
                 averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
                 grad_averager_factory=partial(
                     ExactGradientAverager,
@@ -155,48 +176,48 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
 
     def divide_data(self, number: int, *, is_stream: bool = False) -> Leases:
-        """Have peers train different samples, or shards, of so many; return where this peer's come from."""
+        """Divide `number` samples, or shards of a stream, among the peers; return the leases of this peer."""
         leases = Leases(
             self.tracker,
             lambda: self.ledger,
             number,
             is_stream=is_stream,
             samples_per_second=lambda: self.parts.adaptation.measured.samples_per_second,
-            # Without a DHT no leases, and without a lease no step, which would notice a failed process.
+            # Without a DHT there are no leases, and without leases no steps to notice a failed process.
             while_waiting=self._alive.require,
         )
         self.parts.work.leases = leases
         return leases
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
-        """Announce a batch, or a part of it; see `ExactGradientAverager.expect_batch`."""
+        """Announce a batch, or a part of one; see `ExactGradientAverager.expect_batch`."""
         return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
 
     def forget_announced(self) -> None:
-        """Take back what was announced since the last `step`: its gradients will not come."""
+        """Withdraw the batches announced since the last `step`: their gradients will not come."""
         self.grad_averager.forget_announced()
         self.parts.work.forget_announced()
 
     def start_batch_over(self, num_samples: int) -> None:
-        """Drop what was accumulated: a backward pass that broke off has added part of its gradients to it.
+        """Drop the accumulated gradients: a backward pass that broke off has added a part of its own to them.
 
-        The last `num_samples` that were announced, those of the batch in training, stay announced.
+        The last `num_samples` announced positions, of the batch in training, stay announced.
         """
         self.stepper.start_batch_over(num_samples)
 
     def step(
         self, closure: Callable[[], torch.Tensor] | None = None, batch_size: int | None = None
     ) -> torch.Tensor | None:
-        """Account for one local batch whose gradients are in `.grad`; take a swarm step if it is time.
+        """Count one local batch, whose gradients are in `.grad`; take a swarm step if one is due.
 
         Args:
             closure: recomputes the loss, as in torch; called once.
-            batch_size: samples in this batch; default `batch_size_per_step`.
+            batch_size: number of samples in this batch; default `batch_size_per_step`.
 
         Raises:
-            RoundFailed: this peer fell behind and nobody gave it the newer state in time.
+            RoundFailed: this peer fell behind, and no peer gave it the newer state in time.
             PeerBroken: one of this peer's processes has failed.
-            NotAdmitted: the swarm's owner has taken this peer out.
+            NotAdmitted: the swarm's owner has removed this peer.
             NotFinite: this peer's weights are not finite.
         """
         self._alive.require()
@@ -205,24 +226,24 @@ class SwarmOptimizer(hivemind.Optimizer):
         return loss
 
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
-        """Adopt the newest state in the swarm; see `CatchUp.load`, also for what it raises."""
+        """Adopt the newest state in the swarm; see `CatchUp.load`, also for the errors."""
         return self.catch_up.load(timeout_s)
 
     history = property(attrgetter("state_averager.history"))
-    """What was committed on the way to the weights that this peer holds; what its rounds have trained of the
-    data (`ledger`); when the next one is, and of what (`pace`)."""
+    """The committed steps behind this peer's weights; also the positions of the data that these have trained
+    (`ledger`), and the mode, codec and local steps of the next round (`pace`)."""
     ledger = property(attrgetter("state_averager.ledger"))
     pace = property(attrgetter("state_averager.pace"))
 
     last_round = property(attrgetter("stepper.last_round"))
     """See `Stepper`."""
     samples_in_time = property(attrgetter("stepper.lateness.samples_in_time"))
-    """The most samples of a batch that come in time for the swarm's steps; see `Lateness`."""
+    """The largest number of samples in a batch that is in time for the swarm's steps; see `Lateness`."""
     step_samples = property(attrgetter("stepper.step_samples"))
     my_step_samples = property(attrgetter("stepper.my_step_samples"))
 
     step_taken = property(attrgetter("position.step_taken"))
-    """See `Position`, and `method.Method` for what comes of it."""
+    """See `Position`, and `method.Method` for the attributes of its method."""
     last_learning_rates = property(attrgetter("position.last_learning_rates"))
     last_grad_norm = property(attrgetter("position.method.last_grad_norm"))
     dropped_samples = property(attrgetter("position.method.dropped_samples"))
@@ -230,11 +251,11 @@ class SwarmOptimizer(hivemind.Optimizer):
     max_steps = property(attrgetter("parts.settings.max_steps"))
 
     data_figures = property(lambda self: self.parts.work.figures(self.ledger))
-    """How much of the data was trained, where it is divided; see `Work.figures`."""
+    """Figures about the trained part of the data; None if it is not divided. See `Work.figures`."""
 
     @property
     def agreed_values(self) -> dict[torch.Tensor, torch.Tensor]:
-        """What all peers of this history agree on, by parameter or buffer, where the model's may differ."""
+        """The agreed values of this history, by parameter or buffer, where the model's own may differ."""
         agreed = self.state_averager.agreed
         weights = self.state_averager.main_parameters
         of_weights = {} if agreed is None else dict(zip(weights, agreed, strict=True))
@@ -242,7 +263,7 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     @contextlib.contextmanager
     def agreed_weights(self) -> Iterator[None]:
-        """Have the model hold the `agreed_values` within the block; its own wait in host memory meanwhile."""
+        """Put the `agreed_values` into the model within the block; its own values wait in host memory."""
         agreed = self.agreed_values
         own = [weight.detach().to("cpu", copy=True) for weight in agreed]
         with torch.no_grad():
@@ -274,4 +295,4 @@ class SwarmOptimizer(hivemind.Optimizer):
             averager.shutdown()
 
     def __del__(self) -> None:
-        """Leave processes to `shutdown`: at interpreter exit half of what it needs is gone."""
+        """Leave processes to `shutdown`: at interpreter exit, half of the modules that it needs are gone."""

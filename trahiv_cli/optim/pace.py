@@ -1,4 +1,4 @@
-"""How often a swarm averages, and what, and how it judges its rounds: numbers alone, alike for all peers."""
+"""The schedule of a swarm's rounds, and the rules that judge them: plain values, the same for all peers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ MOST_RATE = 1e6
 
 @dataclass(frozen=True)
 class Pace:
-    """When peers exchange what. All peers of a run need the same."""
+    """When peers exchange which tensors. All peers of a run need the same pace."""
 
     mode: Mode = "sync"
-    """`sync`: gradients, while training waits. `overlap`: gradients, while training goes on. `diloco`: what
-    `local_steps` steps of each peer's own have moved the weights by, while training waits. `streaming`: the
+    """`sync`: gradients, while training waits. `overlap`: gradients, while training goes on. `diloco`: how
+    far `local_steps` steps of each peer's own have moved the weights, while training waits. `streaming`: the
     same, one fragment of the weights after the other, while training goes on."""
 
-    codec: str | None = None  # the name of one of `codecs.CODECS`; None: as the averager was told
-    local_steps: int = 50  # of the swarm, between two exchanges of the same weight, in modes with local steps
-    fragments: int = 4  # into which mode streaming divides the weights
+    codec: str | None = None  # a name in `codecs.CODECS`; None: the averager's own codec
+    local_steps: int = 50  # steps of the swarm between two exchanges of a weight, in modes with local steps
+    fragments: int = 4  # number of fragments of the weights in mode streaming
     outer_learning_rate: float = 0.7  # source: arXiv 2311.08105, section 3
     outer_momentum: float = 0.5
-    """Nesterov's, of the outer step. The source has 0.9, for some hundred rounds; in the 6 of a short run it
-    left a loss 8 % higher than 0.5 (1M parameters from scratch, 50 local steps, two peers)."""
+    """Nesterov momentum of the outer step. The source has 0.9, for some hundred rounds; in the 6 rounds of a
+    short run 0.9 left a loss 8 % higher than 0.5 (1M parameters from scratch, 50 local steps, two peers)."""
 
-    keeps_codec: bool = False  # in mode auto: the recipe names it
+    keeps_codec: bool = False  # whether mode auto keeps the codec, because the recipe names it
 
     @property
     def has_local_steps(self) -> bool:
@@ -47,12 +47,12 @@ class Pace:
 
     @property
     def num_fragments(self) -> int:
-        """Parts of the weights that are exchanged in turn."""
+        """Number of fragments of the weights, which are exchanged in turn."""
         return min(self.fragments, self.local_steps) if self.mode == "streaming" else 1
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of the swarm that one round commits, but for the last one of a run."""
+        """Steps of the swarm that one round commits, except the last round of a run."""
         return -(-self.local_steps // self.num_fragments) if self.has_local_steps else 1
 
     def to_wire(self) -> dict[str, str | float | None]:
@@ -61,7 +61,7 @@ class Pace:
 
     @classmethod
     def from_wire(cls, data: object) -> Self:
-        """Read what `to_wire` gave, or raise `ValueError`."""
+        """Decode the result of `to_wire`, or raise `ValueError`."""
         match data:
             case {
                 "mode": "sync" | "overlap" | "diloco" | "streaming" as mode,
@@ -83,30 +83,30 @@ DEFAULT_PACE = Pace()
 
 @dataclass(frozen=True)
 class RoundRules:
-    """When a peer may step without others, and what it takes from them; the same for all peers of a run."""
+    """When a peer may step alone, and which contributions it accepts; the same for all peers of a run."""
 
     solo_after_s: float = 300.0
     """Seconds without a group, while other peers of the run are alive, until a peer takes a step with its
-    own gradients. `math.inf`: never; 0: at once."""
+    own gradients. `math.inf`: never; 0: after the first try that finds no group."""
 
     norm_limit: float = 10.0
-    """A contribution of more than so many times the median norm of its group is left out. Above 1, or 0:
-    only what is not finite is left out."""
+    """A contribution of more than this many times the median norm of its group is left out (see
+    `rounds.outliers`). Above 1, or 0: only contributions that are not finite are left out."""
 
     robust_mean: bool = False  # average by centered clipping (arXiv 2012.10333) instead of the weighted mean
 
 
 def divide(sizes: Sequence[int], num_fragments: int) -> tuple[range, ...]:
-    """Divide consecutive tensors of so many values into fragments of about equal size.
+    """Divide consecutive tensors of these sizes into fragments of about equal size.
 
     Returns:
-        Of each fragment the places of its tensors, at least one; with few tensors, fewer fragments.
+        The indices of each fragment's tensors, at least one; with few tensors, fewer fragments.
     """
     count = min(num_fragments, len(sizes))
     ends = list(accumulate(sizes))
     borders = [0]
     for number in range(1, count):
-        filling = bisect_left(ends, -(-ends[-1] * number // count))  # the tensor with which so many are full
+        filling = bisect_left(ends, -(-ends[-1] * number // count))  # the tensor that completes them
         last = len(sizes) - count + number - 1  # each fragment after this one needs a tensor, too
         borders.append(min(max(filling, borders[-1]), last) + 1)
     return tuple(range(start, end) for start, end in pairwise([*borders, len(sizes)]))

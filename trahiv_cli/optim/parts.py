@@ -1,7 +1,7 @@
-"""What the parts of one peer's optimizer share (`Parts`), and its smallest parts.
+"""Objects that all components of one peer's optimizer share (`Parts`), and two small components.
 
-- `Company` says which peers its next group needs, and whether it may step without them.
-- `Equality` says by a digest what it holds in common with others, and whose state it takes over if not.
+- `Company` decides which peers the next group needs, and whether this peer may step without them.
+- `Equality` digests the tensors that peers share, and finds the peers whose state to adopt if they differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STATE_DIGEST_BYTES = 8
 
 
 class Company:
-    """The other peers, as far as this peer's next step depends on them, by reports that are a little old."""
+    """Decides which other peers the next step needs, by their reports, which are a little old."""
 
     def __init__(self, tracker: SwarmTracker, rules: RoundRules) -> None:
         self._tracker = tracker
@@ -38,17 +38,17 @@ class Company:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the search that is over: a step was taken, or a state adopted."""
-        self.missed_since = float("inf")  # when this peer began to look for its group, by the monotonic clock
+        """Forget the last search for a group: a step was taken, or a state adopted."""
+        self.missed_since = float("inf")  # when this peer began to look for its group, in monotonic seconds
         self.tries = 0  # rounds for the next step that were not committed
-        self.said_after_s = 0.0  # how long this peer had been looking when a person was last told
+        self.said_after_s = 0.0  # how long this peer had been looking at the last warning
 
     @property
     def groupmates(self) -> list[str]:
         """Ids of the peers that hold this peer's state, or are about to.
 
-        Members of the round that led here count however old their reports are: else a quick peer would go on
-        without them.
+        Members of the round that led here count however old their reports are: otherwise a quick peer would
+        go on without them.
         """
         own = self._tracker.history
         last_group = self._tracker.companions
@@ -60,7 +60,7 @@ class Company:
 
     @property
     def vanished(self) -> set[str]:
-        """Ids of the last group's members that are not seen any more and did not say goodbye."""
+        """Ids of the last group's members that report no more and did not say goodbye."""
         there = {peer.peer_id for peer in self._tracker.others} | {self._tracker.own_id}
         return set(self._tracker.companions) - there - self._tracker.gone
 
@@ -72,9 +72,11 @@ class Company:
 
     @property
     def quorum(self) -> int:
-        """Members that a group needs: most of those that hold this state, and more than have vanished.
+        """The number of members that a group needs.
 
-        Peers that have gone on from it count: else a few that hear of a round last could go another way.
+        It is more than half of the peers that hold this state, and more than the number that vanished; 2 if
+        this peer may go solo. Peers that have gone on from this state count, too: otherwise the last few
+        peers to learn of a round could follow another history.
         """
         if self._may_go_solo:
             return 2
@@ -89,21 +91,21 @@ class Company:
 
 
 class Equality:
-    """Digests the tensors that all peers of a history hold alike, each once while it does not change."""
+    """Digests the tensors that all peers of a history share, each once while it does not change."""
 
     def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
         self._state = state
         self._tracker = tracker
         self._digest = b""
-        self._digests: dict[int, bytes] = {}  # of the tensors that are held in common, by `id`
+        self._digests: dict[int, bytes] = {}  # of the shared tensors, by `id`
         self.claimed: dict[str, bytes] = {}
-        """What members of a round held, by id, if not all the same and nothing was done about it yet."""
+        """Digests claimed in a round, by peer id, if they differed and `restore` was not called since."""
 
     def digest(self, weights: Sequence[torch.Tensor]) -> bytes:
-        """Digest what a round is about, some of the state's common tensors; report what is held of all.
+        """Digest `weights`, the shared tensors of a round; report the digest of all shared tensors.
 
         Raises:
-            NotFinite: a common tensor is not finite. Nothing has left this peer.
+            NotFinite: a shared tensor is not finite. Nothing has left this peer.
         """
         if not self._digest:
             common = self._state.common_tensors()
@@ -122,7 +124,7 @@ class Equality:
         return self._digest
 
     def forget(self, changed: Sequence[torch.Tensor] = ()) -> None:
-        """These tensors have changed, in modes with local steps; none given, or in another mode: all."""
+        """Forget the digests of `changed` tensors; of all without any, or in modes without local steps."""
         self._digest = b""
         if not changed or self._state.outer is None:
             self._digests = {}
@@ -130,12 +132,12 @@ class Equality:
             self._digests.pop(id(tensor), None)
 
     def compare(self, claimed: Mapping[str, bytes]) -> None:
-        """Note what the members of a round claimed to hold before it, if that was not the same."""
+        """Record the digests that the members of a round claimed before it, if they differ."""
         if len(set(claimed.values())) > 1:
             self.claimed = dict(claimed)
 
     def restore(self) -> set[str]:
-        """Return ids of those whose state to take over, none if most hold this peer's; forget the claims."""
+        """Return ids of the peers whose state to adopt, none if most have this peer's; forget the claims."""
         claimed = self.claimed
         self.claimed = {}
         adopted = state_to_adopt(claimed, self._state.history.digest)
@@ -146,28 +148,32 @@ class Equality:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What all peers of a run have alike; below `rules`, hivemind's options as `SwarmOptimizer` was told."""
+    """Settings of a run.
 
-    pace: Pace = DEFAULT_PACE  # in mode auto, to begin with
-    auto_share: float | None = None  # of its time, that training may wait in mode auto; None: another mode
+    The fields down to `rules` are the same for all peers. The fields below are options of hivemind, which
+    `SwarmOptimizer` fills in.
+    """
+
+    pace: Pace = DEFAULT_PACE  # in mode auto, the first one
+    auto_share: float | None = None  # share of its time that training may wait in mode auto; None: not auto
     max_steps: int = 2**31 - 1  # the step of the swarm at which the run ends
-    max_grad_norm: float = 0.0  # of an inner optimizer's step, which is scaled down to it; 0: any
-    schema: bytes = b""  # peers average only with those that have the same
+    max_grad_norm: float = 0.0  # gradients are scaled down to it before an inner step; 0: no limit
+    schema: bytes = b""  # peers average only with peers of the same schema
     rules: RoundRules = RoundRules()
-    target_batch_size: int = 256  # samples of a step, of all peers
-    average_state_every: int = 1  # steps at least between two states that this peer takes over to be equal
-    matchmaking_s: float = 5.0  # that a group usually takes to form
+    target_batch_size: int = 256  # samples of a step, over all peers
+    average_state_every: int = 1  # least number of steps between two adoptions of equal weights
+    matchmaking_s: float = 5.0  # time that a group usually takes to form
     averaging_s: float = 60.0  # the longest that one try of a round looks for its group
     load_state_s: float = 60.0  # the longest that a peer which gives its state, or a round, may be silent
 
 
 @dataclass
 class Parts:
-    """What there is of a peer once, and what each part of its optimizer works with."""
+    """Objects that all components of one peer's optimizer share. `SwarmOptimizer` creates and keeps them."""
 
     tracker: SwarmTracker
     gradients: ExactGradientAverager
-    state: ExactStateAverager  # the weights, the inner optimizer, and what was committed on the way to them
+    state: ExactStateAverager  # the weights, the inner optimizer, and the committed history
     alive: Alive
     events: Events
     interest: JoinerActivity

@@ -1,4 +1,4 @@
-"""A peer has a place in the run, and moves on: by its own round, by one of others, or to another state.
+"""The position of a peer in the run. It moves by its own round, by a replayed round, or to another state.
 
 History, ledger and pace belong to the weights: they change together, under the state's lock.
 """
@@ -19,23 +19,23 @@ from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.swarm.clock import swarm_time
 
 MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
-"""A member may bring samples so many rounds behind the last that is trained: what it leased when rounds were
-longer, or more peers there."""
+"""A member may bring samples this number of rounds beyond the last trained position: it may have leased them
+when rounds were longer or there were more peers."""
 
 
 class Position:
-    """Moves a peer from one committed state to the next."""
+    """Moves a peer from one committed state to the next. `SwarmOptimizer` creates one and keeps it."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._state = parts.state
         self.method = self._make_method()
         self.step_taken = -1
-        """The last step that this peer took itself, rather than went through after others or downloaded."""
+        """The present step if this peer took it itself; -1 if it was replayed or downloaded."""
         self.round_at = 0.0
         """When the last round with others was committed, in Unix seconds; 0: never."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
-        """Learning rates of the last step, one per param group; before the first, those it will have."""
+        """Learning rates of the last step, one per param group; before any step, the rates of the first."""
         self._state.set_pace = self.set_pace
 
     def _make_method(self) -> SharedGradients | LocalSteps:
@@ -44,16 +44,16 @@ class Position:
 
     history = property(attrgetter("_state.history"))
     pace = property(attrgetter("_state.pace"))
-    """What was committed on the way to the weights that this peer holds, and the pace of the round after."""
+    """The committed steps behind this peer's weights, and the pace of the next round."""
 
     def after(self, samples: int, proof: bytes) -> History:
         """Return the history after the next round; see `History.extend`."""
         return self.history.extend(samples=samples, proof=proof, steps=self.method.steps)
 
     def enter(self, history: History, ledger: Ledger | None = None) -> None:
-        """Take part from a history on, with the state as it is now, which others can download from here on.
+        """Take part from `history` on, with the present state, which others can download from now on.
 
-        Call it after loading a checkpoint or at a fresh start. Without a ledger, this peer's stays.
+        Call it after loading a checkpoint or at a fresh start. Without `ledger`, this peer's ledger stays.
         """
         with self._state.lock_state:
             self._state.local_epoch = history.step
@@ -69,7 +69,7 @@ class Position:
             self._state.allow_state_sharing = True
 
     def commit(self, history: History, outcome: Outcome) -> None:
-        """Take the step of a round of this peer's, perhaps of it alone."""
+        """Take the step of a round of this peer, which may have been alone in it."""
         self._move(history, outcome, self.method.apply)
         self.step_taken = history.step
         if len(outcome.group) > 1:
@@ -77,10 +77,10 @@ class Position:
         self._parts.adaptation.measure(outcome)
 
     def follow(self, history: History, outcome: Outcome) -> None:
-        """Take the step of a round that others had: of this peer's work, only its own steps stay.
+        """Take the step of a round that others committed. Of this peer's work, only its local steps stay.
 
-        They do not if the round has some of them: this peer brought these, and did not learn that it was
-        committed.
+        They do not stay if this peer was in the round: it brought some of them, and did not learn that the
+        round was committed.
         """
         self._move(history, outcome, self.method.follow)
         if isinstance(self.method, LocalSteps) and self._parts.tracker.own_id in outcome.samples:
@@ -89,19 +89,20 @@ class Position:
         self._parts.work.leave_to_others(self.method.samples_held)
 
     def adopt(self) -> None:
-        """Go on from the state that was downloaded; what was accumulated for older weights is dropped."""
+        """Continue from the downloaded state; drop the gradients accumulated for older weights."""
         self.method.reset()
         self._parts.work.leave_to_others(self.method.samples_held)
-        if self.history.step:  # else there is nothing yet to hold to
+        if self.history.step:  # at step 0 there is no trained state yet
             self._parts.tracker.doubts.join()
         self.enter(self.history)
         self._parts.tracker.companions = frozenset({self._state.donor}) - {""}
         self.step_taken = -1
 
     def set_pace(self, pace: Pace) -> None:
-        """Go over to another pace, between two rounds, as all peers do.
+        """Change to another pace between two rounds, as all peers do.
 
-        From local steps to common gradients only with a state that is adopted next: inner optimizers differ.
+        After a change from local steps to shared gradients a state must be adopted next: inner optimizers
+        differ.
         """
         if pace == self.pace:
             return
@@ -116,9 +117,9 @@ class Position:
             self.method.dropped_samples = before.dropped_samples
 
     def _move(self, history: History, outcome: Outcome, move: Callable[..., None]) -> None:
-        """Move the weights by what the averager's tensors hold, and all that belongs to them.
+        """Move the weights by the averages in the averager's tensors, and all that belongs to the weights.
 
-        The pace follows from what the round's members had measured before it.
+        The next pace follows from the measurements that the round's members claimed before it.
         """
         state = self._state
         parts = self._parts
@@ -140,12 +141,12 @@ class Position:
             self.set_pace(pace)
             self._begin_step()
         parts.tracker.companions = frozenset(outcome.group)
-        if reason:  # without the lock that joiners wait for: whoever listens may be slow
+        if reason:  # without the lock that joiners wait for: a listener may be slow
             message = f"From step {history.step} on: {reason}"
             parts.events.emit("pace", message=message, **pace.to_wire())
 
     def _begin_step(self) -> None:
-        """Forget what was known of the step before."""
+        """Reset the data about the previous step."""
         parts = self._parts
         method = self.method
         parts.company.begin_step()

@@ -1,9 +1,9 @@
-"""How far the swarm is: what each peer has reported towards the next step.
+"""The progress of the swarm: the reports of all peers towards the next step.
 
-1. A peer reports its samples at a pace that its link bears, and its way through rounds with them (`run`).
-2. It reads the others' reports, which they send it (`refresh`).
-3. It reads them with doubts (`Doubts`): what can't be is nobody's, or does not count.
-4. From them follow the state to come to (`target`), and whether a step is due (`ready_to_update_epoch`).
+1. A peer reports its samples, and the rounds that it came through, at a rate that its link bears (`run`).
+2. It reads the reports that the other peers send to it (`refresh`).
+3. It ignores impossible reports, and limits the samples that count (`Doubts`).
+4. The reports decide which state to reach (`target`), and whether a step is due (`ready_to_update_epoch`).
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 
 DHT_TIMEOUT_S = 5.0
-REPORT_EVERY_S = 0.25  # at most; upstream stores a signed record for every local batch
+REPORT_EVERY_S = 0.25  # minimum; upstream stores a signed record for every local batch
 REPORTS_A_STEP = 10
-"""At most, in the time until a step is due: reports of two every 0.25 s took 4 % of a link of 5 Mbit/s."""
+"""The most reports until a step is due: two peers that reported every 0.25 s used 4 % of a 5 Mbit/s link."""
 
-ALONE_EVERY_S = 2.0  # while nobody else is there; with the pace of a pair, reports take 2 % of its time
+ALONE_EVERY_S = 2.0  # with no other peer; at a pair's rate reports take 2 % of its time
 REPORT_EVERY_S_A_PEER = 0.035
-"""A peer reports at most once in this time times the number of peers. A report of 1.9 kB at most goes to each
-of them: that is 54 kB/s at most, 9 % of a link of 5 Mbit/s."""
+"""The time between two reports of a peer is at least this, multiplied by the number of peers. A report of at
+most 1.9 kB goes to each of them: at most 54 kB/s, 9 % of a 5 Mbit/s link."""
 
 GUESSED_FROM_S = 1.0
-"""If peers report less often than that, from 29 peers on, they count as having trained on since. In smaller
-swarms samples count when they are reported: then a peer that pauses makes no step smaller."""
+"""If the time between reports is longer, from 29 peers on, samples trained since a report are estimated. In
+smaller swarms samples count when they are reported: then a peer that pauses makes no step smaller."""
 
 
 class SwarmTracker(ProgressTracker):
-    """`ProgressTracker` that counts samples instead of guessing when they will be there.
+    """`ProgressTracker` that counts samples instead of estimating when they will be there.
 
     Upstream lets a step begin when the *estimated* time has come (progress_tracker.py:130), so a peer that
-    pauses makes the others step on smaller batches. Here the total is what others last reported plus what
-    this peer holds; in large swarms (`GUESSED_FROM_S`) also what the others have trained since, at the speed
-    that they report. `is_out` says whether the swarm's owner has taken a peer out.
+    pauses makes the others step on smaller batches. Here the total is the samples that others last reported
+    plus this peer's own; in large swarms (`GUESSED_FROM_S`) also the samples that the others have trained
+    since, at their reported speed. `is_out` returns whether the swarm's owner has removed a peer.
+
+    `SwarmOptimizer` creates it; its threads run until `shutdown` or `abandon`.
     """
 
     others: tuple[PeerProgress, ...] = ()
@@ -61,25 +63,25 @@ class SwarmTracker(ProgressTracker):
         self.history = History()
         self.past = Past()
         self.leases = Spans()
-        """This peer's state, how it came there, and what it has leased: each report has them."""
+        """The state of this peer, its path to that state, and its leases: each report has them."""
         self.doubts = Doubts()
         self._fork = Fork()
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self.missing: frozenset[str] = frozenset()
-        """Ids of the peers that have reported, do so no more, and did not say goodbye."""
+        """Ids of the peers that reported once, do not report any more, and did not say goodbye."""
         self.steps_a_round = 1
-        """Steps of the swarm that the next round is."""
+        """Steps of the swarm that the next round commits."""
         self.vouched: History | None = None
-        """The state after a round that this peer voted for, without knowing that it was committed."""
+        """The state after a round that this peer voted for without knowing whether it was committed."""
         self.companions: frozenset[str] = frozenset()
-        """Ids of those in the round that led here, or that gave this state; set after `update_history`."""
+        """Ids of the members of the round that led here, or of the donor; set after `update_history`."""
         # When this peer began to train towards the next step, and when `others` was fetched.
         self._begun_at = self._fetched_at = swarm_time()
         self._is_announced = False
         self._is_out = is_out
         self._way_back: History | None = None
-        # Before upstream adds its own schema, of which our reports are not, and looks for reports.
+        # Before upstream adds its own schema, which our reports do not fit, and fetches reports.
         dht.add_validators([SchemaValidator(ReportSchema, prefix=prefix)])
         super().__init__(dht, prefix, *args, start=False, **kwargs)
         self._local_public_key = self.dht.place
@@ -88,17 +90,17 @@ class SwarmTracker(ProgressTracker):
             self.start()
 
     def _report_every_s(self) -> float:
-        eta_s = 0.0 if math.isinf(self.eta_s) else self.eta_s  # inf: nobody knows yet
+        eta_s = 0.0 if math.isinf(self.eta_s) else self.eta_s  # inf: not known yet
         by_step_s = min(ALONE_EVERY_S, eta_s / REPORTS_A_STEP)
         return max(self.fetch_every_s, by_step_s) if self.others else ALONE_EVERY_S
 
     @property
     def fetch_every_s(self) -> float:
-        """The shortest time between two reports of a peer, or two looks at those of others, in seconds."""
+        """The shortest time between two reports of a peer, or two fetches of all reports, in seconds."""
         every_s = max(REPORT_EVERY_S, REPORT_EVERY_S_A_PEER * (1 + len(self.others)))
         return min(every_s, float(self.metadata_expiration) / 2)
 
-    # -- how far all are ---------------------------------------------------------------------------
+    # -- progress of all peers ---------------------------------------------------------------------
 
     @property
     def mates(self) -> tuple[PeerProgress, ...]:
@@ -113,7 +115,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def samples_accumulated(self) -> int:
-        """Samples towards the next step: those of the others that hold this peer's state, and its own."""
+        """Samples towards the next step, of this peer and of the others that hold its state."""
         own: int = self.local_progress.samples_accumulated
         seen = [(peer, peer.samples, self._fetched_at) for peer in self.mates]
         if self.fetch_every_s < GUESSED_FROM_S:
@@ -128,7 +130,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def standing(self) -> Standing:
-        """This peer's view of where all peers stand, by their last reports."""
+        """This peer's view of all peers' histories, by their last reports."""
         return Standing(
             own=self.history,
             witnesses=self.others,
@@ -139,20 +141,20 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def target(self) -> History:
-        """The history that this peer should come to, of those that can be downloaded; else its own.
+        """The history that this peer should reach, if a peer can give its state; otherwise its own.
 
-        Its rank is lower than this peer's only where most others have gone on another way.
+        Its rank is lower than this peer's only if most others follow another history.
         """
         return self._way_back or self.standing.target
 
     @property
     def eta_s(self) -> float:
-        """Seconds until the swarm holds its target, by what peers last reported; inf if nothing is known."""
+        """Seconds until the swarm holds its target, by the last reports; inf if it is not known."""
         return max(0.0, float(self.global_progress.eta_next_epoch) - swarm_time())
 
     @property
     def is_behind(self) -> bool:
-        """Whether the swarm has a state that this peer should take over."""
+        """Whether the swarm has a state that this peer should adopt."""
         return self.target != self.history
 
     @property
@@ -160,32 +162,32 @@ class SwarmTracker(ProgressTracker):
         """Whether the swarm holds `target_batch_size` samples for the step that this peer is at."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
 
-    # -- what this peer reports --------------------------------------------------------------------
+    # -- this peer's reports ----------------------------------------------------------------------
 
     def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
-        """Move to another state, which is that after one more round or not, and report it at once.
+        """Move to another state, reached by one more round if `is_next`, and report it at once.
 
-        This peer holds `samples` already towards the step after it. The caller must hold `pause_updates`.
+        This peer holds `samples` towards the step after it already. The caller must hold `pause_updates`.
         """
         if not is_next:
             self.past.begin(history)
         elif history != self.history:
             self.past.go_on(history)
         self.companions = frozenset()
-        # What it holds already it has trained during a round, as the others have.
+        # This peer trained these samples during a round, as the others did theirs.
         begun_at = swarm_time() - samples / self.performance_ema.samples_per_second
         self._begun_at = max(self._begun_at, begun_at)
         self.history = history
         self.vouched = None
         self._way_back = None
         self.update_epoch(history.step)
-        # Not by `report_local_progress`, which would count them as trained since the last report.
+        # Not by `report_local_progress`, which would count the samples as trained since the last report.
         self.local_progress = self._get_local_progress(history.step, samples)
         self._report_at_once()
 
     def _get_local_progress(self, local_epoch: int, samples_accumulated: int) -> Report:
         plain = super()._get_local_progress(local_epoch, samples_accumulated)
-        speed = min(plain.samples_per_second, float(MOST_SAMPLES))  # of a batch that took no time
+        speed = min(plain.samples_per_second, float(MOST_SAMPLES))  # a batch may take no time
         return Report(
             **plain.dict() | {"samples_per_second": speed},
             samples_committed=self.history.samples,
@@ -193,7 +195,7 @@ class SwarmTracker(ProgressTracker):
         )
 
     def announce(self) -> Any:
-        """Report this peer at once, from now on; return a future of whether somebody keeps the report."""
+        """Report at once, and regularly from now on; return a future of whether a node stored it."""
         self._is_announced = True
         more = {"leases": self.leases.to_wire()} | self.past.to_wire(self.vouched)
         return self._store(self.local_progress.dict() | more)
@@ -208,32 +210,32 @@ class SwarmTracker(ProgressTracker):
         )
 
     def vouch(self, history: History) -> None:
-        """Say that this peer voted for the round that leads there, whether or not others committed it."""
+        """Report that this peer voted for the round that leads there, whether or not others committed it."""
         self.vouched = history
         if self._is_announced:
             self.announce()
 
     def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
-        """Say from now on what all peers of a history hold; see `Past.attest`. Safe in any thread."""
+        """Report the digest of the tensors that peers of a history share; see `Past.attest`. Thread-safe."""
         self.past.attest(history, common, is_given=is_given)
-        if is_given and self._is_announced:  # somebody waits for it
+        if is_given and self._is_announced:  # a joiner waits for it
             self.announce()
 
     def lease(self, leases: Spans) -> bool:
-        """Report what this peer leased, and read what others did; say whether both came to pass in time."""
-        self.leases = leases  # and nothing else: the thread that trains may report a batch meanwhile
+        """Report this peer's leases and fetch the others' reports; return whether both succeeded in time."""
+        self.leases = leases  # nothing else: the training thread may report a batch meanwhile
         try:
             return bool(self.announce().result(timeout=DHT_TIMEOUT_S)) and self.refresh()
         except concurrent.futures.TimeoutError:
             return False
 
-    # -- what others report ------------------------------------------------------------------------
+    # -- the others' reports ----------------------------------------------------------------------
 
     def refresh(self, timeout_s: float | None = None) -> bool:
-        """Fetch all reports now; False if none come within `timeout_s` (None: 5 s), and the old ones stay.
+        """Fetch all reports; return False, and keep the old ones, if none come in `timeout_s` (None: 5 s).
 
-        The lock that a commit takes is held to read them, not to wait for them as upstream does
-        (progress_tracker.py:264): 3 to 15 s where nodes are silent.
+        It holds the lock that a commit takes to read reports, not to wait for them as upstream does
+        (progress_tracker.py:264): 3 to 15 s if nodes are silent.
         """
         look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
         try:
@@ -245,7 +247,7 @@ class SwarmTracker(ProgressTracker):
         return True
 
     def _parse_swarm_progress_data(self, metadata: Any) -> GlobalTrainingProgress:
-        # Each peer renews its report in half of its time, and the new one is here within a second.
+        # Each peer renews its report after half of its lifetime, and the new one is here within a second.
         quiet_until = swarm_time() + self.metadata_expiration / 2 - 1.0
         newest, gone, quiet = read_reports(metadata, self._is_out, quiet_until)
         own = newest.pop(self.own_id, None)
@@ -263,10 +265,10 @@ class SwarmTracker(ProgressTracker):
         )
         self._fetched_at = now = swarm_time()
         self._way_back = self._fork.look(self.standing, self.past)
-        gone |= self.gone & self.companions  # of others nobody asks
+        gone |= self.gone & self.companions  # the goodbyes of others are not needed
         self.gone = frozenset(gone - newest.keys())
-        known = set(LocalTrainingProgress.__fields__)
-        step = self.target.step  # hivemind's takes no others
+        known = set(LocalTrainingProgress.__fields__)  # hivemind's report has no others
+        step = self.target.step
         plain = {
             peer: ValueWithExpiration(report.dict(include=known), float("inf"))
             for peer, report in {self.own_id: own, **newest}.items()
@@ -281,10 +283,10 @@ class SwarmTracker(ProgressTracker):
     # -- the threads that report and fetch ---------------------------------------------------------
 
     def run(self) -> None:
-        """Report news at the pace of reports, and all else in good time before it expires.
+        """Report progress at the rate of reports, and renew a report in good time before it expires.
 
-        Not while this peer takes over a state: others would wait for it. Upstream (progress_tracker.py:216)
-        falls silent, too, where each batch is a step.
+        This peer does not report while it downloads a state: others would wait for it. Upstream
+        (progress_tracker.py:216) also falls silent if each batch is a step.
         """
         threading.Thread(target=self._keep_fetching, daemon=True).start()
         while not self.shutdown_triggered.is_set():
@@ -303,20 +305,20 @@ class SwarmTracker(ProgressTracker):
         self._is_urgent.set()
 
     def _keep_fetching(self) -> None:
-        """Fetch everybody's reports when they are due.
+        """Fetch all reports when a fetch is due, and go on after an error.
 
-        Whatever it fails by, it goes on: a peer that reports and looks no more would hold the others up.
+        A peer that reports but does not fetch would hold the others up.
         """
         while not self.shutdown_triggered.wait(max(0.0, self.global_progress.next_fetch_time - swarm_time())):
             if self.global_progress.next_fetch_time > swarm_time():
-                continue  # a refresh meanwhile has put the next one off
+                continue  # a refresh meanwhile has postponed the next one
             with contextlib.suppress(*UNREACHABLE, OSError, concurrent.futures.CancelledError):
                 if self.refresh(2 * DHT_TIMEOUT_S):
                     continue
             self.shutdown_triggered.wait(DHT_TIMEOUT_S)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Stop reporting, and take this peer's report back; upstream does not wait until that is sent."""
+        """Stop reporting, and withdraw this peer's report; upstream does not wait until that is sent."""
         if self.shutdown_triggered.is_set():
             return
         self.abandon()
@@ -327,6 +329,6 @@ class SwarmTracker(ProgressTracker):
             time.sleep(0.02)
 
     def abandon(self) -> None:
-        """End without a goodbye: nobody is left to say it through."""
+        """End without a goodbye: no process is left to send it."""
         self.shutdown_triggered.set()
         self._report_at_once()

@@ -1,8 +1,8 @@
-"""What a peer reports to all others, and what is read of it.
+"""Reports, which each peer sends to all others, and how they are read.
 
-A report says where its peer stands, and how it came there (`Past`): the last rounds that it committed, each
-by a mark of the history after it, and for some of these a digest of what all peers of that history hold in
-common.
+A report has the peer's history and its path to it (`Past`): the last rounds that the peer committed, each by a
+mark of the history after it, and for some of these a digest of the tensors that all peers of that history
+share.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from trahiv_cli.swarm.clock import LATEST_S
 from trahiv_cli.swarm.records import disbelieve, owner_of
 
 MARK_BYTES = 8
-COMMON_BYTES = 8  # of the digests of a history, and of what peers hold in common
-MARKS_REMEMBERED = 1024  # each look at a peer's standing compares all histories with what all peers tell
-ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more of them downloads the state
-STATES_TOLD = 12
-GIVEN_TOLD = 8  # in a report, 20 bytes each; and of them those that somebody fetched
+COMMON_BYTES = 8  # of the digest of a history, and of the tensors that peers share
+MARKS_REMEMBERED = 1024  # each use of `Standing` compares all histories with all reports
+ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more rounds downloads the state
+STATES_TOLD = 12  # in a report, 20 bytes each
+GIVEN_TOLD = 8  # of these, states that other peers fetched
 
 ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
 
-Mark = tuple[int, bytes]  # a history in a report: its step, and the beginning of a digest of all it says
+Mark = tuple[int, bytes]  # a history in a report: its step, and the first bytes of a digest of it
 
 
 @lru_cache(MARKS_REMEMBERED)
 def mark_of(history: History) -> Mark:
-    """Return what stands for a history in reports."""
-    # Of its samples, too: else who went by it would stand for whatever number another reports with it.
+    """Return the mark of a history, which stands for it in reports."""
+    # It covers the samples, too: otherwise peers that went through the history would back any number of
+    # samples that another peer reports with it.
     told = b"%d %s" % (history.samples, history.digest)
     return history.step, hashlib.sha256(told).digest()[:MARK_BYTES]
 
 
 class Past:
-    """How this peer came to the state that it holds. Safe to read from any thread."""
+    """This peer's path to its state. Safe to read from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,21 +60,21 @@ class Past:
         self._given: tuple[Mark, ...] = ()
 
     def begin(self, history: History) -> None:
-        """Note a state that was not reached by rounds: a checkpoint's, or one that was downloaded."""
+        """Record a state that was not reached by rounds: a checkpoint's state, or a downloaded one."""
         self._rounds = (mark_of(history),)
 
     def go_on(self, history: History) -> None:
-        """Note the state after one more round."""
+        """Record the state after one more round."""
         self._rounds = (*self._rounds, mark_of(history))[-ROUNDS_TOLD:]
 
     def went_by(self, history: History) -> bool:
-        """Whether that state was on the way, as far as it is remembered."""
+        """Whether this peer passed through a state, as far as it remembers."""
         return mark_of(history) in self._rounds
 
     def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
-        """Note the digest of what all peers of a history hold: at least `COMMON_BYTES`.
+        """Record the digest, of at least `COMMON_BYTES`, of the tensors that all peers of a history share.
 
-        `is_given` says that somebody fetches this state, and will ask for witnesses, later than others.
+        `is_given` means that a joiner fetches this state. It will need witnesses, later than others do.
         """
         mark = mark_of(history)
         with self._lock:
@@ -86,7 +87,7 @@ class Past:
             self._states = states
 
     def to_wire(self, vouched: History | None = None) -> dict[str, bytes]:
-        """Return it as fields of a report; `vouched`: the state after a round that this peer voted for."""
+        """Return the fields of a report; `vouched` is the state after a round that this peer voted for."""
         told = self._rounds if vouched is None else (*self._rounds, mark_of(vouched))[-ROUNDS_TOLD:]
         rounds = b"".join(ROUND.pack(*mark) for mark in told)
         states = b"".join(STATE.pack(*mark, digest) for mark, digest in self._states.items())
@@ -94,7 +95,7 @@ class Past:
 
 
 class Report(LocalTrainingProgress):
-    """What a peer stores in the DHT: hivemind's record, where its history stands, and what it leased."""
+    """The record that a peer stores in the DHT: hivemind's fields, and its history, leases and path."""
 
     epoch: conint(ge=0, le=MOST_STEPS, strict=True)  # type: ignore[valid-type]
     samples_accumulated: conint(ge=0, le=MOST_SAMPLES, strict=True)  # type: ignore[valid-type]
@@ -119,16 +120,16 @@ class PeerProgress:
 
     peer_id: str
     history: History  # of the state that the peer holds
-    samples: int  # that it holds towards the next step
+    samples: int  # towards the next step, as far as they count
     samples_per_second: float
     is_client: bool
-    is_quiet: bool = False  # its report is older than any of a peer that is there
+    is_quiet: bool = False  # a peer that is there would have renewed its report
     leases: Spans = Spans()  # positions that it is about to train, or has trained since its last round
-    rounds: tuple[Mark, ...] = ()  # through which it came to its history
-    states: frozenset[tuple[int, bytes, bytes]] = frozenset()  # what it held in common with all others there
+    rounds: tuple[Mark, ...] = ()  # rounds through which it came to its history
+    states: frozenset[tuple[int, bytes, bytes]] = frozenset()  # digests of tensors shared there
 
     def went_by(self, history: History) -> bool | None:
-        """Whether it came through a state; None if it can't know: it came later, or is not there yet."""
+        """Whether it passed through a state; None if it can't know: it came later, or is not there yet."""
         mark = mark_of(history)
         if history == self.history or mark in self.rounds or any(mark == state[:2] for state in self.states):
             return True
@@ -137,7 +138,7 @@ class PeerProgress:
 
     @classmethod
     def of(cls, peer_id: str, report: Report, samples: int, *, is_quiet: bool = False) -> PeerProgress:
-        """Read a report, of whose samples so many are believed. Nonsense in it keeps nobody from training."""
+        """Read a report, of which only `samples` count. Malformed leases, rounds and states are ignored."""
         history = History(report.epoch, report.samples_committed, report.history)
         told = cls(peer_id, history, samples, report.samples_per_second, report.client_mode, is_quiet)
         with contextlib.suppress(ValueError):
@@ -152,10 +153,10 @@ class PeerProgress:
 def read_reports(
     stored: Any, is_out: Callable[[str], bool], quiet_until: float
 ) -> tuple[dict[str, Report], set[str], set[str]]:
-    """Read what is stored under the key of all reports, perhaps nonsense, by the places of its owners.
+    """Read the value under the DHT key of all reports: entries by their owners' subkeys, perhaps malformed.
 
-    `is_out` says whether the swarm's owner has taken a peer out. Returns reports by peer id, the ids of
-    peers that said goodbye or were taken out, and the ids of peers whose reports end before `quiet_until`.
+    `is_out` returns whether the swarm's owner has removed a peer. Returns reports by peer id, the ids of
+    peers that said goodbye or were removed, and the ids of peers whose reports expire before `quiet_until`.
     """
     reports: dict[str, Report] = {}
     gone: set[str] = set()
@@ -169,7 +170,7 @@ def read_reports(
             continue
         try:
             report = Report.parse_obj(entry.value)
-        except (ValueError, TypeError):  # perhaps of names that are no texts
+        except (ValueError, TypeError):  # TypeError: perhaps names that are no strings
             disbelieve(owner, "it publishes no report, or one of another version")
             continue
         if report.peer_id == PeerID.from_base58(owner).to_bytes():

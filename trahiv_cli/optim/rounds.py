@@ -1,15 +1,15 @@
-"""What a round is about, what its members claim before it, what came of it, and what is kept of it.
+"""Data of a round: the claims before it, its exchange, its outcome, and the records kept for replays.
 
-1. Before a round each peer claims how much it brings, and of which norm; the claims reach every member in the
-   same message, so all come to the same verdict on them (`judge`).
-2. After it a peer keeps the average, encoded as it travelled, as long as somebody fetches its state (`Log`):
-   on a home link a state takes longer to download than a step takes to train. Whoever holds the state before
-   such a round takes its step with the same bits as its members did. The last one is always kept: who missed
-   one round needs no download.
-3. Such a record proves itself: its members have signed what they said, and from that and the average follows
-   the proof that is in their history. Not covered: two peers that forge a round between them.
+1. Before a round each peer claims the size and the norm of its contribution. The claims reach every member in
+   the same message, so all members reach the same verdict on them (`judge`).
+2. After it a peer keeps the average, encoded as it travelled, while another peer fetches its state (`Log`):
+   on a home link a state takes longer to download than a step takes to train. A peer that holds the state
+   before such a round takes its step with the same bits as the members did. The last record is always kept: a
+   peer that missed one round needs no download.
+3. Such a record proves itself: the members have signed their claims, and the claims and the average together
+   yield the proof in their history. Not covered: two peers that forge a round between them.
 
-Peers are named by their ids, base58.
+Peer ids are in base58.
 """
 
 from __future__ import annotations
@@ -32,38 +32,38 @@ from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm.codecs import read_tensor
 from trahiv_cli.swarm.snapshot import unpacked
 
-# Of a claim that can be read; how many samples count is for `Claim.counted` to say. A weight is of trained
-# tokens: far above any step, far below float32's limit.
+# Limits of a claim that can be read; `Claim.counted` limits the samples that count. A weight is in trained
+# tokens: its limit is far above any step, and far below float32's.
 MOST_SAMPLES = 2**40
 MOST_QUORUM = 2**16
 MOST_DIGEST_BYTES = 32
 GREATEST_WEIGHT = 1e12
 
-USELESS_AT_MOST = 1024  # positions claimed beyond the samples: those whose gradients were not finite
+USELESS_AT_MOST = 1024  # positions claimed beyond the samples: their gradients were not finite
 
-MOST_BYTES = 2**48  # of an average, in a header that can be read; a download is bounded by the tensors
+MOST_BYTES = 2**48  # of an average, in a header that can be read; the tensors bound a download
 
-# Records of so many times the bytes of the averaged tensors are kept: as much as a joiner downloads where
-# Adam trains them. An exchange fits between two steps, so more can't come while it does.
+# The log keeps records of up to this many times the bytes of the averaged tensors: as much as a joiner
+# downloads if Adam trains them. An exchange fits between two steps, so no more arrives during the download.
 STATES_KEPT = 3
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a peer says of its contribution before the round."""
+    """A peer's claim about its contribution, made before the round."""
 
     samples: int = 0
     weight: float = 1.0
-    norm: float = 0.0  # euclidean norm of its tensors together
+    norm: float = 0.0  # Euclidean norm of all its tensors together
     state: bytes = b""  # digest of the weights that it holds
     quorum: int = 2  # the smallest group that it would commit with
     is_client: bool = False  # whether others can't call it, so that it averages no share
-    measured: Measured = Measured()  # what it knows of its own pace and link
-    trained: Spans = Spans()  # positions of the data that it brings, and those whose gradients were of no use
-    moves_buffers: bool = False  # whether its buffers differ from those that its history agrees on
+    measured: Measured = Measured()  # its measurements of its own pace and link
+    trained: Spans = Spans()  # positions of the data that it brings, or whose gradients were useless
+    moves_buffers: bool = False  # whether its buffers differ from the agreed ones of its history
 
     def counted(self, most_samples: int) -> Claim:
-        """Return what counts of it, if a peer can hold so many samples: these, their positions and weight."""
+        """Return the claim, cut to `most_samples` with their positions and weight if it has more."""
         if self.samples <= most_samples:
             return self
         weight = self.weight * most_samples / self.samples
@@ -71,7 +71,7 @@ class Claim:
         return replace(self, samples=most_samples, weight=weight, trained=trained)
 
     def to_bytes(self) -> bytes:
-        """Write it as MessagePack."""
+        """Encode it as MessagePack."""
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
         lists = [self.measured.to_wire(), self.trained.to_wire()]
         moves = [True] if self.moves_buffers else []  # most models have no such buffers
@@ -79,7 +79,7 @@ class Claim:
 
     @classmethod
     def parse(cls, content: bytes) -> Claim:
-        """Read what `to_bytes` gave; raise `ValueError` if it is not that, or more than anybody can claim."""
+        """Decode the result of `to_bytes`; raise `ValueError` if it is malformed or exceeds the limits."""
         match unpacked(content):
             case [
                 int(samples), float(weight), float(norm), bytes(state), int(quorum), bool(is_client),
@@ -87,7 +87,7 @@ class Claim:
             ] if (
                 0 <= samples <= MOST_SAMPLES
                 and 0.0 <= weight <= GREATEST_WEIGHT
-                and not norm < 0.0  # one that is not finite is read, and left out
+                and not norm < 0.0  # a norm that is not finite is read, and left out later
                 and len(state) <= MOST_DIGEST_BYTES
                 and 1 <= quorum <= MOST_QUORUM
                 and moves in ([], [True])
@@ -101,47 +101,47 @@ class Claim:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a round exchanges; the same for all its members."""
+    """The contents of a round's exchange; the same for all its members."""
 
     places: range  # indices of the averager's tensors that are exchanged
     codec: str | None = None  # a name of `CODECS`; None: the averager's own codec
-    is_of_steps: bool = False  # what local steps changed, not a gradient: their codecs' losses don't mix
-    after: bytes = b""  # digest of the history that it continues
-    most_samples: int = MOST_SAMPLES  # of a member's claim no more samples count
+    is_of_steps: bool = False  # changes by local steps, not gradients: codec losses of the two don't mix
+    after: bytes = b""  # digest of the history that the round continues
+    most_samples: int = MOST_SAMPLES  # no more samples of a member's claim count
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the averager says of a round that was committed."""
+    """The averager's result of a committed round."""
 
-    samples: dict[str, int]  # behind each contribution, without outliers; alike for all members
+    samples: dict[str, int]  # behind each contribution, without outliers; the same for all members
     group: tuple[str, ...]
-    left_out: dict[str, str]  # members of whom not all was used, and why, as far as this member knows
+    left_out: dict[str, str]  # members not or not fully used, and why, as far as this member knows
     states: dict[str, bytes]  # digest of the weights that each member held before the round
-    proof: bytes = b""  # digest of the average; the same for all that committed
+    proof: bytes = b""  # digest of average and claims; the same for all that committed
     reason: str = ""  # members that did not commit; empty if all did
-    exchange_s: float = 0.0  # of this member, without finding the group and without the vote
-    longest_wait_s: float = 0.0  # of that, for a single member
+    exchange_s: float = 0.0  # of this member, without matchmaking and vote
+    longest_wait_s: float = 0.0  # longest wait in it for a single member
     parts_sent: int = 0  # bytes of encoded parts in that exchange
     parts_received: int = 0
-    measured: dict[str, Measured] = field(default_factory=dict)  # claimed by each of its pace and link
-    trained: tuple[Spans, ...] = ()  # claimed positions of the data, without outliers; alike for all members
-    moves_buffers: bool = False  # whether a member claimed so: buffers were averaged, too
-    is_empty: bool = False  # no sample had a trained token: the step changes nothing; alike for all members
+    measured: dict[str, Measured] = field(default_factory=dict)  # each member's claim of its pace and link
+    trained: tuple[Spans, ...] = ()  # claimed positions of the data, without outliers; the same for all
+    moves_buffers: bool = False  # whether a member claimed moved buffers; if so, buffers were averaged
+    is_empty: bool = False  # no sample had a trained token: the step changes nothing; same for all
 
 
 @dataclass(frozen=True)
 class Round:
-    """What came of one attempt to average with the others."""
+    """The result of one attempt to average with the others."""
 
     samples: dict[str, int]  # behind each gradient that was used, this peer's included
     seconds: float  # from the first request to the result
-    bytes_sent: int  # of encoded tensor parts, in the exchange that was committed, without what frames them
+    bytes_sent: int  # of encoded tensor parts in the committed exchange, without framing
     bytes_received: int
     committed: bool  # whether the step was taken with this round's average
-    reason: str = ""  # why it was not; of a committed one, who did not average, and why earlier tries failed
+    reason: str = ""  # why not; if committed, the members that did not average, and why earlier tries failed
     left_out: dict[str, str] = field(default_factory=dict)  # members whose gradient was not used, and why
-    blocked_seconds: float = 0.0  # how long training stood still for it
+    blocked_seconds: float = 0.0  # time for which training waited
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -150,11 +150,11 @@ class Round:
 
 
 def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
-    """Find the members whose contribution is to be left out, with the reason.
+    """Return the members whose contribution must be left out, with the reasons.
 
-    A norm may be `norm_limit` times the median; 0 accepts every finite norm. The median is the lower one of
-    two: a group of two is judged by the smaller norm. Contributions of norm 0 have no say in it. The norm of
-    a mean over fewer tokens may be larger, as its noise is, but never by more than makes up for its weight.
+    A norm may be up to `norm_limit` times the median; 0 accepts every finite norm. The median is the lower
+    one of two, so the smaller norm decides in a group of two. Norms of 0 do not count in it. A mean over
+    fewer tokens is noisier, so its norm may be larger, but never by more than its lower weight makes up for.
     """
     judges = [claim for claim in claims.values() if 0 < claim.norm < math.inf]
     found = {}
@@ -176,7 +176,7 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
 def judge(
     peers: Iterable[PeerID], said: Iterable[Claim], most_samples: int, norm_limit: float
 ) -> tuple[dict[str, Claim], Outcome]:
-    """Return what counts of peers' claims, in their order, and what follows from these alone for a round."""
+    """Return the claims as they count, by peer and in order, and the outcome as far as they determine it."""
     counted = (claim.counted(most_samples) for claim in said)
     claims = dict(zip((peer.to_base58() for peer in peers), counted, strict=True))
     left_out = outliers(claims, norm_limit)
@@ -196,7 +196,8 @@ def judge(
 def state_to_adopt(states: Mapping[str, bytes], lot: bytes) -> bytes:
     """Return the digest of the state that all members of a group adopt: the one that most of them hold.
 
-    Between equals `lot` decides, the same for all; none knew it before the claims, to make a state that wins.
+    `lot` breaks ties, the same way for all members. No member knew it before the claims, so none could
+    construct a state that wins.
     """
     counts = Counter(states.values())
     return max(counts, key=lambda state: (counts[state], hashlib.sha256(lot + state).digest()))
@@ -205,7 +206,7 @@ def state_to_adopt(states: Mapping[str, bytes], lot: bytes) -> bytes:
 def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all values are finite.
 
-    By numpy where it can: torch would start OpenMP threads for a thread beside the one that trains, too.
+    Uses numpy where possible: torch would start OpenMP threads even for a thread beside the training one.
     """
     return all(
         bool(tensor.isfinite().all() if tensor.is_cuda else np.isfinite(tensor.detach().numpy()).all())
@@ -213,27 +214,27 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     )
 
 
-# -- for those that missed it ----------------------------------------------------------------------
+# -- records for peers that missed a round ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Header:
-    """What is said of a round before the parts of its average come."""
+    """The description of a round, sent before the parts of its average."""
 
     members: tuple[bytes, ...]  # ids of the group, in its order
-    gathered: tuple[bytes, ...]  # what each of them said before it, as it travelled
+    gathered: tuple[bytes, ...]  # the signed claim of each member, as it travelled
     proof: bytes  # see `Outcome`
     num_parts: int
     num_bytes: int  # of the encoded average
 
     def to_wire(self) -> bytes:
-        """Write it as MessagePack."""
+        """Encode it as MessagePack."""
         said = [list(self.members), list(self.gathered), self.proof, self.num_parts, self.num_bytes]
         return bytes(MSGPackSerializer.dumps(said))
 
     @classmethod
     def from_wire(cls, content: bytes) -> Header:
-        """Read what `to_wire` gave, or raise `ValueError`."""
+        """Decode the result of `to_wire`, or raise `ValueError`."""
         match unpacked(content):
             case [list(members), list(gathered), bytes(proof), int(num_parts), int(num_bytes)] if (
                 all(isinstance(one, bytes) for one in (*members, *gathered))
@@ -249,14 +250,14 @@ Parts = tuple[runtime_pb2.Tensor, ...]  # an encoded average: pieces of one tens
 
 
 class Log:
-    """The records of the last rounds, of so many bytes; the last one is kept whatever its size."""
+    """The records of the last rounds, up to `limit_bytes`; the last one is kept whatever its size."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._records: dict[bytes, tuple[Header, Parts]] = {}
 
     def add(self, after: bytes, header: Header, parts: Parts, *, is_wanted: bool) -> None:
-        """Keep a round, and those before it if somebody may still want them and there is room."""
+        """Keep a round, and earlier ones if a peer may still want them (`is_wanted`) and there is room."""
         kept = {one: record for one, record in self._records.items() if is_wanted and one != after}
         kept[after] = header, parts
         while len(kept) > 1 and sum(one.num_bytes for one, _ in kept.values()) > self._limit_bytes:
@@ -264,12 +265,12 @@ class Log:
         self._records = kept
 
     def find(self, after: bytes) -> tuple[Header, Parts] | None:
-        """The round that continued the history of this digest."""
+        """Return the round that continued the history of this digest; None if it is not kept."""
         return self._records.get(after)
 
 
 def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Decode an average, one tensor at a time: new float32 tensors on the CPU, of these shapes.
+    """Decode an average, one tensor at a time, to new float32 tensors on the CPU with the shapes of `like`.
 
     Raises:
         ValueError: the parts are not an average of such tensors, or not finite.
@@ -284,7 +285,7 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
                 raise ValueError("a part of more than one tensor")
             missing[: len(values)] = values
             missing = missing[len(values) :]
-            del values  # before the next one is decoded
+            del values  # free it before the next part is decoded
         yield whole.view(tensor.shape)
     if any(map(len, waiting)):
         raise ValueError("a part that belongs to no tensor")

@@ -1,10 +1,10 @@
-"""How a peer finds a group and averages with it.
+"""A peer finds a group and averages with it.
 
-1. Look at the reports: who holds this peer's state, and how many of them must come (`Company`).
-2. Claim what this peer brings and holds, and let the averager look for the group.
-3. Look at the reports again and again meanwhile: peers come, leave, or take the step without this one.
-4. A round that fails is tried again as long as there is patience, which grows with each round; a person is
-   told when it lasts.
+1. Read the reports: which peers hold this peer's state, and how many of them must come (`Company`).
+2. Claim this peer's contribution and its state's digest, and let the averager look for the group.
+3. Read the reports repeatedly meanwhile: peers come, leave, or take the step without this one.
+4. Retry a failed round while there is patience, which grows with each round. Warn the user if that takes
+   long.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from trahiv_cli.telemetry.events import short_name
 
 logger = get_logger(__name__)
 
-REFRESH_S = 1.0  # how often a peer that waits asks the DHT who is there; in a large swarm less often
-POLL_S = 0.1  # how often a wait looks whether it is over, or whether the user wants to leave
-SAY_AFTER_S = 3.5  # a peer that looks for a group for so long says so, unless it usually takes half as long
-HELD_AT_MOST = 4  # rounds' samples of one peer, where training goes on during a round
+REFRESH_S = 1.0  # time between two fetches of reports in a wait; in a large swarm it is longer
+POLL_S = 0.1  # time between two checks whether a wait is over, or the user wants to leave
+SAY_AFTER_S = 3.5  # after this time, and twice its usual time, a search for a group leads to a warning
+HELD_AT_MOST = 4  # rounds of samples that a peer holds, if training goes on during a round
 SCHEMA_BYTES = 8
 OVERTAKEN = "the others took this step without this peer"
 
-Attempt = tuple[Round | None, Outcome | None]  # a round and what it gave: see `GroupSeeker.average`
+Attempt = tuple[Round | None, Outcome | None]  # a round and its outcome: see `GroupSeeker.average`
 
 
 class GroupSeeker:
-    """Finds a group and averages with it until there is an outcome, or no patience left.
+    """Finds a group and averages with it until there is an outcome, or no patience is left.
 
-    `when_no_group_is_found` is called when no group has been found for long; what it raises ends training.
+    `when_no_group_is_found` is called if no group is found for long; an exception that it raises ends
+    training. `SwarmOptimizer` creates one seeker and keeps it.
     """
 
     def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
@@ -52,27 +53,28 @@ class GroupSeeker:
         self._company = parts.company
         self._limits = parts.settings
         self._when_no_group_is_found = when_no_group_is_found
-        self._usual_wait_s = 0.0  # until a round was committed
+        self._usual_wait_s = 0.0  # from the start of a search to a commit
 
     def patience_s(self) -> float:
-        """How long one try looks for a group: longer with each try for a step."""
+        """Return the seconds that one try looks for a group: more with each failed round for a step."""
         doublings = min(1 + self._company.tries, 16)
         return min(self._limits.averaging_s, 2**doublings * self._limits.matchmaking_s)
 
     def holds_enough(self) -> bool:
-        """Whether this peer trains no further without a group: a round has failed, or it is far ahead.
+        """Whether this peer stops training until it has a group: a round has failed, or it is far ahead.
 
-        If the others go on without it, all that it holds is lost; else their next step is larger than asked.
+        If the others go on without it, all samples that it holds are lost; otherwise the next step is larger
+        than requested.
         """
         method = self.position.method
         most = HELD_AT_MOST * method.steps * self._limits.target_batch_size
         return self._company.tries > 0 or method.samples_held >= most
 
     def average(self) -> Attempt:
-        """Average what was set aside with the groupmates; try again while there is patience.
+        """Average the contribution that was set aside with the groupmates; retry while there is patience.
 
-        Returns the round and what it gave; without an outcome it was not committed. No round: this peer is
-        alone, or the others have been away for so long that it may go on alone.
+        Returns the round and its outcome. If there is no outcome, the round was not committed. If there is no
+        round, this peer is alone, or has missed the others long enough to step alone.
 
         Raises:
             NotFinite: this peer's weights are not finite.
@@ -113,7 +115,7 @@ class GroupSeeker:
     def try_once(self, deadline: float) -> Outcome:
         """Look for a group, once, and average with it into the averager's tensors, or raise `RoundFailed`.
 
-        What was set aside is then unchanged.
+        The contribution that was set aside is unchanged in both cases.
         """
         company = self._company
         alive = self._parts.alive
@@ -128,7 +130,7 @@ class GroupSeeker:
                 if alive.ailment:
                     raise RoundFailed(alive.ailment)
                 if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
-                    continue  # it ends by itself within the longest exchange, and can't be called back
+                    continue  # it ends by itself within the longest exchange, and can't be cancelled
                 if alive.must_stop:
                     raise RoundFailed("this peer is leaving")
                 if time.monotonic() < refreshed_at + max(REFRESH_S, tracker.fetch_every_s):
@@ -165,7 +167,7 @@ class GroupSeeker:
         return parts.gradients.start_round(claim, patience_s, self.exchange())
 
     def expect(self, peers: Sequence[str], quorum: int) -> None:
-        """Expect `peers` in the next group; all of it have this history, and loaded the same model."""
+        """Expect `peers` in the next group; all its members need this history, and the same loaded model."""
         history = self.position.history
         position = self.position
         clients = [peer.peer_id for peer in self._tracker.others if peer.is_client and peer.peer_id in peers]
@@ -174,7 +176,7 @@ class GroupSeeker:
         self._parts.gradients.expect_group(peers, clients, quorum, schema)
 
     def exchange(self) -> Exchange:
-        """What the next round from this history is about."""
+        """Return the description of the next round from this history."""
         pace = self.position.pace
         method = self.position.method
         return Exchange(
@@ -187,7 +189,7 @@ class GroupSeeker:
         )
 
     def _step_for_followers(self) -> Outcome | None:
-        """Have a step that this peer takes alone be a round that a joiner can go through, if one is there."""
+        """If a joiner is present, make this peer's solo step a round that the joiner can replay."""
         if not self._parts.interest.is_there:
             return None
         try:
@@ -200,7 +202,7 @@ class GroupSeeker:
             return None
 
     def _say_that_there_is_no_group(self) -> None:
-        """Say that this peer has been waiting for a group, and again whenever the wait has doubled."""
+        """Warn that this peer has been waiting for a group, and again whenever the wait has doubled."""
         waited = time.monotonic() - self._company.missed_since
         if waited < max(SAY_AFTER_S, 2 * self._usual_wait_s, 2 * self._company.said_after_s):
             return
@@ -219,10 +221,10 @@ class GroupSeeker:
 
 
 def is_over(control: StepControl | MPFuture[Any]) -> bool:
-    """Wait for a round for a moment; say whether it is over, one way or the other.
+    """Wait for a round for a moment; return whether it is over, with success or without.
 
-    It is, too, if it ended in the DHT's process, and its answer does not come within `ANSWER_S`:
-    mpfuture.py:198 drops one that can't be read.
+    A round that ended in the DHT's process is over even if its answer does not come within `ANSWER_S`:
+    mpfuture.py:198 drops an answer that can't be read.
     """
     has_ended = getattr(control, "stage", None) == AveragingStage.FINISHED
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):

@@ -1,8 +1,8 @@
-"""What a peer holds, gives to joiners and takes over: weights, optimizer state, what was committed.
+"""The state of a peer, which it gives to joiners or adopts: weights, optimizer state, committed history.
 
 A state is more than hivemind's: history, ledger and pace belong to the weights, and in modes with local steps
-what the swarm agrees on (`OuterState`). A joiner adopts all of it or nothing, if it is what most others say
-that they hold. `download` fetches it; here is what it is made of, how it is copied, and how it is adopted.
+so do the values that the swarm agrees on (`OuterState`). A joiner adopts all of it or nothing, and only if
+most others report the same values. `download` fetches a state; this module composes, copies and adopts it.
 """
 
 from __future__ import annotations
@@ -57,32 +57,33 @@ from trahiv_cli.swarm.snapshot import (
 if TYPE_CHECKING:
     from trahiv_cli.optim.local_steps import OuterState
 
-COPY_S = 30.0  # within this time a donor's training process has given a copy of its state
+COPY_S = 30.0  # limit for a donor's training process to copy its state
 REPORT_EVERY_S = 0.25
-ANSWER_S = 10.0  # how much longer than its three waits together the DHT's process may be silent
+ANSWER_S = 10.0  # the DHT's process may be silent this much longer than its three waits together
 
 
 class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     """Holds weights and optimizer state, and gives them to joiners, whole or not at all; averages nothing.
 
-    averaging/averager.py:583 sends all in one stream, which nobody checks, and which begins anew when it
-    breaks off: `download` replaces it. Hold `lock_state` while weights, optimizer state and `local_epoch`
-    change together. History, ledger and pace are kept by the optimizer, under `lock_state`.
+    averaging/averager.py:583 sends all in one stream, without a check of its content, and begins anew when
+    the stream breaks off: `download` replaces it. Hold `lock_state` while weights, optimizer state and
+    `local_epoch` change together. `Position` updates history, ledger and pace under `lock_state`.
     """
 
     SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
 
     local_epoch: int
     rpc_join_group: Any = None
-    rpc_aggregate_part: Any = None  # not served: this averager is in no group
-    donor: str = ""  # id of the peer that these weights were last downloaded from
-    outer: OuterState | None = None  # what the swarm agrees on, in modes with local steps
-    agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model's are others
+    rpc_aggregate_part: Any = None  # not served: this averager joins no group
+    donor: str = ""  # id of the peer that gave the last downloaded state
+    outer: OuterState | None = None  # the values that the swarm agrees on, in modes with local steps
+    agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model holds other values
     pace: Pace = DEFAULT_PACE  # of the round after this state
 
-    # What the other parts of a peer do: go over to the pace of an adopted state; hear of each state that
-    # somebody fetches, with the digest of `common_tensors`; say, in some seconds, whether to take over a
-    # donor's state (no digest: it can't be compared).
+    # Callbacks that other parts of a peer set. `set_pace` changes to the pace of an adopted state.
+    # `note_given` gets each state that a joiner fetches, with the digest of `common_tensors`. `is_believed`
+    # returns, after some seconds, whether to adopt a donor's state; its digest is empty if it can't be
+    # compared.
     set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
     note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
     is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
@@ -93,15 +94,15 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         self.history = History()
         self.ledger = Ledger()
         self.buffers = buffers
-        # Written by the process that serves the averager, read by the one that trains.
+        # Written by the process that serves the averager, read by the training process.
         self._download_progress = tuple(SharedNumber(0) for _ in range(3))
         super().__init__(*args, **kwargs)
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
 
     def _make_averaged_parameters(self, main_parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copy the weights to host memory where the optimizer is offloaded and moves the copies.
+        """Copy the weights to host memory only if the optimizer is offloaded, since it moves the copies.
 
-        optim/state_averager.py:173 copies them everywhere, to average them. Here no weights are averaged.
+        optim/state_averager.py:173 always copies them, to average them. Here no weights are averaged.
         """
         return super()._make_averaged_parameters(main_parameters) if self.offload_optimizer else ()
 
@@ -113,20 +114,20 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The parameters that the inner optimizer moves; copies in host memory where it is offloaded."""
+        """The parameters that the inner optimizer moves; copies in host memory if it is offloaded."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
     def common_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are the same for all peers of a step: weights first, then buffers.
 
-        In modes with local steps these are the weights that are agreed on, and the outer momentum.
+        In modes with local steps the weights are the agreed ones, and the outer momentum comes last.
         """
         common = [*self.weights, *self.buffers.common]
         common[: len(self.agreed or ())] = self.agreed or ()
         return common if self.outer is None else [*common, *self.outer.momentum]
 
     def own_metadata(self) -> dict[str, Any]:
-        """Return what is small in the state beside what hivemind has there."""
+        """Return the metadata of the state that hivemind does not have."""
         own: dict[str, Any] = {
             "history": self.history.to_wire(),
             "ledger": self.ledger.to_wire(),
@@ -135,11 +136,11 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
     def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
-        """Copy the state of one step for joiners, and note what is given; meanwhile no step can be taken.
+        """Copy the state of one step for joiners, and report its digest. No step is taken during the copy.
 
         optim/state_averager.py:600 hands out the live tensors, which the next step changes while they are
-        being sent. Here they are metadata, one buffer with all tensors as stored (see `snapshot.copy_into`;
-        each tensor that is handed over takes two open files), and their infos.
+        being sent. Here the result is metadata, one buffer with all tensors as stored (see
+        `snapshot.copy_into`; each tensor that is handed over takes two open files), and the tensors' infos.
         """
         with torch.no_grad(), self.lock_state:
             metadata, tensors, roles = self._live_state()
@@ -155,7 +156,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return metadata, [flat], infos
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[tuple[Any, TensorRole]]]:
-        """Gather metadata and the tensors themselves, weights first, with their names and roles."""
+        """Return metadata and the tensors themselves, weights first, with their names and roles."""
         common = self.common_tensors()
         layout: list[dict[str, Any]] = []
         statistics: list[torch.Tensor] = []
@@ -171,7 +172,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         metadata = {"rank": list(self.history.rank), "epoch": self.local_epoch, "optimizer_metadata": layout}
         return metadata | self.own_metadata(), [*common, *statistics], roles
 
-    # -- adopted from others -------------------------------------------------------------------------
+    # -- adopting another state ---------------------------------------------------------------------
 
     def load_state_from_peers(
         self,
@@ -183,13 +184,14 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         report: Report = lambda *told: None,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Download the state that most of some peers (ids, base58) offer, and adopt it; say whether it was.
+        """Download the state that most of the `donors` (ids, base58) offer, and adopt it.
 
-        It shall have at least `rank`, if they can, and must have `lowest`; see `StateRequest`. `is_wanted` is
-        asked under the lock, right before anything changes.
+        It should have at least `rank`, if the donors have that, and must have at least `lowest`; see
+        `StateRequest`. `is_wanted` is called under the lock, right before anything changes.
 
         Returns:
-            False if no peer offers one that is far enough, believed and still wanted; nothing was changed.
+            Whether a state was adopted. If no donor offers one that is far enough, believed and still wanted,
+            nothing was changed.
 
         Raises:
             RoundFailed: nothing came in time, or not the state of this run; nothing was changed.
@@ -208,9 +210,12 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     def fetch_state(
         self, wanted: StateRequest, report: Report
     ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Fetch a state; nothing is adopted. Blocks, and reports at most four times a second; in any thread.
+        """Fetch a state without adopting it. Blocks, and reports at most four times a second; in any thread.
 
-        Its metadata has a `donor`. None if nobody has such a state; RoundFailed as by `Downloader.fetch`.
+        The metadata that it returns has a `donor`. Returns None if no peer has such a state.
+
+        Raises:
+            RoundFailed: see `Downloader.fetch`; or the state can't be read, or the DHT's process is silent.
         """
         self._note_progress(0, 0, 0)
         future: MPFuture[Fetched | None] = MPFuture()
@@ -244,10 +249,10 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         lowest: Rank,
         is_wanted: Callable[[], bool],
     ) -> bool:
-        """Adopt a state that `get_current_state` gave, all on the CPU, and its pace; see the caller.
+        """Adopt a state that `get_current_state` returned, all on the CPU, and its pace; see the caller.
 
-        All of it is judged before anything changes. optim/state_averager.py:630 loads the optimizer's state
-        before it looks at the weights.
+        It checks everything before anything changes. optim/state_averager.py:630 loads the optimizer's state
+        before it checks the weights.
         """
         layout = metadata.get("optimizer_metadata")
         rounds = metadata.get("outer_rounds")
@@ -298,7 +303,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return True
 
     def _digest(self, metadata: Mapping[str, Any], common: Sequence[torch.Tensor]) -> bytes:
-        """Digest a donor's common tensors; nothing if a codec has rounded what others hold."""
+        """Digest a donor's common tensors; return empty bytes if a codec has rounded them."""
         roles = [TensorRole.PARAMETER] * len(self.weights)
         roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
         has_very_values = all(
@@ -308,7 +313,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
 
     def move_schedule(self, step: int) -> None:
-        """Set the learning rates of a step; optim/state_averager.py:703 takes every step up to there."""
+        """Set the learning rates of a step; optim/state_averager.py:703 takes every step up to it."""
         if self.scheduler is not None and self.scheduler._step_count != step + 1:
             self.scheduler.last_epoch = step - 1
             self.scheduler._step_count = step
@@ -334,15 +339,15 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         await self.fulfil(future, self._downloader.fetch(wanted), (NobodyHas,))
 
     async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
-        """Ask a donor for the snapshot of this digest, else one of this rank or further; `own` is ours.
+        """Ask a donor for the snapshot with `digest`, else one of at least `rank`; `own` is this peer's rank.
 
-        Raises what is in `GONE`, or ValueError if the answer can't be read.
+        Raises the errors in `GONE`, or ValueError if the answer can't be read.
         """
         answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
         return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
 
     async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or with stop = 0 its manifest in pieces."""
+        """Fetch the chunks [start, stop) of a snapshot, or its manifest in pieces if `stop` is 0."""
         async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
             async for message in stream:
                 yield message.tensor_part.buffer
@@ -353,7 +358,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return await getattr(stub, rpc)(request)
 
     async def _make_snapshot(self) -> Snapshot:
-        """Have the training process copy its state; encode it beside the event loop."""
+        """Request a copy of the state from the training process, and encode it beside the event loop."""
         async with asyncio.timeout(COPY_S):
             described, [flat], infos = await self._get_current_state_from_host_process()
         metadata = self.serializer.loads(described)
@@ -366,12 +371,12 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
     async def rpc_offer_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> averaging_pb2.DownloadData:
-        """Say which snapshot this peer gives; nothing if it gives none."""
+        """Return the offer of the snapshot that this peer gives; an empty message if it gives none."""
         del context
         match unpacked(request.metadata):
             case [bytes(digest), rank, int()] if self.allow_state_sharing:
                 wished = read_rank(rank)
-                self._interest.note()  # before the state is copied: no round after it shall be missing
+                self._interest.note()  # before the state is copied, so that no round after it is missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
@@ -392,6 +397,6 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
 
 
 def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
-    """Digest `common_tensors`, by the digest of each, with ledger, pace and next fragment; 32 bytes."""
+    """Digest `common_tensors`, given the digest of each, with ledger, pace and next fragment; 32 bytes."""
     small = [metadata.get(name) for name in ("ledger", "pace", "outer_rounds")]
     return joint_digest([*digests, hashlib.sha256(MSGPackSerializer.dumps(small)).digest()])

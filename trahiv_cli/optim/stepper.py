@@ -1,11 +1,11 @@
-"""How a peer steps: it counts batches, begins a round when one is due, and applies the one that is over.
+"""A peer steps: it counts batches, begins a round when one is due, and applies a round that is over.
 
-1. A batch is accounted for, and reported (`step`).
-2. If the swarm holds the samples of a round, this peer's work is set aside and a round begins in a thread of
-   its own (`GroupSeeker`); training waits for it or goes on.
-3. A round that was committed moves the weights and the history (`Position`). One that was not gives the work
-   back, for the next try.
-4. If members of the group held other weights before it, those that most hold are adopted.
+1. A peer counts and reports each batch (`step`).
+2. If the swarm holds the samples of a round, the peer sets its work aside and begins a round in a background
+   thread (`GroupSeeker`); training waits for it or goes on.
+3. A committed round moves the weights and the history (`Position`). A failed one gives the work back, for the
+   next try.
+4. If members of the group had different weights before the round, this peer adopts the majority's weights.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from trahiv_cli.telemetry.events import short_name
 logger = get_logger(__name__)
 
 LEAVING_S = 10.0
-"""A peer that wants to leave waits so long for parts that are being exchanged."""
+"""Seconds that a leaving peer waits for an exchange to end."""
 
 
 class Stepper:
-    """Takes the steps of a peer's optimizer."""
+    """Takes the steps of a peer's optimizer. `SwarmOptimizer` creates one and keeps it."""
 
     def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker, catch_up: CatchUp) -> None:
         self._parts = parts
@@ -48,15 +48,15 @@ class Stepper:
         self.step_samples = self.my_step_samples = 0
         """Samples that went into the last round, of all peers and of this one."""
         self._running: Future[Attempt] | None = None
-        self._goes_on = False  # with training, during the present round
+        self._goes_on = False  # whether training goes on during the present round
         self.lateness = Lateness(parts.events)
         self._is_fresh = True  # whether the batch in training is the first one with its state
         self._told_slow: set[str] = set()
-        self._equal_until = 0  # the step up to which this peer takes over no weights once more
+        self._equal_until = 0  # before this step, this peer adopts no more weights to be equal
         self._blocked_s = self._blocked_since = 0.0
 
     def step(self, num_samples: int) -> None:
-        """Account for one local batch; see `SwarmOptimizer.step`, also for what it raises."""
+        """Count one local batch; see `SwarmOptimizer.step`, also for the errors."""
         parts = self._parts
         method = self._position.method
         num_samples = parts.gradients.announced_samples or num_samples
@@ -86,14 +86,14 @@ class Stepper:
             parts.adaptation.begin_batch()
 
     def _come(self, num_samples: int, seconds: float) -> bool:
-        """Come to the swarm's state after a batch; say whether its gradient is of no use any more."""
+        """Catch up with the swarm after a batch; return whether the batch's gradient is useless now."""
         began = self._moment_before(seconds)
         ended = Moment(time.monotonic(), self._tracker.target.step)
         if not self._catch_up.come():
             return False
         # This batch's gradient belonged to weights that the swarm has left.
         self._parts.gradients.forget_announced()
-        if not self.lateness.is_hopeless:  # else it was counted, and is held no more
+        if not self.lateness.is_hopeless:  # otherwise it was counted, and was dropped
             self._parts.work.forget_announced(num_samples)
         is_to_attend = self.lateness.is_hopeless and self._parts.settings.auto_share is not None
         if self._is_fresh and seconds:
@@ -106,11 +106,11 @@ class Stepper:
         return True
 
     def _moment_before(self, seconds: float) -> Moment:
-        """Return when the batch began that took so long, with this peer's state."""
+        """Return when the batch that took `seconds` began, with this peer's step."""
         return Moment(time.monotonic() - seconds, self._position.history.step)
 
     def _attend(self) -> None:
-        """Take part in a round with nothing: by this peer's claim all in it learn how slow it is."""
+        """Take part in a round without samples: all members learn this peer's speed from its claim."""
         self._blocked_since = time.monotonic()
         self._parts.adaptation.measure_speed()
         for _ in range(16):  # tries: the others do not wait for a peer that was absent
@@ -131,7 +131,7 @@ class Stepper:
         self._report(held)
 
     def stop(self) -> None:
-        """End a round that is running, once parts are exchanged; the model has the weights of its history."""
+        """End a running round after its exchange; the model then has the weights of this peer's history."""
         if self._running is not None:
             wait([self._running], LEAVING_S)
             self._position.method.take_back()
@@ -141,7 +141,7 @@ class Stepper:
         self._tracker.report_local_progress(self._position.history.step, num_samples)
 
     def _advance(self) -> None:
-        """Begin a round if one is due; apply or undo one that is over; wait if training can't go on."""
+        """Begin a round if one is due, apply or undo one that is over, and wait if training can't go on."""
         parts = self._parts
         position = self._position
         seeker = self._seeker
@@ -168,7 +168,7 @@ class Stepper:
                 return
 
     def _wait_for(self, running: Future[Attempt]) -> None:
-        """Wait for a round to end; a wish to leave ends the wait, if the round does not in time."""
+        """Wait for a round to end, but only for `LEAVING_S` once this peer should leave."""
         alive = self._parts.alive
         leave_at = float("inf")
         step = self._position.history.step + 1
@@ -181,7 +181,7 @@ class Stepper:
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
 
     def _settle(self) -> bool:
-        """Apply the round that is over, or take back what was to go into it; say whether it was applied."""
+        """Apply the round that is over, or take its work back; return whether it was applied."""
         assert self._running is not None
         parts = self._parts
         position = self._position
@@ -199,7 +199,7 @@ class Stepper:
             return False
         self.my_step_samples, own = position.method.samples_aside, self._tracker.own_id
         brought = parts.work.aside(self.my_step_samples)
-        if outcome is None:  # a step alone, of which nobody else is to know the past
+        if outcome is None:  # a step alone; its random proof makes the history unique
             position.method.load()
             samples = {own: self.my_step_samples}
             proof = secrets.token_bytes(16)
@@ -229,7 +229,7 @@ class Stepper:
         return True
 
     def _take_note(self, outcome: Outcome, step: int) -> None:
-        """Take note of what a committed round says of its members."""
+        """Record and report the facts about the members of a committed round."""
         for peer, why in outcome.left_out.items():
             who = "This peer's" if peer == self._tracker.own_id else f"Peer {peer}'s"
             self._parts.events.warn(
@@ -245,7 +245,7 @@ class Stepper:
             self._tell_who_is_slow(outcome)
 
     def _tell_who_is_slow(self, outcome: Outcome) -> None:
-        """Warn once of each other member that came without samples: its batches take too long."""
+        """Warn once about each other member that came without samples: its batches take too long."""
         for peer in idle_members(outcome) - self._told_slow - {self._tracker.own_id}:
             self._told_slow.add(peer)
             self._parts.events.warn(
@@ -257,10 +257,10 @@ class Stepper:
             )
 
     def _make_equal(self) -> None:
-        """Have the peers of a group hold the same again: at once, and not more often than the user wants."""
+        """Adopt the majority's weights: at once, but at most every `average_state_every` steps."""
         parts = self._parts
         step = self._position.history.step
-        # In modes with local steps a difference would stay for ever: agreed weights only ever move alike.
+        # With local steps a difference would stay for ever: agreed weights always move by equal amounts.
         is_due = self._position.pace.has_local_steps or step >= self._equal_until
         if not is_due or not (holders := parts.equality.restore()):
             return
