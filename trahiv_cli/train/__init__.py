@@ -1,1 +1,1 @@
-"""One peer's life."""
+"""The training of one peer, from its start to its end."""

@@ -1,4 +1,4 @@
-"""A peer's account of itself, kept by its own events: what it tells others is what it says at home."""
+"""This peer's published status, derived from its own events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trahiv_cli.telemetry.events import EVENT_FILE, SAY_AFTER_S, Event, newest_e
 
 
 class Given(NamedTuple):
-    """What a peer has given to a run: samples, and the trained tokens in them where its task counts those."""
+    """A peer's contribution to a run: samples, and the trained tokens in them if its task counts tokens."""
 
     samples: int = 0
     tokens: int = 0
@@ -27,9 +27,10 @@ NOTHING_GIVEN = Given()
 
 
 class Account:
-    """Listens to a peer's events; `status` is what they come to. Thread-safe.
+    """Listens to a peer's events and derives its `status` from them. Thread-safe.
 
-    `has_changed` is set when others should hear of it soon. At first the run is known to be at `step`.
+    `run_peer` and `drop_in.told` create one per run. `has_changed` is set when the new status should be
+    published soon. `step` is the initial step of the status.
     """
 
     def __init__(self, run_id: str, step: int, max_steps: int, name: str = "", given: Given = NOTHING_GIVEN):
@@ -47,14 +48,14 @@ class Account:
 
     @property
     def status(self) -> Status:
-        """This peer's status now."""
+        """The present status of this peer."""
         is_waiting = time.monotonic() < self._waits_until
         return self._status.model_copy(
             update={"at": swarm_time()} if is_waiting else {"at": swarm_time(), "waits_for": ""}
         )
 
     def __call__(self, event: Event) -> None:
-        """Take note of one event."""
+        """Update the status from one event."""
         match event["event"]:
             case "joined":
                 device, memory_gib = device_in_use()
@@ -95,7 +96,7 @@ def _step(event: Event) -> dict[str, Any]:
 
 
 def device_in_use() -> tuple[str, float]:
-    """Name the device that this peer trains on, and its memory in GiB."""
+    """Return the name of the device that this peer trains on, and its memory in GiB."""
     import torch
 
     if torch.cuda.is_available():
@@ -105,11 +106,11 @@ def device_in_use() -> tuple[str, float]:
 
 
 def shortened(text: str) -> str:
-    """Cut a text to `MAX_TEXT` bytes of UTF-8."""
+    """Cut a text to at most `MAX_TEXT` bytes of UTF-8."""
     return text.encode()[:MAX_TEXT].decode(errors="ignore")
 
 
 def given_in(folder: Path) -> Given:
-    """Read what the peer of a run's folder had given when its last step was written down."""
+    """Return the contribution of a folder's peer, as its newest event `step` has it."""
     steps = (event for event in newest_events(folder / EVENT_FILE) if event["event"] == "step")
     return next((Given(**step["given"]) for step in steps if "given" in step), NOTHING_GIVEN)

@@ -1,4 +1,4 @@
-"""What a peer tells others while it runs: how to join it, what is trained, and how far it is."""
+"""Announcements of a running peer: how to join it, its recipe, its status and its progress."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PUBLISH_EVERY_S = 15.0
-PUBLISH_GAP_S = 1.0  # between two changes that others are told of
-PEERS_A_LOOK = 25  # so many more peers make the time between two looks at what they say as much longer
+PUBLISH_GAP_S = 1.0  # the shortest time between two publications of a changed status
+PEERS_A_LOOK = 25  # peers that add one `PUBLISH_EVERY_S` to the time between two reads of all statuses
 PROGRESS_EVERY_S = 0.5
 REACH_EVERY_S = 2.0
 SECRET_HERE = ". This contains a secret: treat it like a password."
 SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
 
 CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
-"""Trackers that may send what a terminal shows to a server."""
+"""Trackers that may upload the terminal's output to a server."""
 
 
 def announce(
@@ -49,16 +49,16 @@ def announce(
     joined: Callable[[str], str] = join_by,
     **figures: int,
 ) -> Path | None:
-    """Say who this peer is and how others join it; a closed swarm's secret is only in a private file.
+    """Emit `ready`, which says how others join; only a private file contains a closed swarm's secret.
 
     Args:
-        node: this peer's.
-        folder: of the run.
-        events: get the event `ready`.
+        node: this peer's node.
+        folder: the run's folder.
+        events: receives `ready`, and warnings about addresses.
         run: the run's id; empty if nothing is trained.
-        mark: the fingerprint of its recipe, if it has one.
-        joined: says how others join by an address, or by the `@FILE` of an invitation.
-        figures: more fields of the event: the run's steps, and samples in a step.
+        mark: the fingerprint of the recipe; empty without a recipe.
+        joined: formats an address, or the `@FILE` of an invitation, as an instruction to join.
+        figures: more fields of `ready`: the run's steps, and the samples in a step.
 
     Returns:
         The invitation's file, or None if there is none.
@@ -95,18 +95,18 @@ def announce(
 
 
 def log_event(event: Event) -> None:
-    """Log an event in words: a warning as one, all others for users who have `INFO` shown."""
+    """Log an event as text: a warning at level `WARNING`, any other event at level `INFO`."""
     if (text := line(event)) is not None:
         logger.log(logging.WARNING if event["event"] == "warning" else logging.INFO, "%s", text)
 
 
 def log_how_to_join(node: Node, file: Path | None) -> None:
-    """Log how others join: by an invitation only where a person alone reads it, and else by its file."""
+    """Log how others join; log an invitation only if a person alone sees the log, else its file's path."""
     peers = node.entrances()
     note = ""
     if node.standing is not None and peers:
         if file is None:
-            return  # this peer's own invitation was for one
+            return  # this peer's own invitation admits one peer only
         is_private = is_shown_to_a_person(logger)
         peers = [file.read_text(encoding="ascii").strip() if is_private else f"@{file}"]
         note = SECRET_HERE if is_private else SECRET_THERE
@@ -114,7 +114,7 @@ def log_how_to_join(node: Node, file: Path | None) -> None:
 
 
 def is_shown_to_a_person(log: logging.Logger) -> bool:
-    """Whether everything that is logged there goes to a terminal or a notebook, and nowhere else."""
+    """Return whether all records of this logger go to a terminal or a notebook, and nowhere else."""
     from transformers.utils.import_utils import is_in_notebook
 
     handlers: list[logging.Handler | None] = []
@@ -130,9 +130,9 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 @contextmanager
 def published(node: Node, recipe: Recipe | None, account: Account, events: Events) -> Iterator[None]:
-    """While the block runs, keep a recipe, if there is one, and this peer's status in the DHT.
+    """While the block runs, keep this peer's status, and the recipe if there is one, in the DHT.
 
-    What the others say of themselves becomes an event `peers`, every 15 s, or less often if they are many.
+    Every 15 s, or less often in a large swarm, the event `peers` reports the statuses of the swarm's peers.
     """
     stop = threading.Event()
     look_at = 0.0
@@ -167,7 +167,7 @@ def published(node: Node, recipe: Recipe | None, account: Account, events: Event
                     tell()
                     continue
                 publish()
-            except SwarmError as error:  # until the next try joiners get it from other peers
+            except SwarmError as error:  # until the next attempt, joiners get it from other peers
                 logger.warning("The recipe was not published again: %s", error.message)
             due_at = time.monotonic() + PUBLISH_EVERY_S
 
@@ -183,12 +183,12 @@ def published(node: Node, recipe: Recipe | None, account: Account, events: Event
 
 
 def is_copy(there: Status | None, own: Status) -> bool:
-    """Whether what stands in the DHT as this peer's status was said by another peer with its identity."""
+    """Return whether the status under this peer's id in the DHT is from another peer with its identity."""
     return there is not None and there.since != own.since and there.at > own.since
 
 
 def warn_of_copy(events: Events) -> None:
-    """Say that there are two of this peer."""
+    """Warn that two peers have this identity."""
     events.warn(
         "copied",
         "Another peer has this one's identity: a run's folder was copied, and both are used at once. Each "
@@ -199,7 +199,7 @@ def warn_of_copy(events: Events) -> None:
 
 @contextmanager
 def progress_told(trainer: Trainer, events: Events) -> Iterator[None]:
-    """While the block runs, tell live views twice a second how far the next step is and who gave what."""
+    """While the block runs, emit `progress` twice a second: the samples of each peer for the next step."""
 
     def tell() -> None:
         if trainer.swarm_optimizer is None:
@@ -228,7 +228,7 @@ def progress_told(trainer: Trainer, events: Events) -> Iterator[None]:
 
 @contextmanager
 def reach_told(node: Node, events: Events) -> Iterator[None]:
-    """While the block runs, say when others reach this peer in another way than before."""
+    """While the block runs, emit `reach` when the way in which others reach this peer changes."""
     told = node.reach.kind
 
     def tell() -> None:
@@ -243,7 +243,7 @@ def reach_told(node: Node, events: Events) -> Iterator[None]:
 
 @contextmanager
 def every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
-    """Call `act` in a thread of its own every so many seconds while the block runs."""
+    """While the block runs, call `act` every `seconds` in a thread of its own."""
     stop = threading.Event()
 
     def run() -> None:

@@ -1,9 +1,11 @@
-"""One local batch of training: what it counts for, and in how many parts it is computed.
+"""One local batch of training: its weight, and the parts in which it is computed.
 
-A batch's loss is a mean. Weighted by what it is a mean over, batches of any peer and any length add up to
-the mean over all of the swarm's trained tokens, each token counting once. A batch that does not fit into
-memory is divided, and each part is announced and weighed as a batch of its own: together they count the same.
-So is one that takes longer than the swarm's steps; it then takes part in rounds between two parts.
+A batch's loss is a mean over tokens or samples. Weighted by their number, the losses of batches of any peer
+and any length add up to the mean over all of the swarm's trained tokens, in which each token counts once.
+
+A batch that does not fit into memory is divided. Each part is announced and weighted as a batch of its own,
+and together the parts count as much as the batch. A batch that takes longer than the swarm's steps is divided
+as well; the peer then takes part in rounds between two parts.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from trahiv_cli.errors import RecipeError
 from trahiv_cli.telemetry.events import Events
 
 Batch = Any
-"""A batch as the collator made it: a mapping of tensors, or a list, as in TRL's GRPO."""
+"""The collator's output: a mapping of tensors, or a list, as in TRL's GRPO."""
 TrainOne = Callable[[Batch, Any], torch.Tensor]
 """Runs a part of a batch forward and backward. Takes the part and the divisor of its loss; returns the part's
 mean loss, a scalar."""
@@ -31,42 +33,43 @@ mean loss, a scalar."""
 
 @dataclass(frozen=True)
 class BatchWeight:
-    """What one batch counts for."""
+    """The weight of one batch in a step."""
 
     samples: int  # towards `target_batch_size`
-    weight: float  # what its mean loss is a mean over: trained tokens, or samples; 0 if it trains nothing
-    labels: torch.Tensor | None  # number of those not ignored: an int64 where they are; None without any
-    tokens: int = 0  # that are trained, where labels are of tokens
+    weight: float  # number of trained tokens, or samples, in its mean loss; 0 if it trains nothing
+    labels: torch.Tensor | None  # number of labels not ignored: an int64 on their device; None without labels
+    tokens: int = 0  # the trained tokens, if each token has a label
 
 
 class Batches:
-    """Computes local batches of `size` samples for the swarm's optimizer, in a `SwarmTrainerMixin`.
+    """Computes local batches of `size` samples for the swarm's optimizer.
 
-    The gradient of a batch is that of its own mean loss times its factor (`SwarmOptimizer.expect_batch`),
-    also within a window of gradient accumulation: the swarm accumulates.
+    A `SwarmTrainerMixin` creates it once and keeps it. The gradient of a batch is the gradient of its own
+    mean loss, times its factor (`SwarmOptimizer.expect_batch`), also within a window of gradient
+    accumulation: the swarm accumulates.
     """
 
     def __init__(self, trainer: Any, size: int, events: Events) -> None:
         self._trainer = trainer
         self._size = size
         self._events = events
-        self._num_parts = 1  # of a batch, so that it fits into memory
+        self._num_parts = 1  # parts of a batch that fit into memory
         self._num_stepped = 0  # parts of the batch in training that the optimizer has counted
         self._counted: list[tuple[torch.Tensor, BatchWeight]] = []  # losses of the batch's parts
         self._factor: float | None = None  # of the batch in training; None between batches
         self._is_weighed = False  # whether the factor of the last batch is in its gradient
 
     def train(self, inputs: Batch, num_items: torch.Tensor | int | None, train_one: TrainOne) -> torch.Tensor:
-        """Run one batch forward and backward, in smaller parts where memory runs out.
+        """Run one batch forward and backward, in smaller parts if memory runs out.
 
-        `num_items` is the number of trained tokens in the window of gradient accumulation, as the Trainer
-        counts them. Returns the batch's loss as the Trainer logs it: a scalar on the model's device.
+        `num_items` is the Trainer's count of trained tokens in the window of gradient accumulation. Returns
+        the batch's loss as the Trainer logs it: a scalar on the model's device.
         """
         optimizer = self._trainer.swarm_optimizer
         num_parts = self._num_parts
         self._num_stepped = 0
         self._counted = []
-        # Not with a scaler: gradients are scaled until the end of the window.
+        # A scaler excludes this: gradients stay scaled until the end of the window.
         if self._trainer.accelerator.scaler is None:
             num_parts = max(num_parts, math.ceil(self._size / optimizer.samples_in_time))
         while True:
@@ -81,7 +84,7 @@ class Batches:
             self._go_on("training", max(1, self._size // num_parts), "per_device_train_batch_size")
 
     def evaluate(self, evaluate: Callable[[], Any]) -> Any:
-        """Evaluate; where memory runs out, begin again with half as many samples at a time."""
+        """Evaluate; if memory runs out, start over with half the batch size."""
         args = self._trainer.args
         while True:
             try:
@@ -90,13 +93,13 @@ class Batches:
                 if not is_out_of_memory(failure) or args.per_device_eval_batch_size == 1:
                     raise
             args.per_device_eval_batch_size //= 2
-            self._trainer._eval_dataloaders = {}  # the Trainer keeps those with persistent workers
+            self._trainer._eval_dataloaders = {}  # the Trainer keeps loaders with persistent workers
             self._go_on("an evaluation", args.per_device_eval_batch_size, "per_device_eval_batch_size")
 
     def _go_on(self, what: str, size: int, setting: str) -> None:
-        """Free memory, and say that from now on `what` takes so many samples at a time.
+        """Free memory, and warn that `what` continues with `size` samples at a time.
 
-        Not called within `except`: the failure holds what was computed until then.
+        It must not be called within `except`: the exception keeps the tensors that were computed alive.
         """
         clear_device_cache(garbage_collection=True)
         self._events.warn(
@@ -106,12 +109,12 @@ class Batches:
         )
 
     def backward(self, backward: Callable[..., None], loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run `Accelerator.backward`: in a batch of the swarm's, with the loss times the batch's factor."""
-        if self._factor == 0.0:  # a mean over no tokens is 0/0, and its gradient NaN times whatever
+        """Run `Accelerator.backward`; within `train`, the loss is multiplied by the batch's factor."""
+        if self._factor == 0.0:  # a mean over no tokens is 0/0, and its gradient is NaN with any factor
             params = self._trainer.model.parameters()
             sums = [param.sum().to(loss.device) for param in params if param.requires_grad]
             loss = torch.stack(sums).sum() * 0.0
-        elif self._factor not in (None, 1.0):  # equal batches stay as they are, to the bit
+        elif self._factor not in (None, 1.0):  # batches of equal weight stay bit-equal
             loss = loss * self._factor
         self._is_weighed = True
         backward(loss, **kwargs)
@@ -120,7 +123,7 @@ class Batches:
         self, inputs: Batch, num_items: Any, train_one: TrainOne, num_parts: int
     ) -> torch.Tensor:
         trainer = self._trainer
-        # Not public, but what the Trainer itself counts by; where it is gone, so is the difference.
+        # Private, but the Trainer counts tokens by it; a version without it makes no such distinction.
         is_shifted = getattr(trainer, "_loss_shifts_labels", False)
         counting = {"is_shifted": is_shifted, "counts_rows": not trainer.divides_data}
         whole = weigh(inputs, batch_size=self._size, **counting)
@@ -135,7 +138,7 @@ class Batches:
                 own.weight,
                 lend=trainer.accelerator.scaler is None,  # it would scale the accumulators as well
             )
-            # Divided by its own count: some models (BERT) do so whatever they are told of the window.
+            # The loss is divided by the part's own count: some models (BERT) ignore the window's count.
             is_whole_window = window == len(parts) == 1 or num_items is None
             self._factor = factor if own.weight else 0.0
             self._is_weighed = False
@@ -176,7 +179,7 @@ class Batches:
         self._counted += done
 
     def _step_between(self) -> None:
-        """Have the optimizer count the last parts of a batch, and take part in a round if one is due."""
+        """Step the optimizer: it counts the parts computed last, and takes part in a round if one is due."""
         trainer = self._trainer
         trainer.swarm_optimizer.step()
         trainer.model.zero_grad()
@@ -184,12 +187,13 @@ class Batches:
 
 
 def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool = False) -> BatchWeight:
-    """Count a batch: tokens where each has a label (clm, sft, mlm), else samples (seq-cls, dpo).
+    """Count a batch: its tokens if each has a label (clm, sft, mlm), else its samples (seq-cls, dpo).
 
-    Its `labels` are of shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does after
-    each batch anyway. There are `batch_size` samples, whatever its rows are: two for a pair of texts, or one
-    for all. If the size of a batch is not known, `counts_rows` takes each row of labels for a sample. If
-    `is_shifted`, the loss compares each position with the label after it.
+    Its `labels` have the shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does
+    after each batch anyway. The batch counts as `batch_size` samples, because rows are not samples: a pair of
+    texts has two rows, and a flattened batch has one. If the size of a batch is not known, `counts_rows`
+    takes each row of labels for a sample. If `is_shifted`, the loss compares each position with the label
+    after it.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
@@ -205,10 +209,11 @@ def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool 
 
 
 def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, Batch]] | None:
-    """Divide a batch by its samples: return how many each part has, and the part, a view where possible.
+    """Divide a batch by its samples: return the number of samples and the data of each part.
 
-    What has two rows for each sample (TRL's pairs) has all first ones before the second ones. Returns None if
-    the batch has fewer samples, or anything has other rows: packed samples, images of several pieces.
+    Parts are views of the batch where possible. A field with two rows for each sample (TRL's pairs) has all
+    first rows before the second rows. Returns None if the batch has fewer samples than `num_parts`, or a
+    field with another number of rows: packed samples, images of several pieces.
     """
     if num_parts == 1:
         return [(batch_size, dict(batch) if isinstance(batch, Mapping) else batch)]

@@ -1,4 +1,4 @@
-"""The swarm's step as the Trainer's clock, for reports and for the user's callbacks."""
+"""Reports, and the user's callbacks, once per step of the swarm instead of per local batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERFLOWS_IN_A_ROW = 20
 
 
 class MeanLoss:
-    """Averages the losses of batches, each weighted by what it is a mean over; never waits for a GPU."""
+    """The mean loss of batches, each weighted by its trained tokens or samples."""
 
     def __init__(self) -> None:
         self._sum = torch.zeros(())
@@ -34,7 +34,7 @@ class MeanLoss:
         """Whether a batch had no trained token."""
 
     def add(self, loss: torch.Tensor, weight: float) -> None:
-        """Add a batch's mean loss, a scalar on any device."""
+        """Add a batch's mean loss, a scalar on any device, without waiting for a GPU."""
         if weight:
             self._sum = loss.detach() * weight + self._sum
             self._weight += weight
@@ -47,10 +47,11 @@ class MeanLoss:
 
 
 class SwarmCallback(TrainerCallback):
-    """After each local batch, looks whether the swarm has moved, and reports it.
+    """Checks after each local batch whether the swarm has taken a step, and reports the step.
 
-    It ends training at `max_steps` of the optimizer, when `should_leave`, or when the budget is spent, whose
-    time begins now. `on_step` is called after each step of the swarm. This peer has `given` so much before.
+    `InSwarm.create_optimizer` creates one per call of `train`. It ends training at `max_steps` of the
+    optimizer, when `should_leave()` is true, or when the budget is spent. The budget's time begins now.
+    `on_step` is called after each step of the swarm. `given` is this peer's earlier contribution.
     """
 
     def __init__(
@@ -88,22 +89,22 @@ class SwarmCallback(TrainerCallback):
         self.has_spent_budget = False
         self.evaluated_at = -1  # step of the swarm
         self.samples_seen = 0  # of the whole swarm, in the steps that this peer took part in
-        self.most_peers = 1  # that took part in one step, this one included
+        self.most_peers = 1  # the largest number of peers in one step, this one included
 
     def add_loss(self, loss: torch.Tensor, batch: BatchWeight) -> None:
-        """Add one batch's mean loss over its weight, a scalar, to this step's, without waiting for a GPU."""
+        """Add one batch to this step; `loss` is its mean, a scalar. Does not wait for a GPU."""
         self._samples += batch.samples
         self._tokens += batch.tokens
         for mean in (self._loss, *self._logged_losses.values()):
             mean.add(loss, batch.weight)
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        """Start the clock when the first batch is about to be computed."""
+        """Start the clock of the first step."""
         self._step_began = time.monotonic()
         control.should_training_stop |= self.step >= self._optimizer.max_steps
 
     def end_batch(self, control: TrainerControl) -> bool:
-        """Return whether the swarm has taken a step during this batch; end training where it is time."""
+        """Return whether the swarm has taken a step during this batch; end training if it is over."""
         now = self._optimizer.local_epoch
         max_steps = self._optimizer.max_steps
         steps = now - self.step
@@ -133,7 +134,7 @@ class SwarmCallback(TrainerCallback):
             raise Left
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
-        """Publish an evaluation; its time is not counted as training."""
+        """Emit the metrics of an evaluation; its time does not count as training."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.evaluated_at = self._optimizer.local_epoch
         self._events.emit("eval", step=self.evaluated_at, **numbers)
@@ -141,13 +142,13 @@ class SwarmCallback(TrainerCallback):
 
     @property
     def spent(self) -> Budget:
-        """What this peer has given since it began."""
+        """The time, samples and steps that this peer has given since it began."""
         return Budget(time.monotonic() - self._began_at, self._my_samples, self._my_steps)
 
     def complete(self, logs: dict[str, float]) -> None:
-        """Add the swarm's figures to a log of the Trainer, in place, and correct its losses.
+        """Add the swarm's figures to one of the Trainer's logs, in place, and correct its losses.
 
-        The Trainer counts a batch without a trained token as 0. A mean over no batch is removed.
+        The Trainer counts the loss of a batch without trained tokens as 0. A mean over no batch is removed.
         """
         if "loss" in logs:
             norm = self._optimizer.last_grad_norm
@@ -161,7 +162,7 @@ class SwarmCallback(TrainerCallback):
         self._logged_losses["loss"] = MeanLoss()
 
     def figures(self) -> dict[str, float]:
-        """What trackers are told about the last step beside the Trainer's own numbers."""
+        """Return the swarm's figures of the last step, which trackers get beside the Trainer's own."""
         optimizer = self._optimizer
         peers = 1 + len(self._optimizer.tracker.others)
         figures = {"step": optimizer.local_epoch, "peers": peers, "samples": optimizer.step_samples}
@@ -179,7 +180,7 @@ class SwarmCallback(TrainerCallback):
         optimizer = self._optimizer
         last = self._optimizer.last_round
         now = time.monotonic()
-        took_part = optimizer.step_taken == step  # and did not download it
+        took_part = optimizer.step_taken == step  # else this peer downloaded or replayed it
         round_: dict[str, Any] | None = None
         if took_part:
             self.samples_seen += optimizer.step_samples
@@ -227,9 +228,9 @@ class SwarmCallback(TrainerCallback):
                 hint="lower training.learning_rate, or look at the data",
             )
         if self._trainer.accelerator.optimizer_step_was_skipped:
-            self._optimizer.forget_announced()  # the gradients are gone, and nobody accounted for them
+            self._optimizer.forget_announced()  # the gradients are gone, and no step has counted them
             self._overflows += 1
-        # Once in a step is enough; and the scaler tries smaller numbers, so a few are normal.
+        # Warn after a step, or after many overflows. A few are normal: each lowers the scale.
         if self._overflows >= OVERFLOWS_IN_A_ROW or (self._overflows and is_new_step):
             self._events.warn(
                 "overflow",
@@ -241,12 +242,12 @@ class SwarmCallback(TrainerCallback):
 
 
 class SwarmEvents(CallbackHandler):
-    """Calls the Trainer's callbacks in steps of the swarm, where the Trainer itself counts local batches.
+    """Calls the Trainer's callbacks per step of the swarm, while the Trainer itself counts local batches.
 
-    A batch in which the swarm takes a step begins and ends a step; any other ends a substep, as a batch of
-    gradient accumulation does. A pass over the data, for strategies by epoch, is of `steps_per_pass` steps of
-    the swarm, and the end of the run ends one. `on_save` comes once the checkpoint is written, with its step;
-    in the meantime training goes on.
+    A batch in which the swarm takes a step ends a step, and the next batch begins one. Any other batch ends a
+    substep, as in gradient accumulation. A pass over the data, for strategies by epoch, takes
+    `steps_per_pass` steps of the swarm; the end of the run also ends a pass. `on_save` follows when the
+    checkpoint has been written, with the checkpoint's step; training goes on in the meantime.
     """
 
     def __init__(self, before: CallbackHandler, swarm: SwarmCallback, steps_per_pass: int) -> None:
@@ -260,7 +261,7 @@ class SwarmEvents(CallbackHandler):
     def call_event(
         self, event: str, args: Any, state: TrainerState, control: TrainerControl, **more: Any
     ) -> Any:
-        """Call the callbacks, unless the event is one of a local batch or pass alone; return the control."""
+        """Call the callbacks, unless the event concerns a local batch or pass only; return the control."""
         if event == "on_step_end":
             return self._end_batch(args, state, control, **more)
         if event in self._begun or event == "on_epoch_end":
@@ -291,7 +292,7 @@ class SwarmEvents(CallbackHandler):
         if not self._swarm.end_batch(control):
             return super().call_event("on_substep_end", args, state, control, **more)
         now = state.global_step
-        # A download of the state may have skipped steps; logs, evaluations and checkpoints of these are due.
+        # A download of the state may have skipped steps whose logs, evaluations and checkpoints are due.
         for flow in [one for one in self.callbacks if isinstance(one, DefaultFlowCallback)]:
             for state.global_step in range(before + 1, now):
                 flow.on_step_end(args, state, control)

@@ -1,19 +1,19 @@
-"""Checkpoints of one peer: complete and intact, or passed over; in safetensors and JSON.
+"""Checkpoints of one peer, in safetensors and JSON. An incomplete or damaged one is passed over.
 
     checkpoints/step-40/
       weights.safetensors      trainable weights that the swarm agrees on, by name, as stored in the model,
                                and buffers that training moves, in float32
       optimizer.safetensors    tensors of the optimizer's state, numbered as `state.json` lays them out
       outer.safetensors        momentum of the outer optimizer, by weight; only in modes with local steps
-      own.safetensors          both after this peer's own steps, numbered in the optimizer's order; only while
-                               no round has taken them in
+      own.safetensors          weights and buffers after this peer's own steps, numbered in the optimizer's
+                               order; only while no round has averaged these steps
       state.json               a `State`
       manifest.json            length and SHA-256 of each of these files; written last
 
-1. `CheckpointData.of` copies what a peer needs, between two batches.
-2. `Checkpoints` writes it in a thread beside training: into a folder aside, which is synced and then renamed,
-   so that `step-<n>` is never half a checkpoint.
-3. `Checkpoints.newest` finds the newest whose files still match the manifest, and a `Checkpoint` loads it.
+1. `CheckpointData.of` copies a peer's state between two batches.
+2. `Checkpoints` writes the copy in a thread while training goes on. It writes into a temporary folder, syncs
+   it and renames it, so `step-<n>` is never half a checkpoint.
+3. `Checkpoints.newest` finds the newest checkpoint whose files match its manifest; a `Checkpoint` loads it.
 """
 
 from __future__ import annotations
@@ -57,28 +57,28 @@ OUTER = "outer.safetensors"
 OWN = "own.safetensors"
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
-"""Name of their folder in a run's folder."""
+"""Name of the checkpoints' folder in a run's folder."""
 
 UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
-"""What reading a damaged file raises."""
+"""Exceptions that reading a damaged file raises."""
 
 ANOTHER_RUN = "use another --output-dir, or move that folder away"
 
 
 @dataclass(frozen=True)
 class State:
-    """All of a checkpoint but its tensors."""
+    """All of a checkpoint except its tensors."""
 
-    history: History  # its step is that of the checkpoint
-    ledger: Ledger = field(default_factory=Ledger)  # which samples that history has trained
+    history: History  # its step is the checkpoint's step
+    ledger: Ledger = field(default_factory=Ledger)  # the samples that this history has trained
     pace: Pace = DEFAULT_PACE
     layout: list[dict[str, Any]] = field(default_factory=list)  # see `adopt_optimizer_state`
     outer_rounds: int = 0
     own_steps: OwnSteps = OwnSteps()
-    random: dict[str, Any] = field(default_factory=dict)  # as from `random_states`
+    random: dict[str, Any] = field(default_factory=dict)  # from `random_states`
 
     def to_data(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the state as plain data for JSON."""
         return {
             "version": 1,
             "step": self.history.step,
@@ -94,7 +94,7 @@ class State:
 
     @classmethod
     def from_data(cls, data: Any) -> Self:
-        """Read what `to_data` gave; anything else is a LookupError, TypeError or ValueError."""
+        """Read data that `to_data` returned; raises LookupError, TypeError or ValueError for other data."""
         return cls(
             history=History.from_wire([data["step"], data["samples"], bytes.fromhex(data["history"])]),
             ledger=Ledger.from_wire(data["ledger"]),
@@ -108,18 +108,18 @@ class State:
 
 @dataclass(frozen=True)
 class CheckpointData:
-    """What a peer needs to resume exactly from a step of the swarm."""
+    """The data that a peer needs to resume exactly from a step of the swarm."""
 
     state: State
     files: dict[str, dict[str, torch.Tensor]]
-    """Copies in host memory, by the file that they go to, and by name or number there."""
+    """Copies in host memory, by file name, and by the tensor's name or number in that file."""
 
     @classmethod
     def of(cls, model: torch.nn.Module, optimizer: SwarmOptimizer) -> Self:
-        """Copy all of it, of one committed step; called by the thread that trains, between two batches."""
+        """Copy the data of one committed step; the training thread must call this between two batches."""
 
         def copies(tensors: Iterable[tuple[object, torch.Tensor]]) -> dict[str, torch.Tensor]:
-            # In one piece of memory: the C library keeps small ones when they are freed.
+            # One large block, because the C library keeps small blocks when they are freed.
             named = {str(name): value for name, value in tensors}
             values = list(named.values())
             flat = torch.empty(buffer_bytes(values), dtype=torch.uint8)
@@ -127,7 +127,7 @@ class CheckpointData:
             return dict(zip(named, views_of(flat, map(CompressionInfo.from_tensor, values)), strict=True))
 
         averager = optimizer.state_averager
-        with averager.lock_state:  # a download may be about to replace it
+        with averager.lock_state:  # a download may be about to replace the state
             layout, statistics = dump_optimizer_state(optimizer.opt)
             outer = averager.outer
             agreed = optimizer.agreed_values
@@ -158,7 +158,8 @@ class CheckpointData:
 class Checkpoint:
     """A complete checkpoint on disk.
 
-    If it is damaged, or of another model or optimizer, what loads it raises `AssetError` and changes nothing.
+    If it is damaged, or belongs to another model or optimizer, `load_weights`, `load_optimizer` and
+    `load_outer` raise `AssetError` and change nothing.
     """
 
     path: Path
@@ -166,14 +167,14 @@ class Checkpoint:
 
     @cached_property
     def state(self) -> State:
-        """What its state file says."""
+        """The content of `state.json`; raises `AssetError` if it can't be read."""
         try:
             return State.from_data(json.loads((self.path / STATE).read_text()))
         except UNREADABLE as error:
             raise self._damaged(STATE, error) from error
 
     def find_damage(self) -> str:
-        """Compare all files with the manifest and read the state; return what is wrong, or an empty text."""
+        """Compare all files with the manifest and read the state; return the damage, or an empty text."""
         try:
             files = json.loads((self.path / MANIFEST).read_text())["files"]
             for name, written in files.items():
@@ -205,7 +206,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_own_steps(self, optimizer: SwarmOptimizer) -> None:
-        """Go on from this peer's own steps, if the mode has local steps of as many fragments."""
+        """Restore this peer's own steps, if the mode has local steps with the same number of fragments."""
         own = self.state.own_steps
         method = optimizer.position.method
         if own and isinstance(method, LocalSteps) and method.resume(own):
@@ -232,7 +233,7 @@ class Checkpoint:
         outer.resume(momentum, self.state.outer_rounds)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
-        """Read tensors by name; those with numbers are in that order."""
+        """Read tensors by name; numbered tensors are in the order of their numbers."""
         try:
             tensors: dict[str, torch.Tensor] = load_file(self.path / name)
         except (OSError, SafetensorError) as error:
@@ -247,7 +248,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`, of which the newest `keep` stay; None keeps all."""
+    """The checkpoints of one run in `folder`; the newest `keep` of them are kept, or all if it is None."""
 
     def __init__(self, folder: Path, keep: int | None = None, events: Events | None = None) -> None:
         self.folder = folder
@@ -258,7 +259,7 @@ class Checkpoints:
         """The last checkpoint that `save_beside` began: its folder, or None if it could not be written."""
 
     def all(self) -> list[Checkpoint]:
-        """Return the complete ones, the oldest first, without looking for damage."""
+        """Return the complete checkpoints, the oldest first, without checking them for damage."""
         names = (path.parent.name.removeprefix("step-") for path in self.folder.glob(f"step-*/{MANIFEST}"))
         steps = sorted(int(name) for name in names if name.isdigit())
         return [Checkpoint(self.folder / f"step-{step}", step) for step in steps]
@@ -276,13 +277,13 @@ class Checkpoints:
         return None
 
     def save(self, data: CheckpointData) -> Path:
-        """Write `step-<n>`; leave it if it is there already, intact, with the same history and own steps.
+        """Write `step-<n>`, unless it exists, is intact and has the same history and own steps.
 
-        Checkpoints of later steps are of a way that the swarm has not gone on: they are deleted, so that the
-        one that was written last is always the one of the highest step.
+        Checkpoints of later steps belong to a history that the swarm has abandoned. They are deleted, so that
+        the checkpoint written last always has the highest step.
 
         Raises:
-            OSError: the disk is full or read-only; older checkpoints stay, nothing half-written does.
+            OSError: the disk is full or read-only; older checkpoints stay, and no half-written one is left.
         """
         step = data.state.history.step
         final = self.folder / f"step-{step}"
@@ -290,7 +291,7 @@ class Checkpoints:
         new = data.state
         is_intact = final.exists() and not there.find_damage()
         if not is_intact or (there.state.history, there.state.own_steps) != (new.history, new.own_steps):
-            for left in self.folder.glob(".step-*"):  # by a killed process: no other one writes here now
+            for left in self.folder.glob(".step-*"):  # left by a killed process: no other process writes here
                 shutil.rmtree(left, ignore_errors=True)
             with replacing(final) as aside:
                 data.write(aside)
@@ -302,17 +303,17 @@ class Checkpoints:
         return final
 
     def save_beside(self, data: CheckpointData) -> None:
-        """Have it saved by a thread, and return at once; of those that wait for the disk only the last is."""
+        """Start saving in a thread, and return at once; an earlier save that has not begun is canceled."""
         if self.last is not None:
-            self.last.cancel()  # has no effect on one that is being written
+            self.last.cancel()  # has no effect on a checkpoint that is being written
         self.last = self._pool.submit(self._save_or_warn, data)
 
     def finish(self) -> Path | None:
-        """Wait for what `save_beside` began; return the last one's folder, or None if there is none."""
+        """Wait for the last `save_beside`; return its folder, or None if none was written."""
         return None if self.last is None else self.last.result()
 
     def _save_or_warn(self, data: CheckpointData) -> Path | None:
-        """Save it; a full disk is a warning, not an end."""
+        """Save a checkpoint; warn if the disk is full, because training can go on."""
         step = data.state.history.step
         try:
             path = self.save(data)
@@ -356,7 +357,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Set the generators to what `random_states` gave, on as many GPUs as there are here."""
+    """Restore states that `random_states` returned; states of GPUs that this machine lacks are ignored."""
 
     def read(text: str) -> torch.Tensor:
         return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
@@ -371,5 +372,5 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def derive_peer_seed(seed: int, peer_id: str) -> int:
-    """Return a seed of 32 bits from the run's and a peer's id, equal on every machine and run of Python."""
+    """Return a 32-bit seed from the run's seed and a peer's id, equal on every machine and run of Python."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{peer_id}".encode()).digest()[:4], "big")

@@ -1,13 +1,18 @@
-"""The settings of a drop-in that peers compare, as short texts by their names.
+"""The settings that peers of a drop-in compare, as short texts by name.
 
-A recipe's peers compare their agreement before they load anything. A drop-in's peers have no recipe: their
-scripts or notebooks may differ in any line. Compared are all arguments but those in `MAY_DIFFER`, the shared
-fields of `hivemind_config.opt` and `swarm`, the results of several arguments (the last step, the precision,
-the seed of the data's order), the loss and the data collator by name, an optimizer that the arguments do not
-tell, the configurations of the model and its adapters, and some samples.
+Peers with a recipe compare their agreement before they load anything. Peers of a drop-in have no recipe:
+their scripts or notebooks may differ in any line. They compare
 
-An argument at its default is left out: a peer whose version of a library does not have it computes the same.
-`ALWAYS` are the exceptions. A test fails if a library has a new argument, or another default.
+- all arguments except `MAY_DIFFER`,
+- the shared fields of `hivemind_config.opt` and `swarm`,
+- the results of several arguments: the last step, the precision, the seed of the data's order,
+- the names of the loss and the data collator,
+- the optimizer, if the arguments do not determine it,
+- the configurations of the model and its adapters,
+- some samples.
+
+An argument at its default is left out, because a library version without this argument computes the same.
+`ALWAYS` lists the exceptions. A test fails if a library gets a new argument or another default.
 """
 
 from __future__ import annotations
@@ -31,50 +36,50 @@ from trahiv_cli.train.comparison import VALUES, likeness
 from trahiv_cli.train.division import Divided, DividedSampler
 
 MAY_DIFFER = frozenset(
-    # Where this peer keeps and publishes its files; the model and the tokenizer are compared themselves.
+    # The locations of this peer's files; peers compare the model and the tokenizer themselves.
     "output_dir resume_from_checkpoint hivemind_config model_init_kwargs trust_remote_code "
     "chat_template_path push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
     "hub_revision "
-    # How much of a step this peer computes, and how its device does that.
+    # This peer's share of a step, and the way in which its device computes it.
     "per_device_train_batch_size gradient_accumulation_steps auto_find_batch_size use_cpu tf32 "
     "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing "
     "gradient_checkpointing_kwargs activation_offloading torch_compile torch_compile_backend "
     "torch_compile_mode torch_empty_cache_steps use_liger_kernel liger_kernel_config use_cache "
     "full_determinism padding_free pad_to_multiple_of precompute_ref_log_probs precompute_ref_batch_size "
-    # How it reads its data; `dataloader_drop_last` has no effect in a swarm.
+    # The data loader; `dataloader_drop_last` has no effect in a swarm.
     "dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers "
     "dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc "
-    # Its logs and reports.
+    # Logs and reports.
     "logging_strategy logging_steps logging_first_step logging_nan_inf_filter log_level log_level_replica "
     "log_on_each_node disable_tqdm include_num_input_tokens_seen report_to run_name project trackio_space_id "
     "trackio_bucket_id trackio_static_space_id debug skip_memory_metrics "
-    # Its evaluations and files.
+    # Evaluations and checkpoints.
     "do_train do_eval do_predict eval_strategy eval_steps eval_delay eval_on_start eval_packing "
     "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size "
     "prediction_loss_only batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval "
     "save_strategy save_steps save_total_limit save_only_model save_on_each_node enable_jit_checkpoint "
     "load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip "
     "restore_callback_states_from_checkpoint "
-    # These are refused in a swarm, or have no effect in a single process.
+    # Arguments that a swarm refuses, or that have no effect in a single process.
     "fsdp fsdp_config deepspeed parallelism_config local_rank ddp_find_unused_parameters ddp_bucket_cap_mb "
     "ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
-    # Their results are compared: `max_steps`, `precision` and `seed of the data's order`.
+    # Peers compare their results instead: `max_steps`, `precision` and `seed of the data's order`.
     "max_steps num_train_epochs bf16 fp16 seed data_seed".split()
 )
-"""Arguments of Trainers that each peer may choose for itself."""
+"""Arguments of Trainers that may differ between peers."""
 
 ALWAYS = frozenset(
     name for name in TrainingSection.model_fields if OWN not in marks_of(("training", name))
 ) | {"loss_type", "router_aux_loss_coef"}
-"""Arguments that are compared also at their defaults, which depend on the class or the version."""
+"""Arguments that are compared even at their defaults, which depend on the class or the version."""
 
 CONFIG_MAY_DIFFER = frozenset(
     "transformers_version architectures output_hidden_states return_dict dtype use_cache label2id "
-    "problem_type "  # which a model sets at its first batch
-    # Of adapters.
+    "problem_type "  # a model sets it at its first batch
+    # Fields of adapters.
     "base_model_name_or_path revision inference_mode auto_mapping peft_version runtime_config".split()
 )
-"""Fields of a model's or an adapter's configuration that say where it comes from, or how it is computed."""
+"""Fields of a model's or adapter's configuration that are about its origin or the way it is computed."""
 
 LONGEST_TEXT = 48
 
@@ -82,10 +87,10 @@ LONGEST_TEXT = 48
 def compared_by(
     trainer: Trainer, max_steps: int, divided: Divided | None, *, has_recipe: bool
 ) -> dict[str, str]:
-    """Return all that a peer compares with the others, for `Comparison`; its model is ready to train.
+    """Return all texts that a peer compares with the others, by name, for `Comparison`.
 
-    The run ends at `max_steps` of the swarm. Peers divide the data in the order of `divided`. With a recipe
-    they have compared the settings already.
+    The model must be ready to train. The run ends at `max_steps` of the swarm. Peers divide the data in the
+    order of `divided`. With a recipe, they have compared the settings already.
     """
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     own = likeness(trainer.plain_model, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
@@ -95,7 +100,7 @@ def compared_by(
 
 
 def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> dict[str, str]:
-    """Return the settings that a drop-in's peers must have in common, by name; see `compared_by`."""
+    """Return the settings that must be equal on all peers of a drop-in, by name; see `compared_by`."""
     settings = trainer.swarm_settings
     args = trainer.swarm_args
     model = trainer.plain_model
@@ -123,7 +128,7 @@ def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> di
 
 
 def text_of(value: object) -> str:
-    """Write a setting as one short line, alike on all peers; of a long one the end is a digest."""
+    """Format a setting as one short line, equal on all peers; a digest replaces the end of a long one."""
     plain = _plain(value)
     text = plain if isinstance(plain, str) and plain.isprintable() else repr(plain)
     if len(text) <= LONGEST_TEXT:
@@ -132,12 +137,12 @@ def text_of(value: object) -> str:
 
 
 def digest_of_samples(samples: Any) -> str:
-    """Digest 16 to 31 samples of the data, in hexadecimal.
+    """Digest 16 to 31 samples of the data, or all if there are fewer; return it in hexadecimal.
 
-    Each is read twice: one that is drawn anew each time says nothing, and then the result is `random`. The
-    random generators are left as they were.
+    Each sample is read twice. If the readings differ, samples are drawn at random, and the result is
+    `random`. The random generators are left unchanged.
     """
-    samples = copy.copy(samples)  # a file that this one opens is not handed on to workers
+    samples = copy.copy(samples)  # a file that the copy opens is not passed on to the loader's workers
 
     def digest(seed: int) -> str:
         set_seed(seed)
@@ -155,13 +160,13 @@ def digest_of_samples(samples: Any) -> str:
 
 
 def _outline(value: Any) -> Any:
-    """Reduce a sample, or a part of it, to plain data that is alike on unlike machines.
+    """Reduce a sample, or a part of it, to plain data that is equal on all machines.
 
-    Of numbers that are computed, and of pixels, only the mean size counts: processors and libraries round
-    them differently. Of an absolute path only the last part does, and of an object that is neither data nor a
-    picture its class.
+    Floats and pixels are reduced to their shape and mean absolute value, because processors and libraries
+    round them differently. An absolute path is reduced to its last part, and an object that is neither data
+    nor a picture to its name or class.
     """
-    if hasattr(value, "__array_interface__"):  # a picture of PIL's
+    if hasattr(value, "__array_interface__"):  # a PIL image
         value = np.asarray(value)
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
@@ -182,7 +187,7 @@ def _outline(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Reduce a setting to plain data; a function or another object to a name."""
+    """Reduce a setting to plain data, and a function or another object to a name."""
     value = UPSTREAM.get(type(value), value)
     if isinstance(value, np.generic | Enum):
         value = value.item() if isinstance(value, np.generic) else value.value
@@ -204,7 +209,7 @@ def _plain(value: Any) -> Any:
 def _changed(
     holder: Any, may_differ: frozenset[str] = frozenset(), always: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not at their defaults, and all that `always` names."""
+    """Return the fields, not in `may_differ`, that are not at their defaults or are in `always`."""
     changed: dict[str, Any] = {}
     for field in fields(holder):
         default = field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,18 +1,26 @@
-"""Peers compare what they loaded before they train together, as digests that are cheap to compare.
+"""Peers compare digests of their loaded models, tokenizers and data before they train together.
 
-A recipe cannot know what came of its model on this machine: another revision of a branch, a folder that was
-changed. Averaging over different bases gives adapters that fit neither. So an unlike peer is refused with the
-reason, and gets into no group: groups compare the digests, too. Two unlike peers that enter within the same
-second compare again when they find no group.
+Equal recipes can still load different models: a branch has another revision, or a folder was changed.
+Averaging over different base models gives adapters that fit neither. So a peer that differs is refused with
+the reason. It also gets into no group, because groups compare the digests, too. Two peers that differ and
+enter within the same second compare again when they find no group.
 
-Covered: the number of samples, where they are divided; names, shapes, dtypes and values of all weights that
-are not trained; names and shapes of those that are; saved buffers likewise, as training moves them or not;
-the tokenizer's vocabulary, special tokens and chat template.
-Not covered: the values of weights that are quantized while they are loaded, because processors round them
-differently; the files or the hub commit that they came from stand for them. Nor the values that trained
-weights begin with: a GPU, or another kind of processor, draws other ones, and newcomers get the swarm's. A
-recipe's agreement covers the settings that shape a step; where there is no recipe, they are compared here,
-too (`compared.py`).
+The digests cover:
+
+- the number of samples or shards, if peers divide the data,
+- names, shapes, dtypes and values of frozen weights, and of saved buffers that training does not move,
+- names, shapes and dtypes of trained weights, and of saved buffers that training moves,
+- the tokenizer's vocabulary, special tokens and chat template.
+
+They do not cover:
+
+- the values of weights that are quantized while they are loaded, because processors round them differently;
+  a digest of their files, or the hub's commit, stands for them,
+- the initial values of trained weights, because a GPU, or another kind of processor, draws others; newcomers
+  get the swarm's.
+
+A recipe's agreement covers the settings that shape a step. Without a recipe, peers compare them here, too
+(`compared.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ from trahiv_cli.swarm.records import disbelieve
 
 logger = logging.getLogger(__name__)
 
-LIKENESS_TTL_S = 3600.0  # longer than any step: it is published again with steps, not by the clock
+LIKENESS_TTL_S = 3600.0  # longer than any step, because only steps trigger the next publication
 REPUBLISH_S = 300.0
 
 OTHER_MODEL = (
@@ -54,7 +62,7 @@ OTHER_SETTINGS = "give these the same values on all peers; docs/rounds.md lists 
 FROZEN = "frozen weights"
 TRAINABLE = "trained weights"
 TOKENIZER = "tokenizer"
-# Of data that is divided: peers that count it differently would train some samples twice, others never.
+# For divided data: peers with different counts would train some samples twice and others never.
 SAMPLES = "number of samples"
 SHARDS = "number of shards"
 VALUES = "values of samples"
@@ -65,15 +73,16 @@ HINTS = dict.fromkeys((FROZEN, TRAINABLE, TOKENIZER), OTHER_MODEL) | dict.fromke
 """The hint for each part that differs; `OTHER_SETTINGS` for all others."""
 
 UNLISTED = "other settings"
-"""The digest of what does not fit into a record."""
+"""Name of the digest of all parts that do not fit into a record."""
 
 DIGEST_CHARS = 64
 
 
 class Comparison:
-    """Publishes the parts of a peer that all must have alike, and compares them with the others' parts.
+    """Publishes the parts of a peer that must be equal on all peers, and compares them with the others'.
 
-    `own` has a short printable text for each part: its SHA-256 in hexadecimal, or the value itself.
+    `InSwarm.create_optimizer` creates one per call of `train`. `own` maps each part's name to a short
+    printable text: its SHA-256 in hexadecimal, or the value itself.
     """
 
     def __init__(self, node: Node, run_id: str, own: dict[str, str]) -> None:
@@ -82,20 +91,20 @@ class Comparison:
         self._own = _fitting(own)
         self._publish_at = 0.0
         self.schema = hashlib.sha256(repr(sorted(self._own.items())).encode()).digest()[:8]
-        """Peers average only with those that have the same 8 bytes."""
+        """Only peers with the same 8 bytes average with each other."""
         self.publish()
 
     def publish(self) -> None:
-        """Publish again now and then: records go with the peers that hold them."""
+        """Publish again every `REPUBLISH_S`, because records are lost with the peers that store them."""
         if time.monotonic() >= self._publish_at:
-            with contextlib.suppress(SwarmError):  # the next step tries again
+            with contextlib.suppress(SwarmError):  # retried after the next step
                 if self.node.publish(self._key, self._own, LIKENESS_TTL_S):
                     self._publish_at = time.monotonic() + REPUBLISH_S
 
     def require_alike(self, others: Collection[PeerProgress]) -> None:
-        """Raise `RecipeMismatch`, with every difference, if most others train something else.
+        """Raise `RecipeMismatch` if most others differ from this peer, with all differences from one of them.
 
-        Those that published nothing are passed over.
+        Peers that published nothing are ignored.
         """
         published = self.node.fetch(self._key)
         theirs: list[dict[str, str]] = []
@@ -119,9 +128,9 @@ class Comparison:
         )
 
     def repeat(self, others: Collection[PeerProgress]) -> None:
-        """Raise `RecipeMismatch` if there is no group because the others train something else.
+        """Compare again after no group was found; raise `RecipeMismatch` if most others differ.
 
-        Of two that entered together, and could not compare before, the one with the greater id leaves.
+        Two peers that entered together could not compare before; the one with the greater id leaves.
         """
         own = self.node.peer_id
         if len(others) < 2 and own <= min((peer.peer_id for peer in others), default=own):
@@ -130,12 +139,12 @@ class Comparison:
             self.require_alike(others)
         except RecipeMismatch:
             raise
-        except SwarmError as error:  # links are bad, which may be why there is no group
+        except SwarmError as error:  # bad links, perhaps also the reason for the missing group
             logger.warning("The others' parts were not compared; that is tried again: %s", error.message)
 
 
 def _fitting(own: dict[str, str]) -> dict[str, str]:
-    """Return as many parts as fit into a record, and one digest of the others."""
+    """Return the parts that fit into a record, and one digest of all others."""
     fitting = dict(own)
     others = {}
     while sum(len(f"{part}{text}".encode()) + 6 for part, text in fitting.items()) > MAX_RECORD_BYTES - 100:
@@ -147,9 +156,9 @@ def _fitting(own: dict[str, str]) -> dict[str, str]:
 
 
 def _differing(own: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, str, str]]:
-    """List the parts that differ: name, own text, their text; of a digest the beginning.
+    """List the parts that differ: name, own text, their text; digests are shortened.
 
-    A part that one peer lists and the other has among `UNLISTED` is not known to differ.
+    A part is left out if one peer does not list it and may have it among its `UNLISTED` parts.
     """
 
     def shown(text: str | None) -> str:
@@ -164,10 +173,10 @@ def _differing(own: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, s
 
 
 def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
-    """Digest what peers must have in common of a fresh model; a second for each 1.5 GB of frozen weights.
+    """Digest a fresh model and its tokenizer for comparison; takes a second per 1.5 GB of frozen weights.
 
     Returns:
-        SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (names and shapes), and with a tokenizer `TOKENIZER`.
+        SHA-256 in hexadecimal by `FROZEN`, `TRAINABLE` (without values), and with a tokenizer `TOKENIZER`.
     """
     frozen = hashlib.sha256()
     trainable = hashlib.sha256()
@@ -196,7 +205,7 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def origin_of(model: torch.nn.Module) -> bytes:
-    """Name where quantized weights came from: the hub's commit, or a digest of the folder's files."""
+    """Return the origin of quantized weights: the hub's commit, or a digest of the folder's files."""
     config: Any = getattr(model, "config", None)
     if commit := getattr(config, "_commit_hash", None):
         return str(commit).encode()

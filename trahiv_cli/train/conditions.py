@@ -1,4 +1,4 @@
-"""When a peer may use its machine: conditions of `--only-when`, looked at every few seconds."""
+"""Conditions of `--only-when`, under which a peer may use its machine. It checks them every few seconds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 IDLE_S = 600.0
-PROBE_S = 5.0  # a tool that is asked may take so long
+PROBE_S = 5.0  # timeout of an external tool
 MIB_IN_GIB = 1024
-CONTEXT_MIB = 512  # about what CUDA itself takes in each process
+CONTEXT_MIB = 512  # the approximate size of a CUDA context in each process
 
 FORMS = """idle, idle 30m (nobody has typed, or moved the mouse, for so long), mains (not on battery),
 22:00-07:00 (in these hours), gpu-free 8 (other programs leave so many GiB of the GPU's memory), or
@@ -28,14 +28,14 @@ not PROCESS (while no program of that name runs)"""
 
 @dataclass(frozen=True)
 class Condition:
-    """One condition as it was written; `unmet` says, empty if it holds, why a peer must not train."""
+    """One condition, as the user wrote it; `unmet()` returns why it does not hold, or an empty text."""
 
     text: str
     unmet: Callable[[], str]
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a condition; ValueError, with what there is, if it is none or this machine can't tell."""
+    """Parse a condition; raises ValueError if it has none of the `FORMS`, or this machine can't check it."""
     words = text.strip()
     if found := re.fullmatch(r"idle(?: (\d+)([smh]))?", words):
         seconds = int(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found[1] else IDLE_S
@@ -57,16 +57,16 @@ def parse_condition(text: str) -> Condition:
 
 
 def unmet_idle(seconds: float) -> str:
-    """Object while somebody uses this machine: its terminals, or its screen where that can tell."""
+    """Return a reason if a terminal or the screen was used within the last `seconds`."""
     idle = idle_seconds()
     return f"this machine was used {idle:.0f} s ago" if idle < seconds else ""
 
 
 def idle_seconds() -> float:
-    """Return for how long nobody has typed in a terminal, or used the screen, of this machine.
+    """Return the seconds since the last input in a terminal or on the screen of this machine.
 
-    A terminal's time of access is when something was last read from it. Of the screen `xprintidle` tells
-    where there is one, else logind, if the desktop tells it.
+    A terminal's access time is the time of the last read from it. The screen's idle time comes from
+    `xprintidle` if it works, else from logind, if the desktop reports it there.
     """
     used_at = [0.0]
     for terminal in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
@@ -78,7 +78,7 @@ def idle_seconds() -> float:
 
 
 def screen_idle_seconds() -> float | None:
-    """Return for how long nobody has used this machine's screen; None if there is none, or nothing tells."""
+    """Return the seconds since the last use of the screen; None without a screen or a tool to ask."""
     if os.environ.get("DISPLAY") and (said := _asked("xprintidle").strip()).isdigit():
         return int(said) / 1000
     session = _asked("loginctl", "show-seat", "seat0", "-p", "ActiveSession", "--value").strip()
@@ -95,22 +95,23 @@ def screen_idle_seconds() -> float | None:
 
 
 def unmet_mains() -> str:
-    """Object while this machine runs on its battery; one without a battery is on mains."""
+    """Return a reason if this machine runs on its battery; a machine without a battery is on mains."""
     battery = psutil.sensors_battery()
     return "this machine runs on its battery" if battery and battery.power_plugged is False else ""
 
 
 def unmet_hours(start: datetime.time, end: datetime.time, now: datetime.time | None = None) -> str:
-    """Object outside of these hours of this machine's clock, which may go over midnight."""
+    """Return a reason outside of these hours of the local clock; they may include midnight."""
     now = now or datetime.datetime.now().time()
     is_in = start <= now < end if start < end else now >= start or now < end
     return "" if is_in else f"it trains from {start:%H:%M} to {end:%H:%M}"
 
 
 def unmet_gpu_free(gib: float) -> str:
-    """Object while other programs leave less of the GPU's memory. What this peer has taken counts as left.
+    """Return a reason if other programs leave less than `gib` GiB of the GPU's memory.
 
-    In a container nvidia-smi knows processes by other ids: then it is what torch has taken.
+    This peer's own memory counts as left. It is read from nvidia-smi, or from torch in a container, where
+    nvidia-smi lists other process ids. Raises `ValueError` if nvidia-smi does not tell the free memory.
     """
     options = "--format=csv,noheader,nounits"
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
@@ -124,7 +125,7 @@ def unmet_gpu_free(gib: float) -> str:
 
 
 def taken_mib() -> int:
-    """Return how much of the GPU's memory torch has taken in this process, in MiB, without loading it."""
+    """Return the GPU memory in MiB that torch and CUDA use in this process, without importing torch."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -132,7 +133,7 @@ def taken_mib() -> int:
 
 
 def unmet_process(name: str) -> str:
-    """Object while a program of this name runs."""
+    """Return a reason if a program of this name runs."""
     for process in psutil.process_iter(["name"]):
         if process.info["name"] == name:
             return f"{name} runs"
@@ -140,7 +141,7 @@ def unmet_process(name: str) -> str:
 
 
 def _asked(*command: str) -> str:
-    """Return what a tool answers, and nothing if it fails or takes long."""
+    """Return a tool's output, or an empty text if it fails or exceeds `PROBE_S`."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
     return ""

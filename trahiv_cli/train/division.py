@@ -1,7 +1,7 @@
-"""How this peer reads its part of the data, where the swarm's peers divide it.
+"""Readers of this peer's part of the data, if the swarm's peers divide it.
 
-Every peer holds the same samples, or can read the same shards of a stream, and knows the same order of each
-pass. The swarm's ledger counts positions in that order; which ones are this peer's comes from its leases.
+Every peer has the same samples, or can read the same shards of a stream, and knows the same order of each
+pass. The swarm's ledger counts positions in that order; this peer trains the positions that it leases.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trahiv_cli.train.comparison import SAMPLES, SHARDS
 
 
 class Divided:
-    """The order of each pass, and the positions in it that this peer's loader has asked for.
+    """The order of each pass, and the positions in it that this peer's loader has read.
 
-    A pass has a `number` of samples, or of a stream's shards; `seed` draws another order for each, the same
-    for all peers, and None leaves that of the data. The loader delivers a `batch` of samples at once.
+    A pass has a `number` of samples, or of a stream's shards. From `seed` comes another order for each pass,
+    the same for all peers; None keeps the order of the data. A batch of the loader has `batch` samples.
     """
 
-    leases: Leases  # where positions come from
+    leases: Leases  # the source of positions, from `lease_from` on
     is_stream = False
 
     def __init__(self, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
@@ -37,7 +37,7 @@ class Divided:
         self._batch = batch
         self.seed = seed
         self._should_leave = should_leave
-        self.size = {SHARDS if self.is_stream else SAMPLES: str(number)}  # what must be the same on all peers
+        self.size = {SHARDS if self.is_stream else SAMPLES: str(number)}  # it must be equal on all peers
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
 
@@ -46,11 +46,11 @@ class Divided:
         self.leases = optimizer.divide_data(self.number, is_stream=self.is_stream)
 
     def next_batch(self) -> list[int]:
-        """Return the positions of the next batch that the loader delivered; it asks ahead of training."""
+        """Return the positions of the next batch to train; the loader reads ahead of training."""
         return [self._asked.popleft() for _ in range(self._batch)]
 
     def index(self, position: int) -> int:
-        """Return the place in the data of what comes at `position`, which is counted over all passes."""
+        """Return the index in the data of a sample, or shard, by its `position`, counted over all passes."""
         number, index = divmod(position, self.number)
         if self.seed is None:
             return index
@@ -61,14 +61,14 @@ class Divided:
 
 
 class DividedSampler(Divided, Sampler[int]):
-    """Gives indices of the dataset, in each pass of the Trainer as many as there are in whole batches."""
+    """Yields indices of the dataset; a pass of the Trainer has the indices of all whole batches."""
 
     def __len__(self) -> int:
-        """Samples in all whole batches of the dataset."""
+        """Return the number of samples in all whole batches of the dataset."""
         return self.number // self._batch * self._batch
 
     def __iter__(self) -> Iterator[int]:
-        """Give the next indices."""
+        """Yield the next indices."""
         for _ in range(len(self)):
             if (position := self.leases.take(self._should_leave)) is None:
                 return
@@ -89,9 +89,9 @@ class DividedStream(Divided, IterableDataset[Any]):
         self._stream = stream
 
     def __iter__(self) -> Iterator[Any]:
-        """Give the next samples."""
+        """Yield the next samples."""
         while (start := self.leases.take(self._should_leave)) is not None:
-            # Not neighbours: data sets that were put one after the other are mixed in each shard.
+            # Not contiguous, so that concatenated datasets are mixed in each shard.
             number = start // SHARD
             shard = self._stream.shard(self.number, self.index(number), contiguous=False)
             if self.seed is not None:
@@ -105,7 +105,11 @@ class DividedStream(Divided, IterableDataset[Any]):
 def divide(
     samples: Any, args: TrainingArguments, should_leave: Callable[[], bool]
 ) -> DividedSampler | DividedStream | None:
-    """Make what reads this peer's part of the data; None where that has no shards or no plain order."""
+    """Return a reader of this peer's part of the data; None if peers can't divide the data.
+
+    They can't divide a stream of one shard, a stream with loader workers, data without a length, or a dataset
+    whose order is neither random nor sequential.
+    """
     batch = args.per_device_train_batch_size
     strategy = args.train_sampling_strategy
     seed = args.data_seed if args.data_seed is not None else args.seed

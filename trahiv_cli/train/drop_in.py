@@ -1,7 +1,7 @@
-"""A drop-in is a peer like a command's: it starts a node, and tells others and its folder how it goes.
+"""The node and the announcements of a drop-in trainer, which make it a peer like one of the command line.
 
-`trahiv status`, `watch`, `replay` and `report` read its folder, too. Warnings are logged. It hears no wishes
-(`wishes.py`): its program decides when it stops.
+`trahiv status`, `watch`, `replay` and `report` read its folder, too. Warnings are logged. A drop-in ignores
+control requests (`wishes.py`): its program decides when it stops.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trahiv_cli.train.settings import SwarmSettings
 
 
 def started(settings: SwarmSettings, folder: Path) -> Node:
-    """Start the node of a drop-in; raises what `Node` does."""
+    """Start the node of a drop-in; raises the same errors as `Node`."""
     if not settings.options["verbose"] and "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.WARNING)
     return start_node(
@@ -41,7 +41,7 @@ def started(settings: SwarmSettings, folder: Path) -> Node:
 
 @contextlib.contextmanager
 def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iterator[Given]:
-    """While the block runs, tell others how to join and how far this peer is; then, that it is done.
+    """While the block runs, announce this peer and publish its status and progress; then emit `done`.
 
     Yields:
         The samples and tokens that this peer gave when it trained in this folder before.

@@ -1,13 +1,14 @@
-"""This module finds where a peer begins: fresh, from its own checkpoint, or with the swarm's state.
+"""The entry of a peer into the swarm: fresh, from its own checkpoint, or with the swarm's state.
 
-1. What it loaded is compared with what the others loaded (`comparison.py`), as whenever it finds no group.
-2. With a checkpoint it offers that state, and waits a while for those that were there when it left: all that
-   start again together resume from the furthest.
-3. If another peer is further, or this one has no checkpoint, it downloads the swarm's state.
-4. If nobody is there and it has no checkpoint, the run begins; those that join then take over its weights.
-   A fresh model must not take a trained one's place: that is refused where the swarm is known to have
-   trained, and where this peer's checkpoints are all damaged.
-5. Before the first step of a run it waits for `swarm.min_peers`.
+1. The peer compares its model and data with the others' (`comparison.py`). It does so again whenever it finds
+   no group.
+2. With a checkpoint, it offers that state to others. It also waits a while for the peers that were present
+   when it left, because peers that restart together all resume from the furthest state.
+3. If another peer is ahead, or this peer has no checkpoint, it downloads the swarm's state.
+4. If no other peer is present and it has no checkpoint, the run begins, and peers that join later adopt its
+   weights. A fresh model must not replace a trained one: the peer refuses to begin if the swarm is known to
+   have trained, or if all of its own checkpoints are damaged.
+5. Before the first step of a run, it waits for `swarm.min_peers`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from trahiv_cli.train.comparison import Comparison
 
 STEP_0_PATIENCE_S = 15.0
 OTHERS_S = 20.0
-"""How long a peer that starts again waits for those that were there when it left: they may be further."""
+"""Seconds that a restarted peer waits for the peers that were present when it left: they may be ahead."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The place from which a peer began."""
+    """The state from which a peer began."""
 
     source: Literal["fresh", "swarm", "checkpoint"]
-    why: str  # one sentence for a person
+    why: str  # one sentence for the user
 
 
 def enter(
@@ -45,14 +46,14 @@ def enter(
     min_peers: int,
     wait_s: float,
 ) -> Entry:
-    """Take a peer into its swarm, and say where it began.
+    """Enter the swarm, and return the state from which this peer began.
 
-    The model has the weights of `newest`, an intact checkpoint. The swarm is known to have reached
-    `reached_step`. The first step of a run waits for `min_peers`, `wait_s` at most.
+    If there is an intact checkpoint, it is `newest`, and the model has its weights. The swarm is known to
+    have reached `reached_step`. The first step of a run waits up to `wait_s` seconds for `min_peers`.
 
     Raises:
-        RecipeMismatch, NotAdmitted: the others loaded something else, or refuse this peer.
-        AssetError: all checkpoints are damaged, and no peer is there that has trained.
+        RecipeMismatch, NotAdmitted: the others loaded another model or other data, or refuse this peer.
+        AssetError: all checkpoints are damaged, and no peer that has trained is present.
         RoundFailed: see `enter_swarm`.
     """
     tracker = optimizer.tracker
@@ -88,13 +89,14 @@ def enter(
 def enter_swarm(
     optimizer: SwarmOptimizer, newest: Checkpoint | None, reached_step: int, expected: Collection[str] = ()
 ) -> Entry:
-    """Decide where to start from, and take part from there.
+    """Choose the state to begin with, adopt it, and take part from there.
 
-    The model has the weights of `newest` already. The `expected` peers, ids in base58, are waited for.
+    The model has the weights of `newest` already. A peer with a checkpoint waits up to `OTHERS_S` for the
+    `expected` peers, ids in base58.
 
     Raises:
-        RoundFailed: there are peers that are further, but none gave its state in time; or the swarm had
-            reached `reached_step` and has gone.
+        RoundFailed: other peers are ahead, but none gave its state in time; or the swarm had reached
+            `reached_step`, and all its peers are gone.
     """
     tracker = optimizer.tracker
     own = ""
@@ -114,7 +116,7 @@ def enter_swarm(
         why = f"none of the {others} other peers is further" if others else "no other peer is there"
         return Entry("checkpoint", f"Goes on from {own}: {why}.")
     while optimizer.catch_up.wait_for_return(have_others_been_there=reached_step > 0):
-        # At step 0 like processors have these weights by the common seed: equal chunks are not sent.
+        # At step 0, processors of one kind have drawn equal weights from the seed: equal chunks are not sent.
         is_first = tracker.target.step == 0
         with contextlib.suppress(RoundFailed) if is_first else contextlib.nullcontext():
             if optimizer.load_state_from_peers(STEP_0_PATIENCE_S if is_first else None):

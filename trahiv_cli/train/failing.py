@@ -1,4 +1,4 @@
-"""A failure that ends training leaves a checkpoint behind, and a sentence about it."""
+"""Handling of failures that end training: save a checkpoint, and add a note about it to the exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trahiv_cli.errors import NotFinite, PeerBroken, TrahivError
 from trahiv_cli.telemetry.events import Events
 
 LOADER = "DataLoader "
-"""Torch begins its errors about a worker process so; errors of the user's code in one begin otherwise."""
+"""Prefix of torch's errors about a worker process; errors of the user's code in a worker do not have it."""
 
 LOADER_FILE = "torch/utils/data/dataloader.py"
 
@@ -26,12 +26,12 @@ WITHOUT_WORKERS = (
 def leaving_a_checkpoint(trainer: Any, events: Events) -> Iterator[None]:
     """Save a checkpoint of the last step if a failure ends the block; wait until checkpoints are written.
 
-    `trainer` is a `SwarmTrainerMixin`.
-    None is saved if weights are not finite, or if the failure came while the state was being changed. A note
-    on the failure says what `train()` resumes from.
+    `trainer` is a `SwarmTrainerMixin`. No checkpoint is saved if weights are not finite, or if the failure
+    came while the state was being changed. A note on the exception names the checkpoint from which `train()`
+    resumes.
 
     Raises:
-        PeerBroken: a worker of the data loader was killed, or hangs; torch raises a `RuntimeError` there.
+        PeerBroken: a worker of the data loader was killed or hangs; it replaces torch's `RuntimeError`.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def leaving_a_checkpoint(trainer: Any, events: Events) -> Iterator[None]:
 
 
 def _save(trainer: Any, failure: Exception) -> str:
-    """Save a checkpoint if the state is whole; return a sentence about it."""
+    """Save a checkpoint if the state is consistent; return a sentence about it."""
     callback = trainer.swarm_callback
     optimizer = trainer.swarm_optimizer
     path = None
@@ -66,14 +66,14 @@ def _save(trainer: Any, failure: Exception) -> str:
 
 @contextmanager
 def explaining_the_data() -> Iterator[None]:
-    """Turn an error of the data that is read while training into a `TrahivError`, with what to look at."""
+    """Turn an error that the data loader raises during training into a `TrahivError` with a hint."""
     try:
         yield
     except Exception as failure:
         frames = traceback.extract_tb(failure.__traceback__)
         is_of_data = any(frame.filename.endswith(LOADER_FILE) for frame in frames)
         if is_of_data and not isinstance(failure, TrahivError) and not is_out_of_memory(failure):
-            *_, reason = str(failure).strip().split("\n")  # of a worker's error, after its traceback
+            *_, reason = str(failure).strip().split("\n")  # after a worker's traceback
             said = [f"The data could not be read further: {reason} ({type(failure).__name__})."]
             raise TrahivError(
                 " ".join(said + getattr(failure, "__notes__", [])),

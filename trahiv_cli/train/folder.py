@@ -1,7 +1,7 @@
-"""The folder of a run: who owns it, which one a peer takes, what is kept in it, and the way into its swarm.
+"""The folder of a run: its owner, a joiner's choice of it, its contents, and the way into its swarm.
 
-Two peers in one folder would be the same peer to the swarm, and overwrite each other's checkpoints. So a peer
-locks its folder before it writes anything there, and keeps the lock while it runs.
+Two peers in one folder would have one identity in the swarm, and overwrite each other's checkpoints. So a
+peer locks its folder before it writes anything there, and keeps the lock while it runs.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ MAX_FOLDERS_OF_A_RUN = 100
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
 
 _FLOCK = "hhqqi0q"  # Linux's `struct flock`: type, whence, start, length, pid
-_held: set[Path] = set()  # folders that this process owns; the kernel's locks are between processes only
+_held: set[Path] = set()  # folders that this process owns; the kernel's locks work between processes only
 
 
-# -- who owns it ------------------------------------------------------------------------------------
+# -- the owner --------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def owned(folder: Path) -> Iterator[Path]:
-    """Own a folder, which is made if necessary, while the block runs.
+    """Own a folder while the block runs; create it if necessary.
 
     The lock is a POSIX record lock: the kernel drops it when this process ends, and no child inherits it.
 
     Raises:
-        FolderTaken: a peer of another process, or of this one, runs there.
+        FolderTaken: a peer of this or another process runs there.
         SetupError: the folder can't be written.
     """
     require_free(folder)
@@ -89,7 +89,7 @@ def owned(folder: Path) -> Iterator[Path]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise _taken(folder, holder_of(folder)) from error
-            # Some network file systems have no locks: then nobody can be kept out.
+            # Some network file systems have no locks; other peers can't be kept out there.
         resolved = folder.resolve()
         _held.add(resolved)
         try:
@@ -105,8 +105,8 @@ def require_free(folder: Path) -> None:
 
 
 def holder_of(folder: Path) -> int | None:
-    """Return the process whose peer runs in a folder; 0: one elsewhere, None: nobody does."""
-    if folder.resolve() in _held:  # the kernel is not asked: closing the file would drop the lock
+    """Return the id of the process whose peer runs in a folder; 0 if it runs elsewhere, None if none runs."""
+    if folder.resolve() in _held:  # do not ask the kernel: closing the file would drop the lock
         return os.getpid()
     try:
         with (folder / LOCK_FILE).open() as file:
@@ -127,15 +127,15 @@ def _taken(folder: Path, pid: int | None) -> FolderTaken:
     )
 
 
-# -- which one a peer takes -------------------------------------------------------------------------
+# -- a joiner's choice ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
-    """Own, as `owned` does, the folder in `runs` of a peer that joins a run, in which no other peer runs.
+    """Own, as `owned` does, a free folder in `runs` for a peer that joins a run.
 
-    It is the one that this peer had before, by the membership that it joins with; else `runs/<run>`, or with
-    a number behind it.
+    The candidates are `runs/<run>`, `runs/<run>-2` and so on. The first choice is the folder in which this
+    peer joined with the same `membership` before, then other folders of joiners, then the rest.
     """
 
     def strangeness(folder: Path) -> int:
@@ -156,13 +156,13 @@ def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
 
 
 def membership_in(folder: Path) -> Membership | None:
-    """Return by what the peer of a folder is a member; raises `SetupError` if others can read that."""
+    """Return the membership of a folder's peer, if any; raises `SetupError` if others can read its file."""
     standing = passing_standing(folder, Invitation())
     return standing.membership if standing is not None else None
 
 
 def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
-    """Find the newest folder of a run that was trained here with one of these peers, and can be resumed."""
+    """Find the newest folder of a run that was trained here with one of these peers and can be resumed."""
     named = {address.rpartition("/p2p/")[2] for address in addresses}
     for folder in _resting(output_dir):
         is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
@@ -172,9 +172,9 @@ def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
 
 
 def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
-    """Find the key file of a peer that joined with this invitation before, where `known_run` searches.
+    """Find the key file of a peer that joined with this invitation before, in the folders of `known_run`.
 
-    That peer may be let in where a newcomer is not. Raises `SetupError` if others can read its secrets.
+    The swarm may admit that peer and refuse a newcomer. Raises `SetupError` if others can read its secrets.
     """
     for folder in _resting(output_dir) if invitation.membership else ():
         if membership_in(folder) == invitation.membership:
@@ -184,18 +184,18 @@ def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | No
 
 
 def _resting(output_dir: Path | None) -> list[Path]:
-    """List `output_dir`, or the free folders of `runs`, the newest first; swarms started here come last."""
+    """List `output_dir`, or the free folders in `runs`, the newest first; swarms started here come last."""
     if output_dir is not None:
         return [output_dir]
     free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
     return sorted(free, key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
 
 
-# -- what is kept in it -----------------------------------------------------------------------------
+# -- the contents -----------------------------------------------------------------------------------
 
 
 def read_run(folder: Path) -> Recipe:
-    """Read the resolved recipe of a run's folder; raises `SetupError` if it has none of this version."""
+    """Read the resolved recipe in a run's folder; raises `SetupError` if there is none of this version."""
     path = folder / RESOLVED
     try:
         return parse_recipe(json.loads(path.read_text(encoding="utf-8")), str(path))
@@ -206,7 +206,8 @@ def read_run(folder: Path) -> Recipe:
 def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
     """Write the recipe into the run's folder, as given and resolved.
 
-    Raises `SetupError` if it holds a run of another agreement, or can't be written; what it held stays.
+    Raises `SetupError` if the folder holds a run of another agreement, which stays unchanged, or can't be
+    written.
     """
     resolved = folder / RESOLVED
     is_own_copy = False
@@ -221,7 +222,7 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
                 f"{folder} holds another run, {run_id(there)}: it differs in {different}.",
                 hint=old_files + ANOTHER_PLACE,
             )
-    contents = {} if is_own_copy else {folder / "recipe.yaml": text}  # what was given first stays
+    contents = {} if is_own_copy else {folder / "recipe.yaml": text}  # a resolved copy does not replace it
     contents[resolved] = json.dumps(recipe.to_data(), indent=2) + "\n"
     try:
         for file, content in contents.items():
@@ -234,10 +235,10 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
 
 
 def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
-    """Warn that a run which begins differs from the last alike only by files that were edited since."""
+    """Warn if a new run differs from the newest similar run only in data files that were edited since."""
     others = [path for path in RUNS.glob(f"*/{RESOLVED}") if path.parent != folder]
     for run in (path.parent for path in sorted(others, key=lambda path: -path.stat().st_mtime)):
-        with contextlib.suppress(SetupError):  # a folder of another version's
+        with contextlib.suppress(SetupError):  # a folder of another version
             fields, files = what_changed(read_run(run), recipe)
             if fields or not files or not (saved := saved_in(run)):
                 continue
@@ -252,9 +253,9 @@ def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
 
 @contextlib.contextmanager
 def recorded(folder: Path, events: Events) -> Iterator[None]:
-    """While the block runs, keep events, and what ends it, in `events.jsonl`.
+    """While the block runs, write events, and a `TrahivError` that ends it, to `events.jsonl`.
 
-    The newest of what the swarm's peers say of themselves is in a file of its own.
+    The newest event `peers`, with the statuses of the swarm's peers, is in a file of its own.
     """
 
     def keep_peers(event: Event) -> None:
@@ -267,7 +268,7 @@ def recorded(folder: Path, events: Events) -> Iterator[None]:
         events.add(keep_peers)
         try:
             yield
-        except TrahivError as error:  # the shell says it on the screen
+        except TrahivError as error:  # not for other listeners: the command line prints it
             Events(record).emit("error", code=error.code, message=error.message, hint=error.hint)
             raise
         finally:
@@ -276,7 +277,7 @@ def recorded(folder: Path, events: Events) -> Iterator[None]:
 
 
 def log_to(path: Path, *, is_verbose: bool) -> None:
-    """Send what libraries log, children of this process included, to a bounded file instead of the screen."""
+    """Send the logs of libraries and of child processes to a bounded file instead of the screen."""
     from hivemind.utils.logging import use_hivemind_log_handler
 
     use_hivemind_log_handler("nowhere")
@@ -297,14 +298,15 @@ def scout(
     known: Path | None = None,
     identity: Path | None = None,
 ) -> PublishedRun:
-    """Visit a swarm, only to see what it trains.
+    """Visit a swarm only to fetch the run that it trains.
 
-    `preferred_run` is meant if the swarm has several and the invitation is to none of them. Of a run that was
-    trained here before, `known` is the folder, which says where peers were, and `identity` the key file.
+    `preferred_run` selects one of several runs; the default is the invitation's. If the run was trained here
+    before, `known` is its folder, which has addresses of peers, and `identity` its key file.
 
     Raises:
         Unreachable, NotAdmitted: see `Node`; also if no peer publishes a run.
-        RecipeMismatch: it is not clear which run is meant, or it is not what this peer was invited to.
+        RecipeMismatch: the swarm has several runs and none was selected, or the run is another one than the
+            invitation's.
     """
     for address in invitation.addresses:
         require_peer_address(address)
@@ -322,7 +324,7 @@ def scout(
 
 
 def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> Recipe:
-    """Return the recipe under the swarm's run_id; raises `RecipeMismatch` with all that differs."""
+    """Return the recipe under the swarm's run_id; raises `RecipeMismatch` with all differences."""
     if recipe.hivemind_config.opt.run_id is None:
         recipe = renamed(recipe, offer.run_id)
     if different := differences(agreement(recipe), offer.wire["shared"]):
@@ -343,10 +345,10 @@ def start_node(
     is_public: bool = False,
     reach: ReachRules,
 ) -> Node:
-    """Start the network part of a peer; one that has a checkpoint starts also if nobody answers.
+    """Start the node of a peer; with a checkpoint, it starts even if no peer answers.
 
-    Without addresses in the invitation, `section.initial_peers` says whom it joins. `is_public`: the swarm
-    that it starts is. Raises what `Node` does.
+    If the invitation has no addresses, the node joins through `section.initial_peers`. `is_public` opens a
+    swarm that this peer starts. Raises the same errors as `Node`.
     """
     if reach.wanted == "dial-out":
         section = section.model_copy(update={"client_mode": True})

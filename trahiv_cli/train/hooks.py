@@ -1,12 +1,13 @@
 """The hooks of a Trainer in a swarm: one class in front of all others.
 
 `InSwarm` comes first in the method resolution order of a trainer that trains with a swarm. Its `super()`
-reaches the user's own methods, wherever they are defined or assigned, and in the end those of `Trainer`.
+reaches the user's own methods, wherever they are defined or assigned, and finally the methods of `Trainer`.
 
-1. `create_optimizer` enters the swarm (`entry.py`) with an optimizer around the one that `super()` makes.
-2. The Trainer runs local batches without an end. `training_step` computes each for the swarm's optimizer
-   (`batches.py`), which decides when the whole swarm takes a step.
-3. `SwarmCallback` says when it has, and `SwarmEvents` tells the user's callbacks (`callbacks.py`).
+1. `create_optimizer` enters the swarm (`entry.py`) with an optimizer that wraps the one from `super()`.
+2. The Trainer runs local batches without an end. `training_step` computes each of them for the swarm's
+   optimizer (`batches.py`), which decides when the whole swarm takes a step.
+3. `SwarmCallback` notices and reports the step, and `SwarmEvents` calls the user's callbacks
+   (`callbacks.py`).
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ from trahiv_cli.train.leaving import Left
 from trahiv_cli.train.settings import naming_packages
 
 DIGESTS_S = 120.0
-WORKER_SILENCE_S = 600.0  # after this time without data, a worker of the data loader is taken to hang
+WORKER_SILENCE_S = 600.0  # after this time without data, a worker of the data loader counts as hung
 LOGS_KEPT = 20_000
-"""Entries of `state.log_history`, about 1 kB each: a run goes on for weeks."""
+"""Most entries of `state.log_history`, about 1 kB each, because a run may take weeks."""
 
 ENDLESS = 2**31 - 1
-"""Local steps that the Trainer plans for: the swarm decides when the run ends."""
+"""Number of local steps that the Trainer plans, because the swarm decides when the run ends."""
 
 INSTEAD = {
     "train": "define it in a class below the mixin: `class T(SwarmTrainerMixin, Yours)`",
@@ -73,7 +74,7 @@ _Host: Any = Trainer if TYPE_CHECKING else object
 
 
 def definer(trainer: type, name: str) -> type:
-    """Return the class whose `name` the trainer calls: `Trainer` itself where nobody overrides it."""
+    """Return the class whose method `name` the trainer calls: `Trainer` itself if no class overrides it."""
     return next(cls for cls in trainer.__mro__ if cls is not InSwarm and name in vars(cls))
 
 
@@ -93,7 +94,7 @@ def require_no_replaced(trainer: type, mixin: type) -> None:
 def put_in_swarm(trainer: Any) -> None:
     """Put `InSwarm` in front of the trainer's class, and of methods that were assigned to the trainer itself.
 
-    A later call finds methods that were assigned since the last one.
+    Call it again to include methods that were assigned since the last call.
     """
     names = vars(trainer).keys() & (vars(InSwarm).keys() | INSTEAD.keys())
     own = {name: staticmethod(vars(trainer)[name]) for name in names}
@@ -106,7 +107,7 @@ def put_in_swarm(trainer: Any) -> None:
 
 
 class InSwarm(_Host):
-    """Overrides the methods that the Trainer's loop calls, in a trainer that trains with a swarm."""
+    """Overrides methods of the Trainer's loop; `put_in_swarm` adds it to a trainer's class permanently."""
 
     optimizer: Any
     train_dataset: Any
@@ -116,9 +117,9 @@ class InSwarm(_Host):
     swarm_optimizer: SwarmOptimizer | None
     _divided: DividedSampler | DividedStream | None = None
     _resumes_from: Checkpoint | None = None
-    _batches_stepped = 0  # as the Trainer counts its own steps
+    _batches_stepped = 0  # local optimizer steps, as the Trainer counts them
     is_evaluating = False
-    """Whether an evaluation runs, which a wish to leave may end."""
+    """Whether an evaluation runs, which ends early if this peer should leave."""
 
     # -- data ----------------------------------------------------------------------------------------
 
@@ -128,9 +129,9 @@ class InSwarm(_Host):
         return self._divided is not None
 
     def divide_data(self) -> None:
-        """Have peers divide the data, unless the user wants that otherwise or has a loader or sampler.
+        """Divide the data between peers, unless the user turned that off or overrides the loader or sampler.
 
-        Called before a node is started. Raises `AssetError` if the data fills no local batch.
+        It is called before a node is started. Raises `AssetError` if the data does not fill one local batch.
         """
         hooks = ("get_train_dataloader", "_get_train_sampler")
         own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
@@ -138,7 +139,7 @@ class InSwarm(_Host):
         samples = self.train_dataset
         is_wanted = self.swarm_settings.swarm.divide_data
         if not own and has_length(samples):
-            # With fewer the Trainer would end at once and say nothing.
+            # With fewer samples, the Trainer would end at once without an error.
             require_a_batch(len(samples), self._samples_per_step)
         self._divided = divide(samples, args, self._should_leave) if is_wanted and not own else None
         self._undivided_for = ""
@@ -149,18 +150,18 @@ class InSwarm(_Host):
             self._undivided_for = ", ".join(own) or kind
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Read this peer's part of the data, in an order of its own; after a run, as `Trainer` does."""
+        """Return a loader of this peer's data, seeded for this peer; without a node, the Trainer's own."""
         if self.node is None:
             self._divided = None
             return super().get_train_dataloader()
         args = self.args
         samples = self.train_dataset
-        # The seed is for the order of the data and for dropout: the same after a restart.
+        # The seed sets the order of the data, and dropout. It is the same after a restart.
         seed = derive_peer_seed(args.seed if args.data_seed is None else args.data_seed, self.node.peer_id)
         self.accelerator.dataloader_config.data_seed = seed
         torch.manual_seed(seed)
-        # `weigh` can't see the samples of every batch, so each is full: less than a batch at the end of a
-        # pass is not trained. Evaluations leave no sample out.
+        # `weigh` can't count the samples of every kind of batch, so each batch must be full: an incomplete
+        # batch at the end of a pass is dropped. Evaluations drop nothing.
         drops_last = args.dataloader_drop_last
         args.dataloader_drop_last = True
         if isinstance(self._divided, DividedStream):
@@ -170,8 +171,8 @@ class InSwarm(_Host):
         finally:
             args.dataloader_drop_last = drops_last
             self.train_dataset = samples
-        # Each iterator draws a number for its workers: not from the generator that dropout goes on with.
-        inner = getattr(loader, "base_dataloader", loader)  # accelerate's is a shell around it
+        # Each iterator draws a seed for its workers. With a generator of its own, it does not change dropout.
+        inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps some loaders
         if isinstance(inner, DataLoader):
             inner.generator = torch.Generator().manual_seed(seed)
             if inner.num_workers and not inner.timeout:
@@ -179,19 +180,19 @@ class InSwarm(_Host):
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        # Not public, but TRL's trainers override it, too: the one place where the Trainer asks for an order.
+        # Private, but TRL's trainers override it, too: only here does the Trainer ask for an order.
         is_order = isinstance(self._divided, DividedSampler)
         return self._divided if is_order else super()._get_train_sampler(train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch the batches of one window; where a stream has ended, its next pass begins."""
+        """Fetch the batches of one window of accumulation; if the data has ended, begin the next pass."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if not batches:
-            self.control.should_epoch_stop = True  # the Trainer would ask an ended stream `ENDLESS` times
+            self.control.should_epoch_stop = True  # else the Trainer would fetch `ENDLESS` times from it
         return batches, num_items
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Plan for local batches without an end, and for the steps of the swarm in all that is shown."""
+        """Plan endless local batches, and return the swarm's steps for progress reports."""
         endless = copy.copy(args)
         endless.max_steps = ENDLESS
         values = super().set_initial_training_values(endless, dataloader)
@@ -202,10 +203,10 @@ class InSwarm(_Host):
     # -- the optimizer -------------------------------------------------------------------------------
 
     def make_inner_optimizer(self) -> None:
-        """Make the optimizer and the schedule that the swarm's optimizer will step, as `super()` does.
+        """Make the optimizer and the schedule that the swarm's optimizer will step, by `super()`'s methods.
 
-        Called before a node is started. Raises `RecipeError` if a swarm can't use them, and `SetupError` if
-        their package is not installed.
+        It is called before a node is started. Raises `RecipeError` if a swarm can't use them, and
+        `SetupError` if their package is not installed.
         """
         change_to_float32(self.plain_model)
         self.optimizer, self.lr_scheduler = self._given_optimizer.as_given()
@@ -214,17 +215,17 @@ class InSwarm(_Host):
             require_steppable(self.optimizer, self.plain_model)
             super().create_scheduler(num_training_steps=self._max_steps)
             require_schedule(self.lr_scheduler, self.optimizer, self._max_steps)
-        self._schedule = self.lr_scheduler  # the Trainer forgets its own when it trains
+        self._schedule = self.lr_scheduler  # the Trainer resets its attribute when it trains
 
     def own_optimizer(self) -> dict[str, Any]:
-        """Return the settings of an optimizer that the arguments do not tell, for peers to compare them."""
+        """Return the optimizer's settings for peers to compare, unless the arguments determine them."""
         definers = {definer(type(self), hook) for hook in ("create_optimizer", "create_scheduler")}
         if definers == {Trainer} and not self._given_optimizer:
             return {}
         return described(self.optimizer, self._schedule, self.plain_model, self._max_steps)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> Any:
-        """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or fresh."""
+        """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or a fresh one."""
         if self.swarm_optimizer is not None:
             return self.optimizer
         settings, args, plain, events = self.swarm_settings, self.swarm_args, self.plain_model, self._events
@@ -235,7 +236,7 @@ class InSwarm(_Host):
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events)
         newest = checkpoints.newest()
         if newest is not None:
-            newest.load_weights(plain)  # before the constructor: with offload its copies are the truth
+            newest.load_weights(plain)  # before the constructor, which copies the weights with offload
         optimizer: SwarmOptimizer
         self.swarm_optimizer = optimizer = build_optimizer(
             settings.options,
@@ -276,14 +277,14 @@ class InSwarm(_Host):
         self.state.global_step = optimizer.local_epoch
         self._batches_stepped = 0
         self.has_entered = True
-        # Wrapped by accelerate itself, but without moving the state to the device; and only once: the Trainer
-        # prepares it again, and two wrappers would step the gradient scaler twice.
+        # Let accelerate wrap it without moving the state to the device, and mark it as prepared: the Trainer
+        # would wrap it again, and two wrappers would step the gradient scaler twice.
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.optimizer._is_accelerate_prepared = True
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in a scheduler that only reports; the real one counts swarm steps."""
+        """Return a placeholder that only reports learning rates; the real scheduler counts swarm steps."""
         swarm = self.swarm_optimizer
         if swarm is None:
             return super().create_scheduler(*args, **kwargs)
@@ -303,7 +304,7 @@ class InSwarm(_Host):
     ) -> torch.Tensor:
         """Run one local batch forward and backward; see `Batches`."""
         assert self.swarm_optimizer is not None
-        if self._resumes_from is not None:  # here: all that draws numbers before the first batch has done so
+        if self._resumes_from is not None:  # after all random draws that precede the first batch
             set_random_states(self._resumes_from.state.random)
             self._resumes_from = None
         if self._divided is not None:
@@ -317,24 +318,25 @@ class InSwarm(_Host):
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
 
     def _clip_grad_norm(self, model: torch.nn.Module) -> None:
-        """Leave each batch's gradient as it is: the average of all peers' is clipped."""
+        """Do not clip a batch's gradient: the swarm's optimizer clips the average of all peers."""
 
     def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> None:
-        """Spare the norm of each batch's gradient, 2 % of a small model's time: no step is taken with it."""
+        """Skip the norm of a batch's gradient, which no step uses: it takes 2 % of a small model's time."""
 
     # -- a step of the swarm -------------------------------------------------------------------------
 
     def count_swarm_steps(self) -> None:
-        """Have the Trainer's state count steps of the swarm, after it has counted a local batch."""
+        """Set the Trainer's state to the swarm's step, after the Trainer has counted a local batch."""
         assert self.swarm_optimizer is not None
         step = self.swarm_optimizer.local_epoch
-        # The Trainer logs a mean over the batches since the last log: this difference is their number.
+        # The Trainer logs a mean loss over the batches since the last log. It takes this difference as their
+        # number.
         self._globalstep_last_logged += step - self.state.global_step
         self.state.global_step = step
         self.state.epoch = step / self._steps_per_pass
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log under the swarm's step, as all peers do, and beside a training loss the swarm's figures."""
+        """Log under the swarm's step, which all peers share; add the swarm's figures to a training loss."""
         swarm = self.swarm_optimizer
         if swarm is None:
             return super().log(logs, *args, **kwargs)
@@ -348,13 +350,13 @@ class InSwarm(_Host):
         del self.state.log_history[:-LOGS_KEPT]
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate the weights that all peers agree on; a wish to leave ends it, without a figure."""
+        """Evaluate the weights that all peers agree on; return no metrics if this peer should leave."""
         evaluate = partial(super().evaluate, *args, **kwargs)
         if self.swarm_optimizer is None:
             return evaluate()
 
         def evaluate_alike() -> Any:
-            torch.default_generator.manual_seed(self.swarm_args.seed)  # `mlm` hides the same words each time
+            torch.default_generator.manual_seed(self.swarm_args.seed)  # `mlm` hides the same tokens each time
             return evaluate()
 
         agreed = self.swarm_optimizer.agreed_weights()
@@ -367,15 +369,15 @@ class InSwarm(_Host):
         return {}
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        # Not public: the Trainer looks for its metric also after an evaluation that was left.
+        # Private. The Trainer looks for its metric even after an evaluation that ended early.
         return bool(metrics) and super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def _save_checkpoint(self, *_: Any) -> None:
-        """Begin to write a checkpoint of the swarm's step, in the form that a swarm resumes from."""
+        """Begin to write a checkpoint of the swarm's step, in this package's own format."""
         self.swarm_callback.save_checkpoint()
 
     def _finalize_training(self, *args: Any) -> Any:
-        # The Trainer divides the sum of the losses by its steps, which are this peer's batches.
+        # The Trainer divides the sum of the losses by its steps, so these must be this peer's batches.
         self.state.global_step = self._batches_stepped
         self._initial_global_step = 0
         return super()._finalize_training(*args)

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of the trainer's own classes, which the swarm's optimizer steps."""
+"""Checks and preparation of the trainer's own optimizer and schedule, which the swarm's optimizer steps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ HALVES = torch.bfloat16, torch.float16
 
 
 def change_to_float32(model: torch.nn.Module) -> None:
-    """Change the trained weights to float32, in which peers average and step them, and the buffers beside.
+    """Change trained weights, and the buffers in their modules, to float32, in which peers average and step.
 
-    Where frozen layers hold the model's computations to half precision, its forward pass casts from now on.
+    If some trained and some frozen weights had the same half precision, the forward pass uses autocast with
+    it from now on.
     """
     trained = {param.dtype for param in model.parameters() if param.requires_grad}
     frozen = {param.dtype for param in model.parameters() if not param.requires_grad}
@@ -36,9 +37,9 @@ def change_to_float32(model: torch.nn.Module) -> None:
 def require_steppable(optimizer: Any, model: torch.nn.Module) -> None:
     """Raise `RecipeError` if the swarm can't step this optimizer in place of the Trainer.
 
-    Frozen weights are taken out of its groups, and each lists its weights in the model's order: peers average
-    them by their places. It takes its first step with small stand-ins for the weights, and raises whatever it
-    does then.
+    Frozen weights are removed from its groups, and the weights of each group are sorted in the model's order,
+    because peers average them by index. The optimizer takes its first step with small placeholders for the
+    weights; its errors are raised as they are.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise RecipeError(
@@ -76,9 +77,9 @@ def require_steppable(optimizer: Any, model: torch.nn.Module) -> None:
 
 
 def require_schedule(schedule: Any, optimizer: torch.optim.Optimizer, max_steps: int) -> None:
-    """Raise `RecipeError` if the schedule is not one of the optimizer, for peers that begin at any step.
+    """Raise `RecipeError` unless the schedule belongs to this optimizer, and peers can enter it at any step.
 
-    It gives its learning rates for five steps of the run, and raises whatever it does then.
+    The schedule computes its factors for five steps of the run; its errors are raised as they are.
     """
     if not isinstance(schedule, LambdaLR):
         raise RecipeError(
@@ -95,7 +96,7 @@ def require_schedule(schedule: Any, optimizer: torch.optim.Optimizer, max_steps:
 
 
 def factors_of(schedule: LambdaLR, max_steps: int) -> list[list[str]]:
-    """Return by how much a schedule multiplies each group's learning rate at five steps of the run."""
+    """Return the factors of each group's learning rate at five steps of the run."""
     places = [max_steps * quarter // 4 for quarter in range(5)]
     return [[f"{factor(place):.4g}" for place in places] for factor in schedule.lr_lambdas]
 
@@ -103,9 +104,9 @@ def factors_of(schedule: LambdaLR, max_steps: int) -> list[list[str]]:
 def described(
     optimizer: torch.optim.Optimizer, schedule: LambdaLR, model: torch.nn.Module, max_steps: int
 ) -> dict[str, Any]:
-    """Return an optimizer's class, numbers and weights, and its learning rates at five steps of the run.
+    """Return an optimizer's class, numbers and weights, and the schedule's factors at five steps of the run.
 
-    Flags, by which each device may compute in its own way, are left out.
+    Flags are left out, because with them each device may compute in its own way.
     """
     numbers = [
         {key: value for key, value in group.items() if type(value) in (int, float, tuple) and key != "lr"}
@@ -122,14 +123,14 @@ def described(
 
 
 def move(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Have a new optimizer step the tensors of these groups, which are like its own; return it."""
+    """Make an optimizer step the tensors of `groups`, which match its own groups; return it."""
     for own, given in zip(optimizer.param_groups, groups, strict=True):
         own["params"] = list(given["params"])
     return optimizer
 
 
 class GivenOptimizer:
-    """The optimizer and the schedule that a user gave to a trainer; None for one that the trainer makes."""
+    """The optimizer and the schedule that a user passed to a trainer; None for one that the trainer makes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, schedule: Any) -> None:
         self._optimizer = optimizer
@@ -137,11 +138,11 @@ class GivenOptimizer:
         self._groups = [] if optimizer is None else copied(optimizer.param_groups)
 
     def __bool__(self) -> bool:
-        """Whether the user gave one of them."""
+        """Whether the user passed one of them."""
         return self._optimizer is not None or self._schedule is not None
 
     def as_given(self) -> tuple[torch.optim.Optimizer | None, Any]:
-        """Return both as they were given, whatever an earlier run made of them."""
+        """Return both; an optimizer has its original groups, and no state from an earlier run."""
         if self._optimizer is not None:
             self._optimizer.param_groups[:] = copied(self._groups)
             self._optimizer.state.clear()
@@ -149,5 +150,5 @@ class GivenOptimizer:
 
 
 def copied(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy an optimizer's groups, but no weight."""
+    """Copy an optimizer's groups, but not the weights in them."""
     return [group | {"params": list(group["params"])} for group in groups]

@@ -1,4 +1,7 @@
-"""Why a peer leaves: Ctrl-C or SIGTERM once, in good order; twice, at once; a wish; or a budget is spent."""
+"""Leaving a run: by a signal, by a control request (`wishes.py`), or because a budget is spent.
+
+The first Ctrl-C or SIGTERM ends training in good order, and the second ends the process at once.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from typing import Literal, Self
 Reason = Literal["signal", "finish", "pause", "budget"]
 
 OVERTIME_S = 600.0
-"""A peer whose time is over leaves at the end of the round; if none ends for so long, all the same."""
+"""A peer whose time is over leaves at the end of a round, or after these seconds if no round ends."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a peer gives to a run: time, samples that it trains, steps of the swarm that it takes part in."""
+    """Limits of a peer's contribution: time, trained samples, and steps of the swarm with its samples."""
 
     seconds: float = math.inf
     samples: float = math.inf
@@ -40,7 +43,7 @@ class Budget:
         return cls(**spent)
 
     def is_spent(self, *, seconds: float, samples: int, steps: int, is_border: bool) -> bool:
-        """Whether it is time to leave, by what was given so far; `is_border`: a round has just ended."""
+        """Return whether to leave after this contribution; `is_border` says that a round has just ended."""
         if seconds >= self.seconds + OVERTIME_S:
             return True
         return is_border and (seconds >= self.seconds or samples >= self.samples or steps >= self.steps)
@@ -51,14 +54,15 @@ NOTHING_SPENT = Budget(0.0, 0, 0)
 
 
 class Left(BaseException):
-    """The user left while nothing worth saving was under way; unwinds to whoever cleans up."""
+    """Raised when the user leaves while there is nothing to save; it unwinds the stack for cleanup."""
 
 
 class Leaving:
-    """Remembers why to leave: the first signal, or a wish. Obeys the second signal.
+    """Remembers the reason to leave, a signal or a request, and ends the process at a second signal.
 
-    Call it to ask whether to leave. Within `interruptible()` the first signal raises `Left` at once: for
-    phases in which there is nothing to finish. Before a second one ends the process, `at_once` is called.
+    The command line creates one per process, a `SwarmTrainerMixin` one per call of `train`. Call it to ask
+    whether to leave. Within `interruptible()`, for phases without anything to finish, the first signal raises
+    `Left` at once. `at_once` is called before the second signal ends the process.
     """
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
@@ -67,7 +71,7 @@ class Leaving:
         self.resume = ""
         """The command that resumes the run."""
         self.spent = NOTHING_SPENT
-        """The samples and steps of its budget that this process has given, also if it fails."""
+        """The part of the budget that this process has spent, also if it fails."""
         self._at_once = at_once
         self._interruptible = False
 
@@ -76,17 +80,17 @@ class Leaving:
         return self.reason is not None
 
     def leave(self, reason: Literal["finish", "pause", "budget"]) -> None:
-        """Leave in good order, unless that is under way. Within `interruptible()` only at its end."""
+        """Leave in good order, unless there is a reason already; does not end an `interruptible()` block."""
         self.reason = self.reason or reason
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as shells report it: 130 for Ctrl-C, 143 for SIGTERM; 0 for none."""
+        """128 + the signal's number, as shells report it: 130 for Ctrl-C, 143 for SIGTERM; 0 without one."""
         return 0 if self.signal is None else 128 + self.signal
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Take over SIGINT and SIGTERM; give them back at the end."""
+        """Handle SIGINT and SIGTERM within the block; restore the former handlers at its end."""
         before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -96,8 +100,8 @@ class Leaving:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within this block a signal raises `Left` where it arrives; one that came before, at its start."""
-        self._interruptible = True  # before the question, or a signal in between would be heard by nobody
+        """Raise `Left` when a signal arrives within the block, or at once if there is a reason to leave."""
+        self._interruptible = True  # before the check, or a signal in between would have no effect here
         try:
             if self():
                 raise Left
@@ -107,8 +111,8 @@ class Leaving:
 
     def _hear(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None:
-            # Our children die with us: see `die_with_parent`.
-            with contextlib.suppress(RuntimeError):  # a stream is being written to where the signal came
+            # Child processes end with this one: see `die_with_parent`.
+            with contextlib.suppress(RuntimeError):  # the signal may have interrupted a write
                 self._at_once()
             os._exit(128 + number)
         self.signal = signal.Signals(number)

@@ -1,15 +1,16 @@
-"""One peer's life: `run_peer` tells it in order.
+"""The life of one peer, in the order of `run_peer`.
 
-1. It owns the run's folder, and keeps the recipe there (`folder.py`). A finished run has nothing to do.
-2. It starts its node, through which the others know it.
-3. It loads the libraries, the tokenizer and the data, and makes sure that they and this machine are sound.
-4. It loads the model and rehearses what training and saving will do (`rehearsal.py`).
-5. It publishes the recipe and says how to join (`announcing.py`): from here on others may come.
-6. It enters the swarm where that is (`entry.py`), and trains with it (`trainer.py`).
-7. It ends: with the finished model, or with a checkpoint and what to type to resume. A wish to leave
-   (`leaving.py`) is heard at each of these lines.
+1. It locks the run's folder and writes the recipe there (`folder.py`). For a finished run it ends here.
+2. It starts its node, through which it communicates with other peers.
+3. It loads the libraries, the tokenizer and the data, and checks them and this machine.
+4. It loads the model and rehearses training and saving (`rehearsal.py`).
+5. It publishes the recipe and says how to join (`announcing.py`). From here on, others may join.
+6. It enters the swarm (`entry.py`), and trains with it (`trainer.py`).
+7. It ends with the finished model, or with a checkpoint and the command to resume.
 
-Heavy libraries load after what may be wrong with a port, an address or a folder was said.
+The user can make it leave during each of these steps (`leaving.py`).
+
+Errors about ports, addresses and folders are reported before heavy libraries load.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
 FINAL = "final"
-"""Name of the finished model's folder in a run's folder."""
+"""Name of the folder of the finished model in a run's folder."""
 
 SAMPLE_TOKENS = 120
 SAMPLE_PROMPT_TOKENS = 32
@@ -66,15 +67,15 @@ SAMPLE_PROMPT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Ended:
-    """How a peer's life ended."""
+    """The result of a peer's run."""
 
     reason: Literal["max_steps", "signal", "budget", "finish", "pause"]
     step: int = 0
     path: Path | None = None  # `final/`, or the checkpoint to resume from
-    had_ended: bool = False  # whether it was over before it began: the run is finished
+    had_ended: bool = False  # whether the run was finished before this peer began
 
     def tell(self, events: Events, resume: str) -> None:
-        """Say that it is over, and what to type to resume if there is more to do."""
+        """Emit `done`, with the command `resume` unless the run is finished."""
         path = self.path and str(self.path)
         more = None if self.reason == "max_steps" else resume
         figures = {"step": self.step, "path": path, "had_ended": self.had_ended}
@@ -83,32 +84,32 @@ class Ended:
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """What a peer chooses for itself; nothing here can change the run."""
+    """Options that a peer chooses for itself; none of them can change the run."""
 
-    output_dir: Path | None = None  # default: `runs/<run_id>`, and for a joiner see `owned_to_join`
-    identity: Path | None = None  # key file. Default: `identity.key` in the run's folder
+    output_dir: Path | None = None  # default: `runs/<run_id>`; for a joiner, see `owned_to_join`
+    identity: Path | None = None  # key file; default: `identity.key` in the run's folder
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
     reach: Wanted = "auto"
-    invitation: Invitation = Invitation()  # by which it joins; an empty one starts a swarm
-    is_public: bool = False  # whether the swarm that it starts is open
+    invitation: Invitation = Invitation()  # an empty one starts a swarm
+    is_public: bool = False  # whether a swarm that it starts is open to everyone
     reached_step: int = 0  # the step that the swarm had reached when this peer asked to join
-    wait_s: float | None = None  # how long the first step of a run waits for `swarm.min_peers`
-    budget: Budget = ENDLESS_BUDGET  # what this peer gives to the run; then it leaves
-    resume: str = ""  # what to type to resume after a stop; only `--on-event` may hold a secret
-    name: str = ""  # that this peer tells others; a user's own
+    wait_s: float | None = None  # longest wait of a run's first step for `swarm.min_peers`
+    budget: Budget = ENDLESS_BUDGET  # the contribution after which this peer leaves
+    resume: str = ""  # the command to resume after a stop; only its `--on-event` may hold a secret
+    name: str = ""  # the user's name for this peer, which it publishes
     conditions: tuple[Condition, ...] = ()  # it trains only while all of them hold
     max_upload: float | None = None  # Mbit/s
     max_download: float | None = None
-    is_again: bool = False  # whether it has started by itself: what was wished of it before still is
-    was_line_hidden: bool = False  # the line to join by was taken out of `resume`; the folder has it
+    is_again: bool = False  # whether it has restarted itself: earlier control requests stay in force
+    was_line_hidden: bool = False  # whether the join line was removed from `resume`; the folder has it
 
     def folder(self, run: str) -> Path:
-        """Return the run's usual folder."""
+        """Return the usual folder of a run."""
         return self.output_dir or RUNS / run
 
     def node(self, section: DhtSection, folder: Path, relay_mbit: float | None = None) -> Node:
-        """Start this peer's node, as the command line says and, where that says nothing, the DHT section."""
+        """Start this peer's node by the options of the command line; `section` has their defaults."""
         said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
         section = section.model_copy(update={key: value for key, value in said.items() if value})
         identity = self.identity
@@ -119,7 +120,7 @@ class PeerOptions:
         )
 
     def resume_in(self, folder: Path, run: str) -> str:
-        """Add the options that depend on the folder to the command that resumes."""
+        """Return the command to resume, with the options that depend on the folder."""
         words: list[object] = []
         if folder != RUNS / run and "--output-dir" not in self.resume:
             words += ["--output-dir", folder]
@@ -131,13 +132,13 @@ class PeerOptions:
 def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
     """Start or join the recipe's swarm, train with it, and leave in good order.
 
-    A joiner's recipe is compared with the swarm's already; `text` is what its author wrote.
+    A joiner's recipe has been compared with the swarm's already; `text` is the recipe as its author wrote it.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left.
         FolderTaken: another peer runs in the run's folder.
-        AssetError, OutOfMemory: the model or the data can't be had, or memory ran out while training.
-        RecipeMismatch, RoundFailed: see `enter`; the mismatch may also be one of local data.
+        AssetError, OutOfMemory: the model or the data can't be loaded, or memory ran out during training.
+        RecipeMismatch, RoundFailed: see `enter`; the mismatch may also concern local data.
     """
     with events.waiting("the data files to be read, to tell them from others", until_s=3600):
         recipe = resolve(recipe)
@@ -158,7 +159,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             ended = Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
             ended.tell(events, leaving.resume)
             return ended
-        # An invitation in the folder that says more is kept.
+        # An invitation without a membership does not replace an earlier one with a membership.
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
             keep_invitation(folder / INVITED_BY_FILE, invitation)
         leaving.resume = options.resume_in(folder, run)
@@ -166,14 +167,14 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             log_to(folder / "trahiv.log", is_verbose=recipe.hivemind_config.opt.verbose)
             try:
                 ended = _train(folder, recipe, options, events, leaving)
-            except Left:  # before it trained: what it saved earlier is still there
+            except Left:  # before it trained; earlier checkpoints are unchanged
                 saved = saved_in(folder)
                 reason = leaving.reason or "signal"
                 ended = Ended(reason, saved[-1].step, saved[-1].path) if saved else Ended(reason)
             # A signal may have come while a checkpoint was written.
             if ended.reason == "pause" and leaving.signal is not None:
                 ended = replace(ended, reason="signal")
-            if ended.reason != "pause":  # it starts again, and says there that it is paused
+            if ended.reason != "pause":  # else it restarts, and emits `paused` then
                 ended.tell(events, leaving.resume)
                 forget_wish(folder)
             return ended
@@ -231,8 +232,8 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         if not held_s:
             tell_how_to_join()
         with leaving.interruptible():
-            # To compare with the end. A loaded model is left alone: it may be slow, and
-            # bitsandbytes packs quantized weights anew where a CPU evaluates them.
+            # For comparison with the sample at the end. A pretrained model writes none: it may be slow, and
+            # bitsandbytes repacks quantized weights when a CPU evaluates them.
             if recipe.model.config and not resumes and not joins:
                 show_sample(trainer, tokenizer, recipe, splits, 0, events)
         with progress_told(trainer, events), reach_told(node, events), explaining_the_data():
@@ -241,7 +242,7 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
 
 
 def _spend(trainer: SwarmTrainerMixin, leaving: Leaving) -> None:
-    """Train, and note how much of its budget this peer has given, also if training fails."""
+    """Train, and set `leaving.spent` to the part of the budget that this peer has spent, even if it fails."""
     try:
         trainer.train()
     finally:
@@ -250,7 +251,7 @@ def _spend(trainer: SwarmTrainerMixin, leaving: Leaving) -> None:
 
 
 def invite(node: Node, folder: Path, recipe: Recipe, events: Events, *, joins: bool) -> None:
-    """Say how others join the run of a recipe; warn a peer that `joins` if no other one answers."""
+    """Announce how others join the run; warn if this peer `joins` and no other peer answers."""
     announce(
         node,
         folder,
@@ -279,12 +280,15 @@ def hold(
     most_s: float,
     tell_how_to_join: Callable[[], None],
 ) -> float:
-    """While this peer is to be paused, train nothing, and be there for others who join or need a relay.
+    """Wait while this peer is paused; its node still serves joiners, and peers that need a relay.
 
-    Heavy libraries are not loaded yet, and nothing is on the GPU. If it is paused, `tell_how_to_join` is
-    called once. Returns for how many seconds it was paused.
-    Raises `PeerBroken` if the node has ended, `NotAdmitted` if the swarm's owner has taken this peer out, and
-    `Left`, also after `most_s`.
+    Heavy libraries are not loaded yet, and nothing is on the GPU. If the peer is paused, `tell_how_to_join`
+    is called once. Returns the seconds of the pause.
+
+    Raises:
+        PeerBroken: the node has ended.
+        NotAdmitted: the swarm's owner has removed this peer.
+        Left: this peer should leave, or `most_s` seconds are over.
     """
 
     def heed() -> None:
@@ -326,7 +330,7 @@ def finish(
     events: Events,
     reason: Reason,
 ) -> Ended:
-    """Write the finished model, or the checkpoint to resume from; `reason` is why it left before the end."""
+    """Write a checkpoint, and at the run's end the finished model; `reason` is for leaving before the end."""
     optimizer = trainer.swarm_optimizer
     callback = trainer.swarm_callback
     assert optimizer is not None
@@ -350,16 +354,16 @@ def finish(
 def show_sample(
     trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, splits: Splits, step: int, events: Events
 ) -> None:
-    """Let a model whose task is to write do so.
+    """Emit a text that the model writes, if its task is to write text.
 
-    Of conversations, held-out ones if there are any, it answers the first; else it continues the beginning of
-    a held-out sample, or of nothing.
+    It answers the first conversation of the held-out data, or of the training data. Without conversations, it
+    continues the beginning of the first held-out sample, or starts from nothing.
     """
     if recipe.task not in ("clm", "sft", "dpo"):
         return
     from trahiv_cli.assets.export import Prompt, open_turn, sample_text
 
-    # Half of what it is trained on, for some models have no positions beyond that.
+    # Half of the trained length each for prompt and text: some models have no positions beyond that length.
     half = getattr(recipe, section_of(recipe.task) or "").max_length // 2
     prompt = None
     if recipe.clm is None:
@@ -367,7 +371,7 @@ def show_sample(
     if prompt is None:
         first = next(iter(trainer.eval_dataset)) if trainer.eval_dataset is not None else {"input_ids": []}
         ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, SAMPLE_PROMPT_TOKENS)]
-        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # it is to go on
+        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # so that the model continues
         prompt = Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True))
     model = trainer.accelerator.unwrap_model(trainer.model)
     with events.waiting("the model to write a sample", until_s=600):
@@ -376,7 +380,7 @@ def show_sample(
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
-    """Be an address that others can join by, without training, until told to leave or the time is over."""
+    """Run a bootstrap node, by which others can join, until `leaving` or the budget's time ends it."""
     ended = Ended("budget")
     seconds = options.budget.seconds
     try:
@@ -397,14 +401,14 @@ def _load_libraries(events: Events) -> None:
         from datasets.utils import logging as datasets_logging
         from transformers.utils import logging as transformers_logging
 
-        for name in ("tasks", "trainer"):  # which import all that follows
+        for name in ("tasks", "trainer"):  # they import all other libraries
             import_module(f"trahiv_cli.train.{name}")
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
 
 
 def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[Any, Splits]:
-    """Load the tokenizer and the data, and make sure that they and this machine are sound."""
+    """Load the tokenizer and the data, and check them and this machine."""
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
     from trahiv_cli.train.preview import require_trainable
@@ -412,7 +416,7 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     from trahiv_cli.train.tasks import training_arguments
 
     arguments = training_arguments(recipe, folder)
-    require_swarmable(arguments, {})  # what this machine lacks is said before data is read
+    require_swarmable(arguments, {})  # report missing hardware and packages before data is read
     registered(arguments)
     require_memory(recipe)
     tokenizer = build_tokenizer(recipe)

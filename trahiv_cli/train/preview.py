@@ -1,7 +1,7 @@
-"""How the data looks to the model: `build_preview` prepares some of it as training would, and reads it.
+"""A preview of the data as the model sees it: `build_preview` prepares some as training would, and reads it.
 
-Nothing is tokenized, cut, packed or masked here: TRL's own trainers and the collators of `assets/` do that,
-here as in training. How a preview looks on a screen is `cli/preview.py`'s business.
+Nothing is tokenized, cut, packed or masked here: TRL's trainers and the collators in `assets/` do that, as in
+training. `cli/preview.py` formats a preview for the screen.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from trahiv_cli.train.tasks import heeding, preparing, training_arguments
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 1000
-"""Samples that the figures are taken of: TRL packs as many at a time, and tokenizes them in seconds."""
+"""Number of samples that the figures cover: TRL packs this number at a time, and tokenizes it in seconds."""
 
 _ON_ANY_MACHINE = {"optim": "adamw_torch", "report_to": [], "eval_steps": 0} | dict.fromkeys(
     ("bf16", "fp16", "torch_compile", "activation_checkpointing"), False
 )
-"""Instead of what a machine may lack that only looks at data."""
+"""Settings for a machine that only previews data and may lack the training's hardware and packages."""
 
 Tokens = list[tuple[int, bool]]
-"""What the model takes at once: each token's id, and whether it is trained."""
+"""One input sequence of the model: each token's id, and whether it is trained."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of a sample: all of it trained or none, and all of it special tokens or none."""
+    """Some text of a sample. It is trained as a whole or not at all, and has only special tokens or none."""
 
     text: str
     trained: bool
@@ -55,15 +55,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a sample: all of it, an answer of two, one of several samples in a packed row."""
+    """A section of a sample: the whole, the prompt, one of two answers, or one sample of a packed row."""
 
-    name: str  # what the part is, or empty if there is only one
+    name: str  # empty if there is only one part
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as the model takes it: cut, and with packing a whole row."""
+    """One sample as the model's input: after cutting, and with packing a whole row."""
 
     tokens: int
     trained_tokens: int
@@ -72,60 +72,60 @@ class Sample:
 
 @dataclass(frozen=True)
 class Preview:
-    """Some samples, and figures over those that were looked at."""
+    """Some samples, and figures of the first samples of the data."""
 
     name: str
     task: str
     max_length: int
     packed: bool
-    num_samples: int | None  # in all, for `sft` before packing; unknown of a stream
-    looked_at: int
-    rows: int  # what the model gets of those: with packing fewer, and TRL leaves out what trains nothing
+    num_samples: int | None  # of the whole data, for `sft` before packing; None for a stream
+    looked_at: int  # the number of samples that the figures cover
+    rows: int  # the model's inputs from these: packing makes fewer, and TRL drops samples that train nothing
     tokens: int  # in these rows
     trained_tokens: int | None  # of `tokens`; None for `seq-cls`, which learns a class for each row
     lengths: dict[str, int]
-    """Tokens of the `shortest`, `median` and `longest` sample once cut, for `dpo` with the longer answer.
-    Empty where nothing is cut, as the rest of a sample goes into the next row."""
+    """Tokens of the `shortest`, `median` and `longest` sample after cutting; for `dpo`, with the longer
+    answer. Empty if nothing is cut, because the rest of a sample goes into the next row."""
 
-    full_samples: int  # of `max_length` tokens: what is longer was cut to that
-    classes: dict[str, int]  # class -> samples of it; for `seq-cls` alone
+    full_samples: int  # of `max_length` tokens: longer samples were cut to that
+    classes: dict[str, int]  # number of samples by class, only for `seq-cls`
     samples: tuple[Sample, ...]
 
 
 class Row(NamedTuple):
-    """What the model takes at once: a sample, or several that are packed."""
+    """One input of the model: a sample, or several packed samples."""
 
-    sample: dict[str, Any]  # as the dataset has it, for TRL's tasks as TRL tokenized it
-    batch: dict[str, torch.Tensor]  # the sample alone, as the collator gives it
-    sequences: list[Tokens]  # one; of `dpo` two, the prompt with each answer
+    sample: dict[str, Any]  # from the dataset; for TRL's tasks, tokenized by TRL
+    batch: dict[str, torch.Tensor]  # the collator's output for this sample alone
+    sequences: list[Tokens]  # one sequence; two for `dpo`, the prompt with each answer
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """The number of tokens in all sequences."""
         return sum(map(len, self.sequences))
 
     @property
     def num_trained(self) -> int:
-        """Tokens that the loss is computed on."""
+        """The number of tokens on which the loss is computed."""
         return sum(is_trained for tokens in self.sequences for _, is_trained in tokens)
 
 
 def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[str, str]]]:
-    """Prepare the recipe's data as training would, and look at the first samples; `num_shown` are shown.
+    """Prepare the recipe's data as training would; return figures, and the first `num_shown` rows as text.
 
-    No model is loaded, and nothing is written but the cache of `datasets`. The order is that of a peer whose
-    own seed is `training.seed`. Returns warnings, too, each a message and a hint; one is that no token is
-    trained.
+    No pretrained model is loaded, and only the cache of `datasets` is written. The samples are in the order
+    of a peer whose own seed is `training.seed`. Also returns warnings, each with a hint; one of them says
+    that no token is trained.
 
     Raises:
-        AssetError: the tokenizer or the data can't be had, or do not fit the task.
+        AssetError: the tokenizer or the data can't be loaded, or do not fit the task.
     """
     tokenizer = build_tokenizer(recipe)
     seed = recipe.training.seed
     told: list[tuple[str, str]] = []
     with heeding(lambda message, hint: told.append((message, hint))):
         train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
-        torch.manual_seed(seed)  # draws what `mlm` hides
+        torch.manual_seed(seed)  # for the random choice of the tokens that `mlm` hides
         looked_at, rows = _rows_of(recipe, tokenizer, train)
         warn_of_cuts(recipe, looked_at, rows)
     section = getattr(recipe, section_of(recipe.task) or "")
@@ -165,10 +165,10 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
 
 
 def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
-    """Prepare the first samples as training will, without its model.
+    """Prepare the first samples as training will, without loading the model.
 
     Raises:
-        AssetError: there is less than one local batch; none of the samples trains a token; or one is broken.
+        AssetError: there is less than one local batch; no sample trains a token; or a sample is broken.
     """
     train = splits.train
     sft = recipe.sft
@@ -183,7 +183,7 @@ def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits
 
 
 def warn_of_cuts(recipe: Recipe, looked_at: int, rows: Sequence[Row]) -> None:
-    """Warn of samples of `sft` and `dpo` that `max_length` cuts, or leaves nothing to train of."""
+    """Warn about `sft` and `dpo` samples that `max_length` cuts, or that have no trained token left."""
     section = recipe.sft or recipe.dpo
     if section is None or getattr(section, "packing", False):
         return
@@ -219,12 +219,12 @@ def _nothing_to_learn(recipe: Recipe, looked_at: int) -> tuple[str, str]:
 def _rows_of(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset
 ) -> tuple[int, list[Row]]:
-    """Look at the first samples: return how many these are, and what the model gets of them."""
+    """Read the first samples; return their number, and the model's inputs made from them."""
     with preparing():
         samples = list(islice(train, LOOKED_AT))
         collate = build_collator(recipe, tokenizer)
         looked_at = len(samples)
-        if collate is None:  # in memory: what TRL makes of them is neither cached nor taken from a cache
+        if collate is None:  # TRL neither caches the result of a dataset in memory, nor reads it from a cache
             trainer = _trl_trainer(recipe, tokenizer, Dataset.from_list(samples, features=train.features))
             samples = trainer.train_dataset
             collate = trainer.data_collator
@@ -233,7 +233,7 @@ def _rows_of(
 
 
 def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> Any:
-    """Make TRL's trainer of `rows` with the smallest of models."""
+    """Make TRL's trainer for `rows` with a tiny model."""
     from trl import DPOTrainer, SFTTrainer
 
     training = recipe.training.model_copy(update=_ON_ANY_MACHINE)
@@ -242,7 +242,7 @@ def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Datas
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
     with tempfile.TemporaryDirectory() as folder:
         args: Any = training_arguments(recipe.model_copy(update={"training": training}), Path(folder))
-        args.dataset_num_proc = None  # so few rows are not worth a process
+        args.dataset_num_proc = None  # processes take longer to start than these rows take
         common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
         if recipe.sft is not None:
             return SFTTrainer(model, **common)
@@ -250,9 +250,9 @@ def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Datas
 
 
 def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
-    """Read which tokens of a batch are trained; TRL's collators cut and mask too.
+    """Return a batch's tokens, and whether each is trained: TRL's collators cut and mask, too.
 
-    The first token is never trained, unless it is hidden: it is nobody's next one.
+    The first token is not trained, because no token before it predicts it. In `mlm` it may be.
     """
     ids = batch["input_ids"]
     lengths = [None]
@@ -270,7 +270,7 @@ def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
 
 
 def parts_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[Part, ...]:
-    """Say what a sample consists of, as its task has it."""
+    """Divide a sample into the parts that its task has."""
     if recipe.dpo is not None:
         chosen, rejected = (pieces_of(tokenizer, tokens) for tokens in row.sequences)
         named = {"prompt": (chosen, False), "chosen": (chosen, True), "rejected": (rejected, True)}
@@ -300,10 +300,11 @@ def parts_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, row: Row) -> tu
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece, ...]:
-    """Decode tokens in runs that are trained or not, special or not; together they are the whole text.
+    """Decode tokens in runs that are trained or not, special or not; the runs together are the whole text.
 
-    A token alone may be a part of a character, or lose the space before it. So what a run says begins where
-    all up to it, decoded at once, stops to be a prefix of the whole. A split character is the later run's.
+    A single token may decode to part of a character, or lose the space before it. So all tokens up to the end
+    of a run are decoded at once, and the run ends where this text stops agreeing with the whole text. A
+    character that two runs share belongs to the later one.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)

@@ -1,11 +1,11 @@
-"""Rehearse training and saving before others are invited: mistakes show while they harm no one.
+"""A rehearsal of training and saving before others are invited, so that mistakes harm no other peer.
 
-1. The optimizer and its schedule are made, and step stand-ins of a few values.
-2. Real samples run forward and backward. Packed ones must not see each other.
+1. The optimizer and its schedule are made. The optimizer takes a step with placeholders of a few values.
+2. Real samples run forward and backward. Packed samples must not attend to each other.
 3. The tokenizer and the configs of `final/` are saved and loaded.
 
-The trainer, the model's weights and all generators are left as they were. A run that resumes rehearses, too:
-it costs one batch.
+The trainer, the model's weights and all generators are left unchanged. A run that resumes rehearses, too: it
+costs one batch.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.checkpoint import random_states, set_random_states
 
 NUM_SAMPLES = 64
-"""The longest of this many samples are rehearsed, and all of them are searched for tokens that end a turn."""
+"""Number of samples that are searched for tokens that end a turn; the longest of them are rehearsed."""
 
 NEAR = 128
-"""The most tokens that are looked at on either side of a border: logits of a long sample fill much memory."""
+"""Most tokens that are examined on either side of a border: logits of a long sample need much memory."""
 
 LEAK = 1e-4
-"""The share of the largest logit by which one may change with a token that it must not depend on. In float32
-with random weights, models that keep samples apart gave at most 1e-7, and the others at least 2e-4."""
+"""The share of the largest logit by which a logit may change with a token that it must not depend on. In
+float32 with random weights, models that keep samples apart gave at most 1e-7, other models at least 2e-4."""
 
 
 def rehearse(trainer: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, events: Events) -> None:
-    """Try what training and saving will do with the `trainer`, a `SwarmTrainerMixin`.
+    """Rehearse training and saving with the `trainer`, a `SwarmTrainerMixin`.
 
-    It may correct the model's generation config, which then names the tokens that end a turn.
+    It may correct the model's generation config, which then lists the tokens that end a turn.
 
     Raises:
-        AssetError: something can't work; nothing was trained, and nothing is changed.
+        AssetError: the model, the data or their combination can't work; nothing was trained.
         RecipeError, SetupError: see `SwarmTrainerMixin.plan_run`.
         OutOfMemory: not even one sample fits into memory.
     """
@@ -68,7 +68,7 @@ def rehearse(trainer: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, e
 
 @contextmanager
 def attempting(failed: str) -> Iterator[None]:
-    """Turn whatever a library raises while it rehearses into an `AssetError` that begins with `failed`."""
+    """Turn a library's exception into an `AssetError` that begins with `failed`, unless memory ran out."""
     try:
         yield
     except TrahivError:
@@ -85,7 +85,7 @@ def attempting(failed: str) -> Iterator[None]:
 
 @contextmanager
 def left_as_it_was(trainer: Any) -> Iterator[None]:
-    """Undo what a batch changes: gradients, buffers, generators, the mode and the trainer's figures."""
+    """Restore gradients, buffers, generators, the mode and the trainer's figures after the block."""
     model = trainer.model
     was_training = model.training
     attributes = dict(vars(trainer))
@@ -99,14 +99,14 @@ def left_as_it_was(trainer: Any) -> Iterator[None]:
             buffer.data.copy_(value)
         model.zero_grad()
         vars(trainer).update(attributes)
-        for figures in getattr(trainer, "_metrics", {}).values():  # of TRL's trainers
+        for figures in getattr(trainer, "_metrics", {}).values():  # an attribute of TRL's trainers
             figures.clear()
         set_random_states(states)
         clear_device_cache(garbage_collection=True)
 
 
 def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
-    """Run samples forward and backward as training does, or the first alone if memory runs out."""
+    """Run samples forward and backward as training does, or only the first if memory runs out."""
     model = trainer.model.train()
     if getattr(trainer.args, "activation_checkpointing", trainer.args.gradient_checkpointing):
         checkpoint_activations(model)
@@ -146,7 +146,7 @@ def require_blind(trainer: Any, recipe: Recipe, rows: list[Any]) -> None:
 
 
 def excerpt(row: Any, start: int, stop: int) -> dict[str, Any]:
-    """Cut the tokens from `start` to `stop` out of a row, with all that is said of each."""
+    """Return the tokens from `start` to `stop` of a row, with all other values of each token."""
     length = len(row["input_ids"])
     cut = {name: value[start:stop] for name, value in row.items() if len(value) == length}
     if "seq_lengths" in row:
@@ -158,7 +158,7 @@ def excerpt(row: Any, start: int, stop: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def sees(trainer: Any, row: Any, changed: slice, looked_at: slice) -> bool:
-    """Tell whether the logits at `looked_at` depend on the tokens of a sample at `changed`."""
+    """Return whether the logits at `looked_at` depend on the tokens of a sample at `changed`."""
     model = trainer.model.eval()
     inputs = trainer._prepare_inputs(trainer.data_collator([row])) | {"use_cache": False}
     del inputs["labels"]
@@ -172,7 +172,7 @@ def sees(trainer: Any, row: Any, changed: slice, looked_at: slice) -> bool:
 
 
 def correct_generation(base: Any, events: Events) -> None:
-    """Replace a generation config that can't be saved by one with its tokens alone, and say so."""
+    """Replace a generation config that can't be saved by one with only its tokens, and warn about it."""
     try:
         base.generation_config.validate(strict=True)
     except ValueError as failure:
@@ -194,9 +194,9 @@ def teach_end(
     samples: list[Any],
     events: Events,
 ) -> None:
-    """Have the generation config list the special token that most samples train as their last, space aside.
+    """Add the special token that ends the trained part of most samples to the generation config's end tokens.
 
-    It warns if no sample trains one: the model would learn no end.
+    Whitespace after it does not count. Warn if no sample trains such a token: the model would learn no end.
     """
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ends: list[int] = []
@@ -218,7 +218,7 @@ def teach_end(
 
 
 def rehearse_saving(base: Any, tokenizer: PreTrainedTokenizerBase, *, is_whole: bool) -> None:
-    """Save and load what `final/` holds beside weights; where `is_whole`, see whether they can be saved."""
+    """Save and load all of `final/` except the weights; if `is_whole`, check that these can be saved, too."""
     with tempfile.TemporaryDirectory() as folder:
         base.config.save_pretrained(folder)
         AutoConfig.from_pretrained(folder)

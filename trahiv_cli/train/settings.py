@@ -1,7 +1,7 @@
-"""What a Trainer in a swarm is told: `hivemind_config`, the recipe's `swarm` section, and its own arguments.
+"""Settings of a Trainer in a swarm: `hivemind_config`, the recipe's section `swarm`, and its own arguments.
 
-All of it is checked before a model is wrapped or a process started; what cannot work in a swarm is refused
-with what to do instead.
+All of them are checked before a model is wrapped or a process started. A setting that can't work in a swarm
+raises an error with a hint on what to do instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 @dataclass
 class SwarmTrainingArguments(TrainingArguments):
-    """`TrainingArguments` that also carry `hivemind_config={"dht": {...}, "opt": {...}}`.
+    """`TrainingArguments` with an additional field `hivemind_config={"dht": {...}, "opt": {...}}`.
 
     With it, `max_steps` and all other steps (warm-up, logging, ...) are steps of the whole swarm.
     """
@@ -46,20 +46,20 @@ class SwarmTrainingArguments(TrainingArguments):
 
 @dataclass(frozen=True)
 class SwarmSettings:
-    """What a trainer is told of its swarm, checked."""
+    """A trainer's settings of its swarm, checked. A `SwarmTrainerMixin` creates them once and keeps them."""
 
     options: dict[str, Any]
-    """`hivemind_config.opt`, with defaults; compressions by name or as hivemind's objects."""
+    """`hivemind_config.opt`, with defaults; compressions are names or hivemind's objects."""
 
     dht: DhtSection  # without `initial_peers`
-    initial_peers: tuple[str, ...]  # multiaddrs, invitations, or `@FILE` with some of them
+    initial_peers: tuple[str, ...]  # multiaddrs, invitations, or `@FILE` with such lines
     swarm: SwarmSection
     run_id: str  # the run's name in the DHT
     target: int  # samples in a step of the swarm
 
     @classmethod
     def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
-        """Check `hivemind_config`, and the recipe's `swarm` section or its fields; or raise `RecipeError`."""
+        """Check `hivemind_config`, and the recipe's section `swarm` or its fields; raises `RecipeError`."""
         dht, opt = (dict(config.get(name) or {}) for name in ("dht", "opt"))
         options = OptSection().model_dump() | opt
         peers = dht.pop("initial_peers", None) or ()
@@ -82,16 +82,16 @@ class SwarmSettings:
         )
 
     def round_keywords(self) -> dict[str, Any]:
-        """Return how rounds are judged, and what they average how often, as `build_optimizer` takes it."""
+        """Return the rules of rounds, and their pace, as keywords of `build_optimizer`."""
         swarm = self.swarm
         is_auto = self.swarm.mode == "auto"
         said = swarm.model_dump(include={"local_steps", "fragments", "outer_learning_rate", "outer_momentum"})
-        pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, **said)  # what auto begins with
+        pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, **said)  # a placeholder for auto
         rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
         return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
 
     def samples_per_step(self, args: TrainingArguments) -> int:
-        """Return the samples of a window of accumulation; raises `RecipeError` if the target is smaller."""
+        """Return the samples in a window of accumulation; raises `RecipeError` if the target is smaller."""
         local = args.per_device_train_batch_size * args.gradient_accumulation_steps
         if local > self.target:
             raise RecipeError(
@@ -101,7 +101,7 @@ class SwarmSettings:
         return int(local)
 
     def max_steps(self, args: TrainingArguments, dataset: Any) -> int:
-        """Return where the run ends, in steps of the swarm; raises `RecipeError` if nothing says that."""
+        """Return the run's length in steps of the swarm; raises `RecipeError` if it can't be determined."""
         if args.max_steps > 0:
             return int(args.max_steps)
         if not has_length(dataset):
@@ -109,12 +109,12 @@ class SwarmSettings:
         return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.target))
 
     def steps_per_pass(self, dataset: Any) -> int | None:
-        """Return how many steps of the swarm a pass over the data takes; None for data without a length."""
+        """Return the swarm's steps in a pass over the data; None for data without a length."""
         return math.ceil(len(dataset) / self.target) if has_length(dataset) else None
 
 
 def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _Section:
-    """Check the section at `path` as a recipe's would be."""
+    """Validate values as a recipe's section at `path`; raises `RecipeError`."""
     plain = {key: list(map(str, v)) if isinstance(v, (list, tuple)) else v for key, v in values.items()}
     try:
         return section.model_validate({key: value for key, value in plain.items() if value is not None})
@@ -124,9 +124,9 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:
-    """Raise `RecipeError` if the Trainer's arguments can't be kept in a swarm.
+    """Raise `RecipeError` if a swarm can't support the Trainer's arguments.
 
-    `kwargs` are the trainer's other keywords. tests/unit/train/test_arguments.py decides each field.
+    `kwargs` are the trainer's other keywords. tests/unit/train/test_arguments.py covers each field.
     """
     optim = str(getattr(args.optim, "value", args.optim))
     strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
@@ -160,9 +160,9 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
 
 
 def without_config(args: TrainingArguments) -> TrainingArguments:
-    """Copy the arguments without `hivemind_config`: trackers keep them, and an invitation may be in it."""
+    """Copy the arguments without `hivemind_config`: trackers store them, and it may hold an invitation."""
     plain = copy.copy(args)
-    if type(plain) is SwarmTrainingArguments:  # TRL makes its own config of all fields, and knows not ours
+    if type(plain) is SwarmTrainingArguments:  # TRL copies all fields into its own config, which lacks ours
         plain.__class__ = TrainingArguments
         del plain.hivemind_config
     elif isinstance(plain, SwarmTrainingArguments):
@@ -171,7 +171,7 @@ def without_config(args: TrainingArguments) -> TrainingArguments:
 
 
 def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name positional arguments as the trainer that is mixed into does (`DPOTrainer` has its own order)."""
+    """Name positional arguments by the signature of the class after `mixin`; `DPOTrainer` has its own."""
     after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
     signatures = (inspect.signature(cls.__init__) for cls in after)  # type: ignore[misc]
     named = next(

@@ -1,7 +1,7 @@
-"""What each task trains with: arguments, model, data, collator and trainer, put together as the recipe says.
+"""The trainer of each task, made from the recipe: its arguments, model, data and collator.
 
-TRL tokenizes `sft` and `dpo` when a trainer is made: its errors end a run in good order, and its warnings are
-passed on.
+TRL tokenizes `sft` and `dpo` when a trainer is made. Its errors end a run in good order, and its warnings are
+forwarded.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 LOOK = "`trahiv preview RECIPE` shows samples"
 
 CHECKPOINTING = "activation_checkpointing"
-"""What `TrainingArguments` calls it."""
+"""Name of this field in `TrainingArguments`."""
 if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:  # before transformers 5.23
     CHECKPOINTING = "gradient_checkpointing"
 
 MISTAKES = TypeError, LookupError, AttributeError
-"""What code raises that has a mistake: ours, or a chat template that does not suit a conversation."""
+"""Exceptions of faulty code: ours, or a chat template that does not fit a conversation."""
 
 
 def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> TrainingArguments:
-    """Translate a resolved recipe for the trainer of its task; checkpoints go into `folder`.
+    """Return the arguments for the trainer of a resolved recipe's task; checkpoints go into `folder`.
 
-    Trackers know the run by the peer's `name`, unless the recipe says another.
+    Trackers show the run under the peer's `name`, unless the recipe has another name.
 
     Raises:
-        SetupError: this machine can't compute in the precision that is asked for, or lacks a tracker.
+        SetupError: this machine can't compute in the recipe's precision, or lacks a tracker.
     """
     training = recipe.training
     dtype = compute_dtype(recipe.training)
@@ -70,11 +70,11 @@ def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> Training
     common = training.model_dump() | {
         "output_dir": str(folder),
         "run_name": training.run_name or name or None,
-        "project": run_id(recipe),  # of trackio; the others' are in the environment
+        "project": run_id(recipe),  # for trackio; others read the environment
         "warmup_steps": recipe.warmup_steps,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "use_cpu": not has_gpu,  # averages are copied from CUDA, from no other accelerator
+        "use_cpu": not has_gpu,  # CUDA is the only accelerator from which averages are copied
         "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
         "logging_strategy": "steps",
         "eval_strategy": "steps" if has_eval else "no",
@@ -106,9 +106,9 @@ def build_trainer(
     name: str = "",
     **keywords: Any,
 ) -> SwarmTrainerMixin:
-    """Load the model and make the trainer of the recipe's task; `keywords` are more of `SwarmTrainerMixin`'s.
+    """Load the model and make the trainer of the recipe's task; `keywords` go to `SwarmTrainerMixin`.
 
-    Raises `AssetError` if the model can't be had, or the data does not fit the task.
+    Raises `AssetError` if the model can't be loaded, or the data does not fit the task.
     """
     common: dict[str, Any] = {
         "args": training_arguments(recipe, folder, name),
@@ -132,16 +132,16 @@ def build_trainer(
         with preparing():
             return SwarmSFTTrainer(model=model, **common)
     adapters = adapter_config(recipe, model)
-    # Without adapters the model that is trained can't be its own reference.
+    # Without adapters, the trained model can't be its own reference.
     reference = None if adapters is not None else copy.deepcopy(model).eval()
     with preparing():
         return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
 
 
 def group_in_trackers(recipe: Recipe, name: str) -> None:
-    """Have trackers show the runs of all peers of a swarm as one group; what the user has set stays.
+    """Group the runs of all peers of a swarm in trackers, unless the user has set another group.
 
-    W&B and MLflow read that from the environment.
+    W&B and MLflow read the group from the environment.
     """
     run = run_id(recipe)
     os.environ.setdefault("WANDB_RUN_GROUP", run)
@@ -150,12 +150,12 @@ def group_in_trackers(recipe: Recipe, name: str) -> None:
 
 @contextmanager
 def preparing() -> Iterator[None]:
-    """Turn what TRL raises while it tokenizes a dataset into an `AssetError`."""
+    """Turn exceptions about the data, which TRL raises while it tokenizes them, into an `AssetError`."""
     try:
         yield
     except (TemplateError, DatasetsError, ValueError, RuntimeError, *MISTAKES) as failure:
         files = {frame.filename for frame in traceback.extract_tb(failure.__traceback__)}
-        is_ours = isinstance(failure, MISTAKES) and "<template>" not in files  # Jinja names templates so
+        is_ours = isinstance(failure, MISTAKES) and "<template>" not in files  # Jinja's name of any template
         if is_ours or is_out_of_memory(failure):
             raise
         root = (isinstance(failure, DatasetsError) and failure.__cause__) or failure
@@ -166,7 +166,7 @@ def preparing() -> Iterator[None]:
 
 @contextmanager
 def heeding(tell: Callable[[str, str], object]) -> Iterator[None]:
-    """While the block runs, `tell` what TRL and `assets/` warn of: each message once, and a hint."""
+    """While the block runs, call `tell` with each warning of TRL or about assets once, and with a hint."""
     told: set[str] = set()
 
     class Handler(logging.Handler):

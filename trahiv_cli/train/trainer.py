@@ -1,6 +1,6 @@
-"""How transformers' Trainer trains with a swarm: the life of a run, around `Trainer.train`.
+"""Transformers' Trainer in a swarm: the start and end of a run, around `Trainer.train`.
 
-The Trainer's loop calls the methods in `hooks.py`. Without `hivemind_config` neither has an effect.
+The Trainer's loop calls the methods in `hooks.py`. Without `hivemind_config`, neither module has an effect.
 """
 
 from __future__ import annotations
@@ -41,42 +41,43 @@ logger = logging.getLogger(__name__)
 
 STRAGGLERS_S = 60.0
 GATHER_S = 3600.0
-FETCHING_S = 4 * 3600.0  # the longest that a finished peer stays while another downloads its state
+FETCHING_S = 4 * 3600.0  # longest stay of a finished peer while another one downloads its state
 
-# At run time it is mixed into any Trainer; to the type checker it is one.
+# At run time, the mixin's host is any Trainer; for the type checker, the mixin is a Trainer.
 _Host: Any = Trainer if TYPE_CHECKING else object
 
 
 class SwarmTrainerMixin(_Host):
-    """Gives any `Trainer` subclass a swarm: `class SwarmSFTTrainer(SwarmTrainerMixin, SFTTrainer)`.
+    """Adds training with a swarm to any `Trainer`: `class SwarmSFTTrainer(SwarmTrainerMixin, SFTTrainer)`.
 
-    Without `hivemind_config` (here or in the arguments) it behaves exactly like the class it is mixed into.
+    Without `hivemind_config` (here or in the arguments), the trainer behaves exactly as without the mixin.
 
-    `state.global_step` and `state.max_steps` count steps of the swarm, and `state.epoch` the swarm's passes
-    over the data. Callbacks get `on_step_end` after a step of the swarm, and `on_substep_end` after a local
-    batch without one. `train_samples_per_second` counts this peer's samples. `state.log_history` keeps the
-    newest 20,000 entries.
+    `state.global_step` and `state.max_steps` count steps of the swarm, and `state.epoch` counts the swarm's
+    passes over the data. Callbacks get `on_step_end` after a step of the swarm, and `on_substep_end` after a
+    local batch without one. `train_samples_per_second` counts this peer's samples. `state.log_history` keeps
+    the newest 20,000 entries.
 
     Args:
         hivemind_config: `{"dht": keywords of hivemind.DHT, "opt": keywords of hivemind.Optimizer}`;
             default: `args.hivemind_config`. `opt` needs `run_id` and `target_batch_size`. In `dht`,
             `initial_peers` may hold invitations, or `@FILE` with one.
-        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`), as on every peer.
-        node: a running node to use instead of starting one; its owner closes it.
-        events: its listeners hear of all that happens. Default: warnings are logged.
-        should_leave: asked after each local step and during waits; True ends training in good order.
-            Default: whether Ctrl-C was pressed, or SIGTERM came, while `train` runs.
-        reached_step: the step that the swarm is known to have reached; a fresh start is refused above 0.
-        wait_s: how long the first step of a run waits for `swarm.min_peers`; default: an hour.
-        budget: what this peer gives, beside what it has `given_before`; then it leaves.
+        swarm: the recipe's section of that name, or its fields (`{"solo": "never"}`); equal on every peer.
+        node: a running node to use instead of starting one; the caller closes it.
+        events: receives all events of the run. Default: they are logged.
+        should_leave: called after each local step and during waits; True ends training in good order.
+            Default: whether Ctrl-C or SIGTERM has arrived while `train` runs.
+        reached_step: the step that the swarm is known to have reached; above 0, a fresh start is refused.
+        wait_s: longest wait of a run's first step for `swarm.min_peers`; default: an hour.
+        budget: the contribution, in one call of `train`, after which this peer leaves.
+        given_before: this peer's earlier contribution, which counts in reports but not in the budget.
         has_recipe: the peers have compared a recipe; else they compare their settings.
 
     Raises:
-        RecipeError: the arguments contain something that can't work in a swarm; the message says what.
+        RecipeError: an argument can't work in a swarm; the message names it.
     """
 
     node: Node | None = None
-    swarm_callback: SwarmCallback  # of the last call of `train`, as `swarm_optimizer` is
+    swarm_callback: SwarmCallback  # of the last call of `train`, like `swarm_optimizer`
     swarm_optimizer: SwarmOptimizer | None = None
     _owns_node = has_entered = False
 
@@ -124,7 +125,7 @@ class SwarmTrainerMixin(_Host):
         super().__init__(**kwargs | {"args": without_config(given)})
         self._given_optimizer = GivenOptimizer(self.optimizer, self.lr_scheduler)
         self.accelerator.backward = partial(self._batches.backward, self.accelerator.backward)
-        # Rows show the swarm's figures; a progress bar and a notebook's table have no place for them.
+        # Printed rows have the swarm's figures; a progress bar and a notebook's table have no room for them.
         if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
             self.add_callback(PrinterCallback)
 
@@ -133,9 +134,10 @@ class SwarmTrainerMixin(_Host):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
         """Train with the swarm until its `max_steps`.
 
-        Resuming needs no argument: with peers alive their state is taken, else the newest checkpoint in
-        `output_dir/checkpoints`. In the main thread, the first Ctrl-C (or SIGTERM) saves a checkpoint and
-        says goodbye to the others; the second skips the checkpoint. Then the signal takes its usual effect.
+        Resuming needs no argument: the trainer takes the state of peers that are ahead, else the newest
+        checkpoint in `output_dir/checkpoints`. In the main thread, the first Ctrl-C (or SIGTERM) saves a
+        checkpoint and notifies the other peers; the second one skips the checkpoint. Then the signal has its
+        usual effect.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C. No process is left, and `train` may be called again.
@@ -152,7 +154,7 @@ class SwarmTrainerMixin(_Host):
                 hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",
             )
 
-        def interrupt() -> None:  # and not the process: it may be a notebook's kernel
+        def interrupt() -> None:  # raise instead of ending the process, which may be a notebook's kernel
             raise KeyboardInterrupt
 
         result = None
@@ -161,18 +163,18 @@ class SwarmTrainerMixin(_Host):
         with self._leaving.installed() if hears else contextlib.nullcontext(), contextlib.suppress(Left):
             result = self._train_in_swarm(**kwargs)
         heard = self._leaving.signal
-        self._leaving = Leaving()  # the next evaluation is not to be left
+        self._leaving = Leaving()  # so that the next evaluation does not end early
         if heard is not None:
             signal.raise_signal(heard)
         return result
 
     def _train_in_swarm(self, **kwargs: Any) -> Any:
-        """Start the node, train, and close, whatever happens; `Left` if a signal came before it trained."""
+        """Start the node, train, and always close; raises `Left` if a signal came before it trained."""
         self.swarm_optimizer = None  # of an earlier call, whose processes have ended
         self.has_entered = False
         self.plan_run()
         folder = Path(self.swarm_args.output_dir)
-        # A node that was passed in has an owner, and so has its folder.
+        # The caller owns a node that it has passed in, and the folder.
         is_owner = self.node is None
         events = self._events
         leaving = self._leaving
@@ -209,7 +211,7 @@ class SwarmTrainerMixin(_Host):
         Raises `RecipeError`, `AssetError` or `SetupError` if this trainer can't train in a swarm.
         """
         put_in_swarm(self)
-        require_no_replaced(type(self), SwarmTrainerMixin)  # also of methods that were assigned
+        require_no_replaced(type(self), SwarmTrainerMixin)  # again, for methods that were assigned meanwhile
         self._max_steps = self.swarm_settings.max_steps(self.swarm_args, self.train_dataset)
         self._steps_per_pass = self.swarm_settings.steps_per_pass(self.train_dataset) or self._max_steps
         self.divide_data()
@@ -225,7 +227,7 @@ class SwarmTrainerMixin(_Host):
         )
 
     def close(self) -> None:
-        """Say goodbye and end the swarm's processes, also if that is interrupted. Safe to call twice."""
+        """Leave the swarm and end its processes here, even if leaving is interrupted. Safe to call twice."""
         try:
             if self.swarm_optimizer is not None:
                 self.swarm_optimizer.shutdown()
@@ -237,9 +239,27 @@ class SwarmTrainerMixin(_Host):
 
     @property
     def plain_model(self) -> torch.nn.Module:
-        """The model itself, if it was compiled: its weights have the same names as on other peers."""
+        """The model without wrappers, also of compilation: its weights have the same names on all peers."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
 
 class SwarmTrainer(SwarmTrainerMixin, Trainer):
-    """Drop-in for `transformers.Trainer` that trains with a swarm when given `hivemind_config`."""
+    """Drop-in for `transformers.Trainer` that trains with a swarm when given `hivemind_config`.
+
+    Example::
+
+        args = SwarmTrainingArguments(
+            output_dir="outputs",
+            max_steps=100,  # steps of the whole swarm
+            per_device_train_batch_size=4,
+            hivemind_config={
+                "dht": {"initial_peers": []},  # on other peers: the line that the first peer logs
+                "opt": {"run_id": "spanish", "target_batch_size": 100},  # samples per step over all peers
+            },
+        )
+        SwarmTrainer(model=model, args=args, train_dataset=data, data_collator=collator).train()
+
+    Increase `target_batch_size` if `swarm/round_seconds` in the logs is a large part of the time per step, so
+    that rounds are rarer. Increase `load_state_timeout` in `opt` (default: 60 s) if a joiner fails with
+    "Nothing of the swarm's state came".
+    """

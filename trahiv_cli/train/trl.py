@@ -1,4 +1,4 @@
-"""TRL's trainers with a swarm: the mixin is all it takes."""
+"""TRL's trainers with `SwarmTrainerMixin`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ class SwarmSFTTrainer(SwarmTrainerMixin, SFTTrainer):
 class SwarmDPOTrainer(SwarmTrainerMixin, DPOTrainer):
     """Drop-in for `trl.DPOTrainer` that trains with a swarm when given `hivemind_config`.
 
-    Give adapters as `peft_config`, not as a ready `PeftModel`: the reference is then the base without them,
-    and not a copy of adapters that another peer may have further on.
+    Pass adapters as `peft_config`, not as a ready `PeftModel`. The reference is then the base model without
+    adapters, and not a copy of this peer's adapters, which another peer may have trained further.
     """

@@ -1,8 +1,8 @@
-"""What the user of a running peer wishes of it: to step back for a while, or to leave at the next round.
+"""Control requests ("wishes") of the user to a running peer: pause, or finish at the next round.
 
-A wish stands in a file of the run's folder, where the peer looks every second. So it is the same wish from
-another terminal, from the page, and after the peer has started again. A condition of `--only-when` that does
-not hold counts as the wish to pause.
+A request is a file in the run's folder, which the peer reads every second. So it can come from another
+terminal or from the page, and it outlasts a restart of the peer. A condition of `--only-when` that does not
+hold counts as a request to pause.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ WISH_FILE = "wish"
 LOOK_EVERY_S = 1.0
 CONDITIONS_EVERY_S = 5.0
 SETTLED_S = 15.0
-"""Seconds for which all conditions must have held before a paused peer goes on."""
+"""Seconds for which all conditions must have held before a paused peer resumes."""
 
 BY_ITS_USER = "its user paused it"
 
 
 def wish(folder: Path, what: Wish | None) -> None:
-    """Wish something of the peer that trains in a folder; None: that it trains.
+    """Request `what` of the peer that trains in a folder; None requests that it trains.
 
-    SetupError if no peer trains there, or the folder can't be written; nothing was changed. A peer that was
-    wished something before may be starting again, and hears it then.
+    Raises SetupError if no peer trains there, or the folder can't be written; nothing was changed. If an
+    earlier request exists, the peer may be restarting; it reads the new request then.
     """
     is_there = holder_of(folder) is not None or wished(folder) is not None
     if not (is_there and (folder / RESOLVED).exists()):
@@ -64,7 +64,7 @@ def wish(folder: Path, what: Wish | None) -> None:
 
 
 def wished(folder: Path) -> Wish | None:
-    """Read what is wished of the peer of a folder."""
+    """Read the request to the peer of a folder, if there is one."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         text = (folder / WISH_FILE).read_text(encoding="ascii").strip()
         return next((one for one in get_args(Wish) if one == text), None)
@@ -72,13 +72,13 @@ def wished(folder: Path) -> Wish | None:
 
 
 def forget_wish(folder: Path) -> None:
-    """Forget a wish of before: who starts a peer wishes that it trains."""
+    """Delete an earlier request: a peer that its user has just started should train."""
     with contextlib.suppress(OSError):
         (folder / WISH_FILE).unlink(missing_ok=True)
 
 
 def _unmet(condition: Condition) -> str:
-    """Ask a condition; one that can't be told, of which the log says why, counts as one that holds."""
+    """Check a condition; if the check fails, log the error and treat the condition as one that holds."""
     try:
         return condition.unmet()
     except (OSError, ValueError, psutil.Error) as error:
@@ -87,10 +87,10 @@ def _unmet(condition: Condition) -> str:
 
 
 class Wishes:
-    """Looks what is wished of the peer of a folder, and has `leaving` know; `clock` is in monotonic seconds.
+    """Polls the requests to the peer of a folder, and passes them on to `leaving`.
 
-    It listens to the peer's events: `finish` takes effect when the present step of the swarm is taken, or
-    after `OVERTIME_S` without one.
+    `run_peer` creates one per run. It listens to the peer's events: `finish` takes effect when the swarm's
+    present step is taken, or after `OVERTIME_S` without one. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Wishes:
         self._late_at = math.inf
 
     def __call__(self, event: Event) -> None:
-        """Leave with the step that was just taken, if that is wished."""
+        """Leave after the step that was just taken, if the user requested `finish`."""
         if event["event"] == "step" and self.is_to_finish:
             self._leaving.leave("finish")
 
@@ -120,7 +120,7 @@ class Wishes:
         return wished(self._folder) == "finish"
 
     def why_paused(self) -> str:
-        """Say why this peer should not train now; empty if it should."""
+        """Return why this peer should not train now, or an empty text."""
         if wished(self._folder) == "pause":
             return BY_ITS_USER
         if (now := self._clock()) >= self._look_at:
@@ -131,7 +131,7 @@ class Wishes:
         return self._unmet if now < self._unmet_at + SETTLED_S else ""
 
     def look(self) -> None:
-        """Leave if this peer should not train now, or should have finished long ago."""
+        """Leave if this peer should not train now, or if `finish` has been due for `OVERTIME_S`."""
         now = self._clock()
         self._late_at = min(self._late_at, now + OVERTIME_S) if self.is_to_finish else math.inf
         if now >= self._late_at:
@@ -140,5 +140,5 @@ class Wishes:
             self._leaving.leave("pause")
 
     def heard(self) -> AbstractContextManager[None]:
-        """Look every second while the block runs."""
+        """Call `look` every second while the block runs."""
         return every(LOOK_EVERY_S, self.look, "wishes")
