@@ -1,7 +1,7 @@
 """Fine-tune one Transformers model together over the internet.
 
-The face: what `from trahiv_cli import ...` offers; what may be raised is in `trahiv_cli.errors`. Importing it
-is light; the module behind a name, and with it torch and transformers, loads when the name is first used.
+The public API: the names that `from trahiv_cli import ...` offers. Its exceptions are in `trahiv_cli.errors`.
+Importing the package is cheap: the module behind a name, with torch and transformers, loads on first use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Load the module behind a name, once."""
+    """Import the module behind a name on first use, and cache its value."""
     value: object
     if name == "__version__":
         value = import_module("trahiv_cli.recipe.builtin").version()

@@ -9,7 +9,7 @@ def main() -> None:
         from trahiv_cli.cli.app import run
 
         run()
-    except KeyboardInterrupt:  # before a command could do something about it
+    except KeyboardInterrupt:  # before a command could handle it
         raise SystemExit(130) from None
 
 

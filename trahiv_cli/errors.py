@@ -1,22 +1,22 @@
-"""Everything that can go wrong, as one tree; each error carries its hint and the process's exit code.
+"""All errors, as one tree; each error carries its hint and the process's exit code.
 
     TrahivError                    1
-    ├── RecipeError                2  what the user wrote is not a recipe
+    ├── RecipeError                2  the recipe has mistakes
     ├── SetupError                 3  this machine lacks something: a package, a port, disk space
     │   └── FolderTaken        3  another peer runs in the run's folder
     ├── AssetError                 3  a model or dataset could not be loaded
-    ├── OutOfMemory                6  it does not fit, said before or while loading
+    ├── OutOfMemory                6  training does not fit into memory
     ├── NotFinite                  1  training has diverged: weights are NaN or infinite
     └── SwarmError                 1
         ├── Unreachable            4  no peer answered
-        │   └── NothingPublished   4  one did, but trains nothing (yet)
+        │   └── NothingPublished   4  a peer answered, but none publishes a recipe (yet)
         ├── RecipeMismatch         5  the swarm runs another recipe
         ├── NotAdmitted            5  the swarm is closed, and this peer is not a member
         ├── PeerBroken             1  one of this peer's own processes has failed
-        └── RoundFailed            1  a round or a state download did not succeed in time
+        └── RoundFailed            1  a round or a state download failed
 
-The core raises these; only `cli/app.py` turns them into words. A message says what happened and what
-is unchanged; `hint` says what to type or change next.
+The other packages raise these errors; only `cli/app.py` turns them into text. A message describes the failure
+and everything that is unchanged; `hint` describes the next thing to type or change.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from typing import ClassVar
 
 
 class TrahivError(Exception):
-    """Something a user can act on. Anything else that escapes is a bug of ours.
+    """An error that the user can act on. Any other exception that reaches the user is a bug in trahiv.
 
-    `findings` of a recipe are everything that is wrong there, not only the first thing.
+    `findings` lists all mistakes of a recipe, not only the first one.
     """
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "failed"
     table: tuple[str, ...] = ()
-    """Lines for a person, to be shown between the message and the hint."""
+    """Lines for a person, shown between the message and the hint."""
 
     def __init__(self, message: str, hint: str = "", findings: tuple[Finding, ...] = ()) -> None:
         super().__init__(message)
@@ -43,17 +43,17 @@ class TrahivError(Exception):
         self.findings = findings
 
     def __str__(self) -> str:
-        """Return all that a person needs: Python's traceback, and a notebook's, show nothing else."""
+        """Return message, table and hint: a traceback, in Python or in a notebook, shows only this text."""
         hints = [f"hint: {self.hint}"] if self.hint else []
         return "\n".join([self.message, *self.table, *hints])
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing wrong in a recipe, with the place to look at.
+    """One mistake in a recipe, and its position.
 
-    `line` and `col` count from 1; 0 means that the value has no place in a file (it came from
-    `--set`, or the whole document is meant). `source` is the text of that line.
+    `line` and `col` count from 1; 0 means that the value has no position in a file (it came from
+    `--set`, or the finding is about the whole document). `source` is the text of that line.
     """
 
     path: str
@@ -71,34 +71,34 @@ class Finding:
 
 
 class RecipeError(TrahivError):
-    """The recipe is wrong; `findings` lists everything wrong with it."""
+    """The recipe has mistakes, which `findings` lists, or there is no such recipe."""
 
     exit_code = 2
     code = "recipe"
 
 
 class SetupError(TrahivError):
-    """This machine cannot run it as it is: a missing package, a taken port, an unwritable folder."""
+    """This machine lacks something: a package is missing, a port is taken, a folder is not writable."""
 
     exit_code = 3
     code = "setup"
 
 
 class FolderTaken(SetupError):
-    """Another peer of this machine runs in the run's folder; nothing in it was changed."""
+    """Another peer runs in the run's folder; nothing in it was changed."""
 
     code = "folder-taken"
 
 
 class AssetError(TrahivError):
-    """A model, tokenizer or dataset could not be found or read; nothing was trained or written."""
+    """A model, tokenizer or dataset could not be found or read, or does not fit the recipe."""
 
     exit_code = 3
     code = "asset"
 
 
 class OutOfMemory(TrahivError):
-    """The run needs more memory than there is; said with both numbers."""
+    """The run needs more memory than this machine has."""
 
     exit_code = 6
     code = "memory"
@@ -111,7 +111,7 @@ class NotFinite(TrahivError):
 
 
 class SwarmError(TrahivError):
-    """Something between peers went wrong."""
+    """Base class of errors in training with other peers."""
 
     code = "swarm"
 
@@ -124,13 +124,13 @@ class Unreachable(SwarmError):
 
 
 class NothingPublished(Unreachable):
-    """A peer answered, but nobody publishes a recipe there (yet)."""
+    """A peer answered, but no peer of its swarm publishes a recipe (yet)."""
 
     code = "nothing-published"
 
 
 class RecipeMismatch(SwarmError):
-    """This peer and the swarm do not train the same; `differences` lists (field, ours, theirs)."""
+    """This peer and the swarm do not train the same run; `differences` lists (field, ours, theirs)."""
 
     exit_code = 5
     code = "mismatch"
@@ -145,19 +145,19 @@ class RecipeMismatch(SwarmError):
 
 
 class NotAdmitted(SwarmError):
-    """A peer answered, and does not speak with this one; nothing was trained."""
+    """The swarm does not admit this peer, or its owner has removed it."""
 
     exit_code = 5
     code = "not-admitted"
 
 
 class PeerBroken(SwarmError):
-    """One of this peer's processes ended or stands still; what it trained is in a checkpoint."""
+    """One of this peer's processes ended or hangs; its checkpoints are intact."""
 
     code = "broken"
 
 
 class RoundFailed(SwarmError):
-    """A round or a state download did not succeed in time; parameters and gradients are unchanged."""
+    """A round or a state download failed; parameters and gradients are unchanged."""
 
     code = "round"

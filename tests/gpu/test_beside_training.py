@@ -1,4 +1,4 @@
-"""A GPU is copied from beside the batches that training has asked of it, and no device memory is taken."""
+"""Copies from a GPU run beside the batches that training has queued, and take no device memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 WORK_CYCLES = 5 * 10**9
-"""Some seconds: what these tests copy takes milliseconds."""
+"""Some seconds; the copies of these tests take milliseconds."""
 
 SHORT_CYCLES = 10**8
 
@@ -47,7 +47,7 @@ def averager() -> Any:
 
 
 def beside_work(copy: Callable[[], Any]) -> Any:
-    """Copy in a thread of its own while the stream that trains is busy, and still is when that is done."""
+    """Copy in a separate thread while the training stream is busy, which it must still be afterwards."""
     torch.cuda.synchronize()
     torch.cuda._sleep(WORK_CYCLES)
     work = torch.cuda.current_stream().record_event()
@@ -70,13 +70,13 @@ def test_weights_are_digested_beside_training(averager, monkeypatch, room):
     assert beside_work(lambda: digests(averager)) == expected
 
 
-def test_a_claim_s_digest_waits_for_no_batch(averager):
+def test_claim_digest_waits_for_no_batch(averager):
     equality = Equality(averager, SimpleNamespace(attest=lambda history, common: None))
     digests(averager)
     assert beside_work(lambda: equality.digest(averager.common_tensors()))
 
 
-def test_a_state_is_copied_for_joiners_beside_training(averager):
+def test_state_copy_runs_beside_training(averager):
     averager.get_current_state()
     _, [flat], infos = beside_work(averager.get_current_state)
     _, tensors, _ = averager._live_state()
@@ -84,7 +84,7 @@ def test_a_state_is_copied_for_joiners_beside_training(averager):
         assert torch.equal(given, held.cpu())
 
 
-def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager):
+def test_copy_includes_work_queued_under_lock(averager):
     with averager.lock_state, torch.no_grad():
         torch.cuda._sleep(SHORT_CYCLES)
         for weight in averager.weights:
@@ -97,7 +97,7 @@ def test_what_was_asked_of_the_gpu_under_the_lock_is_in_a_copy(averager):
     assert all(bool((value == 7.0).all()) for value in values)
 
 
-def test_the_model_s_own_weights_wait_in_host_memory(averager):
+def test_own_weights_wait_in_host_memory(averager):
     weights = averager.weights
     agreed = [torch.zeros_like(weight) for weight in weights]
     own = [weight.detach().clone() for weight in weights]

@@ -1,4 +1,4 @@
-"""One peer on a GPU: every precision trains, in a swarm as alone; what is trained is float32."""
+"""One peer on a GPU: every precision trains in a swarm as it does alone; trained weights are float32."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_a_precision_trains(llama, tmp_path, name):
+def test_precision_trains(llama, tmp_path, name):
     trainer = train(llama, tmp_path, PRECISIONS[name])
     assert trainer.swarm_optimizer.local_epoch == 8
     assert losses(trainer)[-1] < losses(trainer)[0]
@@ -75,7 +75,7 @@ def test_a_precision_trains(llama, tmp_path, name):
         assert weight.dtype == torch.float32 or not weight.requires_grad
 
 
-def test_qlora_with_paged_8_bit_moments_trains(llama, tmp_path):
+def test_qlora_trains_with_paged_8bit_moments(llama, tmp_path):
     trainer = train(llama, tmp_path, {"bf16": True, CHECKPOINTING: True}, qlora=True)
     assert losses(trainer)[-1] < losses(trainer)[0]
     states = trainer.swarm_optimizer.opt.state.values()

@@ -35,7 +35,7 @@ words=(trahiv init --reach r) CURRENT=4; _trahiv_completion
 @pytest.mark.parametrize(
     ("shell", "script"), [("bash", BASH), ("fish", FISH), ("zsh", ZSH)], ids="bash fish zsh".split()
 )
-def test_a_shell_completes_commands_and_choices(shell, script, tmp_path):
+def test_shell_completes_commands_and_choices(shell, script, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
     path = f"{TRAHIV.parent}{os.pathsep}{os.environ['PATH']}"

@@ -1,4 +1,4 @@
-"""What the pages say that can be looked up: that commands are executed, codes, names, versions, figures."""
+"""Facts on the pages that can be checked: executed commands, exit codes, names, versions, figures."""
 
 import re
 import tomllib
@@ -18,7 +18,7 @@ def text_of(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_every_command_line_that_is_shown_is_executed_or_says_why_not():
+def test_shown_commands_are_executed_or_excused():
     shown = {one.line: one.page for page in pages() for one in shown_in(page)}
     by_scenario = listed()
     reasons = dict(entry.split(" | ") for entry in by_scenario.pop(NOT_RUN))
@@ -29,19 +29,19 @@ def test_every_command_line_that_is_shown_is_executed_or_says_why_not():
     assert all(reasons.values())
 
 
-def test_targets_and_scripts_that_are_shown_exist():
+def test_shown_targets_and_scripts_exist():
     shown = {one.line for page in pages() for one in shown_in(page)}
     targets = set(re.findall(r"^(\w+):.*## ", text_of("Makefile"), re.MULTILINE))
     assert {line.removeprefix("make ") for line in shown if line.startswith("make ")} <= targets
     assert all((ROOT / line.split()[0]).exists() for line in shown if line.startswith("scripts/"))
 
 
-def test_each_scenario_of_the_list_is_one_that_a_test_executes():
+def test_listed_scenarios_are_executed():
     tests = text_of("tests/swarm/test_docs_commands.py") + text_of("tests/unit/cli/test_documented.py")
     assert set(re.findall(r'Script\("([a-z ]+)"\)', tests)) == set(listed()) - {NOT_RUN}
 
 
-def test_the_page_on_exit_codes_has_each_of_them():
+def test_pages_list_every_exit_code():
     kinds = [one for one in vars(errors).values() if isinstance(one, type)]
     codes = {one.exit_code for one in kinds if issubclass(one, errors.TrahivError)} | {0, 130, 143}
     to_restart = text_of("docs/running.md").partition("## When to restart")[2]
@@ -50,7 +50,7 @@ def test_the_page_on_exit_codes_has_each_of_them():
         assert {int(code) for cell in cells for code in cell.split(",")} == codes
 
 
-def test_the_page_on_what_is_stable_names_the_protocol_and_what_python_offers():
+def test_stable_page_names_protocol_and_exports():
     page = text_of("docs/stable.md")
     version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
     assert f"version {version} speaks protocol {PROTOCOL}" in page
@@ -58,7 +58,7 @@ def test_the_page_on_what_is_stable_names_the_protocol_and_what_python_offers():
     assert set(re.findall(r"`(\w+)`", names)) == set(trahiv_cli.__all__)
 
 
-def test_the_changelog_begins_with_this_version_and_its_protocol():
+def test_changelog_begins_with_version_and_protocol():
     changes = text_of("CHANGELOG.md")
     version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
     newest = changes.split("\n## ")[1]
@@ -70,7 +70,7 @@ ROWS = re.findall(r"^\|.*\.md.*\|$", text_of("docs/cost.md"), re.MULTILINE)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_the_figures_of_a_row_of_the_page_on_costs_are_in_one_line_of_the_page_that_it_names(row):
+def test_cost_figures_match_their_source(row):
     *cells, source = row.split(" | ")
     [name] = re.findall(r"\((\w+\.md)", source)
     figures = [re.compile(rf"(?<![\d.]){re.escape(one)}(?!\d)") for one in FIGURE.findall(" ".join(cells))]

@@ -1,4 +1,4 @@
-"""Each row of the failure table in docs/rounds.md has a test that proves it, that `make test` runs."""
+"""Each row of the failure table in docs/rounds.md is proved by a test that `make test` runs."""
 
 from __future__ import annotations
 
@@ -9,52 +9,57 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 TABLE = "| what fails | what the others do | the peer itself |"
 
-KILLED = "simulation/test_failures.py::test_killed"
-DIES = "swarm/test_faults.py::test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies"
-FAILS_ALWAYS = "simulation/test_failures.py::test_who_has_round_after_round_fail_is_let_into_no_more"
+KILLED = "simulation/test_failures.py::test_killed_peer_trains_again"
+DIES = "swarm/test_faults.py::test_survivors_continue_after_death_in_any_phase"
+FAILS_ALWAYS = "simulation/test_failures.py::test_member_failing_rounds_is_excluded"
 
 PROOFS = {
     "killed before it joined a group": (KILLED, DIES),
     "killed while parts are exchanged": (KILLED, DIES),
-    "killed before or during the vote": (KILLED, f"{KILLED}_after_its_vote", DIES),
-    "sends its parts so slowly": (
-        "simulation/test_failures.py::test_member_that_sends_just_in_time_is_excluded",
+    "killed before or during the vote": (
+        KILLED,
+        "simulation/test_failures.py::test_death_after_vote_stays_within_timeout",
+        DIES,
     ),
+    "sends its parts so slowly": ("simulation/test_failures.py::test_deliberately_slow_sender_is_excluded",),
     "reports the step and does not come": (
-        "simulation/test_failures.py::test_member_that_reports_and_never_comes_costs_two_waits",
+        "simulation/test_failures.py::test_absent_reporter_costs_few_waits",
     ),
-    "sends no part": ("simulation/test_failures.py::test_sends_no_part", FAILS_ALWAYS),
-    "a part is damaged on its way": ("simulation/test_failures.py::test_a_part_is_damaged",),
-    "its codec raises": ("simulation/test_failures.py::test_its_codec_raises",),
+    "sends no part": (
+        "simulation/test_failures.py::test_group_continues_without_stalled_member",
+        FAILS_ALWAYS,
+    ),
+    "a part is damaged on its way": ("simulation/test_failures.py::test_damaged_part_names_its_sender",),
+    "its codec raises": ("simulation/test_failures.py::test_codec_error_fails_round_quickly",),
     "its gradient is not finite": (
-        "simulation/test_failures.py::test_its_gradient_is_not_finite",
-        "unit/optim/test_stepper.py::test_gradients_that_are_not_finite_are_dropped_and_counted",
+        "simulation/test_failures.py::test_nonfinite_gradient_is_dropped",
+        "unit/optim/test_stepper.py::test_nonfinite_gradients_are_dropped_and_counted",
     ),
     "its *weights* are not finite": (
-        "unit/optim/test_stepper.py::test_weights_that_are_not_finite_end_training_before_anything_is_sent",
+        "unit/optim/test_stepper.py::test_nonfinite_weights_end_training_before_sending",
     ),
     "its gradient is far from the group's": (
-        "simulation/test_failures.py::test_its_gradient_is_far_from_the_groups",
-        "simulation/test_failures.py::test_poison_moves_nobody_and_would_without_the_rules",
+        "simulation/test_failures.py::test_outlier_gradient_is_left_out",
+        "simulation/test_failures.py::test_rules_protect_against_poison",
     ),
     "its parts are no tensors of the right shape": (
-        "simulation/test_failures.py::test_its_parts_are_no_tensors_of_the_right_shape",
+        "simulation/test_failures.py::test_misshapen_parts_are_left_out",
     ),
     "the link between two of a group, or one member breaks each round": (
-        "simulation/test_failures.py::test_a_link_between_two_of_a_group_is_cut",
+        "simulation/test_failures.py::test_group_continues_despite_cut_link",
         FAILS_ALWAYS,
     ),
     "a connection that dies": ("unit/swarm/test_links.py::test_peer_of_a_dead_connection_is_disconnected",),
-    "all of its links, for a while": ("simulation/test_failures.py::test_all_links_of_one_are_cut",),
+    "all of its links, for a while": ("simulation/test_failures.py::test_isolated_peer_catches_up",),
     "nobody can be reached, others are alive": (
-        "simulation/test_failures.py::test_nobody_can_be_reached_though_others_are_alive",
+        "simulation/test_failures.py::test_isolated_peers_follow_solo_rules",
     ),
     "a newcomer's link breaks while it loads": (
-        "unit/optim/test_catch_up.py::test_newcomer_waits_for_peers_behind_a_broken_link",
+        "unit/optim/test_catch_up.py::test_joiner_waits_for_peers_behind_broken_link",
     ),
-    "the swarm is cut in two": ("simulation/test_failures.py::test_the_swarm_is_cut_in_two",),
+    "the swarm is cut in two": ("simulation/test_failures.py::test_minority_takes_no_step_during_partition",),
 }
-"""By what fails, or how that begins: tests that prove what the row says."""
+"""Maps a failure, or how its row begins, to the tests that prove the row."""
 
 
 def rows() -> list[str]:
@@ -72,13 +77,13 @@ def stories() -> tuple[str, ...]:
     raise AssertionError("swarm/conftest.py has no STORIES")
 
 
-def test_each_row_has_its_proof_and_each_proof_its_row():
+def test_rows_and_proofs_match():
     found = {what: [proof for proof in PROOFS if what.startswith(proof)] for what in rows()}
     assert all(len(proofs) == 1 for proofs in found.values()), found
     assert {proof for proofs in found.values() for proof in proofs} == PROOFS.keys()
 
 
-def test_each_proof_and_each_story_is_there_and_run_by_make_test():
+def test_proofs_and_stories_run_in_make_test():
     told = {f"swarm/{story.partition('[')[0]}" for story in stories()}
     proofs = set(itertools.chain(*PROOFS.values()))
     for test in sorted(proofs | told):

@@ -3,7 +3,7 @@
     cli > train | doctor | watch > optim | assets > swarm > recipe > telemetry > errors
 
 An upper room may import a lower one; rooms on one line never import each other. Imports for the type checker
-alone do not count; imports inside functions do. Which modules are loaded tells what is light, not a clock.
+alone do not count; imports inside functions do. Loaded modules decide what is light, not a clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NEVER = {
 
 
 class Import(NamedTuple):
-    """One imported module, `name` where `from module import name` was written, and where."""
+    """An imported module, the `name` of `from module import name`, and the line."""
 
     module: str
     name: str
@@ -55,7 +55,7 @@ def module_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """The room a module of ours is in; the face and `__main__` are rooms of their own."""
+    """The room of one of our modules; the face and `__main__` are rooms of their own."""
     return (module.split(".") + ["face"])[1]
 
 
@@ -80,7 +80,7 @@ def imports_of(source: str, package: str) -> Iterator[Import]:
 
 
 def violations(source: str, module: str) -> list[str]:
-    """What a module's imports do that its room may not, one sentence each."""
+    """Return how a module's imports break the rules of its room, one sentence each."""
     room = room_of(module)
     found = []
     for imported in imports_of(source, module.rpartition(".")[0]):
@@ -104,7 +104,7 @@ def violations(source: str, module: str) -> list[str]:
 
 
 def edges(sources: dict[str, str]) -> dict[str, set[str]]:
-    """For each of our modules, those of ours that it imports."""
+    """Map each of our modules to those of ours that it imports."""
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         is_package = any(other.startswith(f"{module}.") for other in sources)
@@ -115,7 +115,7 @@ def edges(sources: dict[str, str]) -> dict[str, set[str]]:
     return graph
 
 
-def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing():
+def test_imports_keep_to_room_rules():
     for path in FILES:
         module, source = module_of(path), path.read_text(encoding="utf-8")
         assert room_of(module) in (*LEVELS, "face", "__main__"), "a new room: give it a line in LEVELS"
@@ -124,7 +124,7 @@ def test_a_module_imports_only_what_its_room_may_and_a_room_re_exports_nothing()
             assert len(ast.parse(source).body) == 1, f"{path} holds more than a docstring"
 
 
-def test_no_import_goes_in_a_circle():
+def test_no_import_cycle():
     sources = {module_of(path): path.read_text(encoding="utf-8") for path in FILES}
     try:
         TopologicalSorter(edges(sources)).prepare()
@@ -132,7 +132,7 @@ def test_no_import_goes_in_a_circle():
         pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
-def test_tests_and_benchmarks_meet_in_the_kit_alone():
+def test_tests_and_benchmarks_share_only_kits():
     benchmarks, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("benchmarks", "tests"))
     scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     for path in (*benchmarks, *tests):
@@ -168,7 +168,7 @@ ALLOWED = [
 ]
 
 
-def test_the_rules_catch_what_is_forbidden_and_nothing_else():
+def test_rules_catch_only_forbidden_imports():
     assert all(violations(source, module) for module, source in FORBIDDEN)
     assert not any(violations(source, module) for module, source in ALLOWED)
     circle = {"p": "", "p.a": "def f():\n    from p import b", "p.b": "import p.c", "p.c": "from .a import x"}
@@ -206,7 +206,7 @@ print(json.dumps([*sys.modules]), file=sys.stderr)
         "schema",
     ],
 )
-def test_the_face_help_and_looking_at_recipes_load_nothing_heavy(words, tmp_path):
+def test_light_commands_load_no_heavy_library(words, tmp_path):
     command = [sys.executable, "-c", RUN, *words.split()]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL

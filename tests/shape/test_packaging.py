@@ -1,4 +1,4 @@
-"""What starts a peer and watches over it says the same as the errors do."""
+"""The systemd unit agrees with the exit codes of the errors, and compose's second peer can join the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trahiv_cli import errors
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "packaging/trahiv.service"
 MAY_BE_OTHERWISE_NEXT_TIME = {errors.TrahivError.exit_code, errors.Unreachable.exit_code}
-"""Exit codes after which a peer is started again: it failed while running, or nobody answered."""
+"""Exit codes after which a peer is started again: it failed while running, or no peer answered."""
 
 
 def exit_codes(error: type[errors.TrahivError] = errors.TrahivError) -> Iterator[int]:
@@ -30,12 +30,12 @@ def settings(key: str) -> list[str]:
     return [line.partition("=")[2] for line in lines if line.startswith(f"{key}=")]
 
 
-def test_systemd_restarts_a_peer_only_if_it_may_go_better_next_time():
+def test_systemd_restarts_only_after_transient_failures():
     (codes,) = settings("RestartPreventExitStatus")
     assert {int(code) for code in codes.split()} == set(exit_codes()) - MAY_BE_OTHERWISE_NEXT_TIME
 
 
-def test_systemd_reads_the_unit_without_a_complaint(tmp_path):
+def test_systemd_verifies_unit(tmp_path):
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed; it comes with Debian's package systemd")
     (command,) = settings("ExecStart")
@@ -50,7 +50,7 @@ def test_systemd_reads_the_unit_without_a_complaint(tmp_path):
     assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
 
 
-def test_compose_starts_peers_that_the_second_can_join():
+def test_compose_second_peer_has_invitation():
     services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     first, second = (service["command"] for service in services.values())
     assert f"@{first[first.index('--output-dir') + 1]}/invitation" in second

@@ -1,4 +1,4 @@
-"""What people expect of a project besides its code is there, and says the same as the code does."""
+"""The files that a project has besides its code exist, and agree with the code."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ METADATA = PROJECT["project"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_file_is_there(name: str):
+def test_file_exists(name: str):
     assert text(name).strip()
 
 
-def test_the_package_says_that_it_is_typed():
+def test_package_is_typed():
     assert (ROOT / "trahiv_cli/py.typed").is_file()
 
 
-def test_version_license_and_repository_are_the_same_everywhere():
+def test_version_license_and_repository_agree():
     citation = loaded("CITATION.cff")
     cited = (citation["version"], citation["license"], citation["repository-code"])
     assert cited == (METADATA["version"], METADATA["license"], METADATA["urls"]["Repository"])
     assert f"{citation['repository-code']}/security/advisories/new" in text("SECURITY.md")
 
 
-def test_security_says_how_to_report_what_counts_and_when_to_expect_an_answer():
+def test_security_policy_has_required_sections():
     for what in ("Report a vulnerability", "docs/security.md", "Supported versions", "days"):
         assert what in text("SECURITY.md")
 
 
-def test_a_bug_comes_with_what_is_needed_to_find_it():
+def test_bug_form_requires_diagnostics():
     required = [
         field["attributes"]["label"]
         for field in loaded(GITHUB / "ISSUE_TEMPLATE/bug.yml")["body"]
@@ -80,13 +80,13 @@ def test_a_bug_comes_with_what_is_needed_to_find_it():
         assert any(what in label for label in required), what
 
 
-def test_the_list_of_forms_leads_to_the_private_report():
+def test_issue_forms_link_security_policy():
     links = loaded(GITHUB / "ISSUE_TEMPLATE/config.yml")["contact_links"]
     assert any(link["url"].endswith("/SECURITY.md") for link in links)
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
-def test_a_workflow_may_little_ends_and_runs_what_was_chosen(file: Path):
+def test_workflow_has_permissions_timeouts_and_pins(file: Path):
     workflow = loaded(file)
     assert workflow["permissions"] == {}
     # A workflow that is called would end its caller if both were of one group.
@@ -100,7 +100,7 @@ def test_a_workflow_may_little_ends_and_runs_what_was_chosen(file: Path):
     assert len(checkouts) == sum("persist-credentials: false" in line for line in lines)
 
 
-def test_tests_run_with_each_python_that_pyproject_names():
+def test_ci_matrix_matches_supported_pythons():
     matrix = loaded(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]
     named = [entry.rpartition(" ")[2] for entry in METADATA["classifiers"] if re.search(r":: 3\.\d+$", entry)]
     assert matrix["python"] == named
@@ -108,14 +108,14 @@ def test_tests_run_with_each_python_that_pyproject_names():
     assert all((ROOT / "scripts" / script).is_file() for script in matrix["script"])
 
 
-def test_pyproject_says_who_what_for_and_where():
+def test_pyproject_metadata_is_complete():
     assert METADATA["authors"] == [{"name": "trahiv contributors"}]
     assert METADATA["keywords"]
     assert "Typing :: Typed" in METADATA["classifiers"]
     assert {"Homepage", "Documentation", "Repository", "Changelog", "Issues"} <= set(METADATA["urls"])
 
 
-def test_each_link_of_the_readme_leads_somewhere_on_pypi_too():
+def test_readme_links_are_absolute_on_pypi():
     readme = text("README.md")
     for each in PROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         readme = re.sub(each["pattern"], each["replacement"], readme)
@@ -124,7 +124,7 @@ def test_each_link_of_the_readme_leads_somewhere_on_pypi_too():
 
 
 @pytest.mark.parametrize("what", LINTERS)
-def test_a_linter_finds_nothing(what: str):
+def test_linter_finds_nothing(what: str):
     name, *arguments = LINTERS[what]
     linter = shutil.which(name, path=Path(sys.executable).parent)
     if not linter:

@@ -1,4 +1,4 @@
-"""The site builds without a warning, its links lead somewhere, its reference has all that the code has."""
+"""The site builds without warnings, its links resolve, and its reference covers all that the code has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXTERNAL = re.compile(r"https?://[a-z0-9.-]+\.[a-z]{2,}(/[^\s<>]*)?")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's word on the next mkdocs
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # the theme's notice about the next mkdocs
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     return folder
@@ -50,12 +50,12 @@ def text_of(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """What links to a page may name, as the repository's own view of it has them."""
+    """Anchors that links to a page may name, as the repository's own view makes them."""
     headings = re.findall(r"^#+ (.*)", text_of(path), re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-def test_a_page_loads_nothing_from_elsewhere(site):
+def test_pages_load_nothing_from_elsewhere(site):
     for page in site.rglob("*.html"):
         assert not FROM_ELSEWHERE.search(page.read_text(encoding="utf-8")), page
     drawn = [
@@ -65,7 +65,7 @@ def test_a_page_loads_nothing_from_elsewhere(site):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_each_link_of_the_repositorys_pages_leads_somewhere(page):
+def test_page_links_resolve(page):
     for link in LINK.findall(text_of(page)):
         path, _, anchor = link.partition("#")
         if ":" in link:
@@ -76,7 +76,7 @@ def test_each_link_of_the_repositorys_pages_leads_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
-def test_the_reference_has_each_field_and_each_option(site):
+def test_reference_has_every_field_and_option(site):
     recipe = (site / "recipe.html").read_text(encoding="utf-8")
     sections = sections_of_a_recipe()
     for home, fields in sections.items():
@@ -92,7 +92,7 @@ def test_the_reference_has_each_field_and_each_option(site):
         assert f"-{option}" in written["-".join(words)] if option else "-".join(words) in written, line
 
 
-def test_the_manual_page_is_that_of_the_commands():
+def test_manual_page_matches_commands():
     if os.environ.get(REWRITE) == "1":
         MANUAL.write_text(manual_page(), encoding="utf-8")
     assert manual_page() == MANUAL.read_text(encoding="utf-8"), f"meant to change? {REWRITE}=1 writes it anew"
@@ -102,7 +102,7 @@ def test_the_manual_page_is_that_of_the_commands():
         assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_names_of_other_tools_are_in_a_table_and_the_example_is_a_recipe(site, tmp_path, monkeypatch):
+def test_foreign_names_page_matches_loader(site, tmp_path, monkeypatch):
     shown = (site / "from-others.html").read_text(encoding="utf-8")
     assert all(f"<code>{name}</code>" in shown for name in FOREIGN)
     page = (ROOT / "docs/from-others.md").read_text(encoding="utf-8")

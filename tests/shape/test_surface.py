@@ -1,4 +1,4 @@
-"""What others rely on is pinned, and the habits that a linter cannot see are kept."""
+"""The public surface is pinned, and source rules that no linter checks are kept."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ REWRITE = "TRAHIV_REWRITE_CLI_SURFACE"
 FILES = sorted((ROOT / "trahiv_cli").rglob("*.py"))
 NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}
 MAY_CATCH_EVERYTHING = (
-    "trahiv_cli/cli/app.py",  # the last resort: a bug of ours becomes words and an exit code
-    "trahiv_cli/telemetry/",  # telling must never stop training
-    "trahiv_cli/optim/averager.py",  # whatever ended an exchange, the group is told in the vote
-    "trahiv_cli/swarm/corrections/dht.py",  # as hivemind's thread that gives states: to whoever asked
+    "trahiv_cli/cli/app.py",  # the last resort: a bug of ours becomes a message and an exit code
+    "trahiv_cli/telemetry/",  # telemetry must never stop training
+    "trahiv_cli/optim/averager.py",  # any failure of an exchange is reported to the group in the vote
+    "trahiv_cli/swarm/corrections/dht.py",  # like hivemind's thread that sends states: to the peer that asked
     "trahiv_cli/swarm/router.py",  # miniupnpc raises nothing narrower
-    "trahiv_cli/train/rehearsal.py",  # whatever a library raises there is about the user's model or data
-    "trahiv_cli/optim/background.py",  # hands what went wrong in its thread to the one that waits for it
+    "trahiv_cli/train/rehearsal.py",  # any error of a library there is about the user's model or data
+    "trahiv_cli/optim/background.py",  # hands an error of its thread to the waiting caller
 )
 MAY_PRINT = "trahiv_cli/cli/output.py"
 OPTIONS_OF_OTHERS = {
@@ -41,7 +41,7 @@ def place(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def test_the_face_offers_exactly_this():
+def test_public_names_are_pinned():
     trainers = {"SwarmDPOTrainer", "SwarmSFTTrainer", "SwarmTrainer", "SwarmTrainerMixin"}
     lazy = trainers | {"SwarmTrainingArguments", "load_recipe"}
     assert set(trahiv_cli.__all__) == lazy | {"__version__", "errors"}
@@ -80,14 +80,14 @@ def cli_surface() -> list[str]:
     return sorted(lines)
 
 
-def test_commands_and_options_are_the_listed_ones():
+def test_commands_and_options_match_list():
     if os.environ.get(REWRITE) == "1":
         SURFACE.write_text("\n".join(cli_surface()) + "\n", encoding="utf-8")
     listed = SURFACE.read_text(encoding="utf-8").splitlines()
     assert cli_surface() == listed, f"meant to change? {REWRITE}=1 writes {place(SURFACE)} anew"
 
 
-def test_every_command_and_option_that_is_named_anywhere_exists():
+def test_mentioned_commands_and_options_exist():
     known = {
         name: {*options_of(command), "--help", *OPTIONS_OF_OTHERS} for name, command in commands().items()
     }
@@ -106,7 +106,7 @@ def test_every_command_and_option_that_is_named_anywhere_exists():
 
 
 @pytest.mark.parametrize("path", FILES, ids=place)
-def test_a_file_says_what_it_is_for_prints_nothing_and_names_what_it_catches(path):
+def test_file_keeps_source_rules(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     assert path.stem not in NAMES_THAT_SAY_NOTHING

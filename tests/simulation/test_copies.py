@@ -1,4 +1,4 @@
-"""What members keep of each other's records, however their links, their nodes and their neighbours behave."""
+"""How members keep copies of each other's records despite failing links, nodes and neighbours."""
 
 import asyncio
 
@@ -13,11 +13,11 @@ from trahiv_cli.optim.progress import REPORT_EVERY_S, REPORT_EVERY_S_A_PEER
 from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S, LOOK_EVERY_S
 
 KEY, LIFE_S, DELAY_S = "key", 20.0, 0.05
-REPORT = bytes(700)  # without its signature and place: those of a lone peer with some rounds behind it
+REPORT = bytes(700)  # without signature and subkey: the size for a lone peer after several rounds
 
 
 def play(scene, *args):
-    """Play a scene of a network in which each message takes 50 ms, and return what it returned."""
+    """Run a scene on a network in which each message takes 50 ms, and return its result."""
     loop, network = VirtualLoop(), Network()
     network.delay_s = lambda sender, receiver: DELAY_S
     with virtual_time(loop), asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -25,22 +25,22 @@ def play(scene, *args):
 
 
 async def swarm(network, num_members, **options):
-    """Make members that are all connected, of which each has stored its number."""
+    """Return fully connected members, each of which has stored its number."""
     members = [await Member(network, "0").enter()]
     for number in range(1, num_members):
         members.append(await Member(network, f"{number}", **options).enter(members[0]))
     for number, one in enumerate(members):
         assert await one.put(KEY, number)
-    await asyncio.sleep(2 * LOOK_EVERY_S)  # so each has compared with another one
+    await asyncio.sleep(2 * LOOK_EVERY_S)  # so each has compared its copies with another member
     return members
 
 
 def numbers(members):
-    """What all should read."""
+    """Return the values that every member should read."""
     return {one.id: number for number, one in enumerate(members)}
 
 
-def test_record_is_everywhere_after_one_round_trip():
+def test_record_spreads_within_one_round_trip():
     async def scene(network):
         members, loop = await swarm(network, 8), asyncio.get_running_loop()
         began = loop.time()
@@ -53,7 +53,7 @@ def test_record_is_everywhere_after_one_round_trip():
     play(scene)
 
 
-def test_of_two_that_store_at_once_one_reads_both():
+def test_one_concurrent_writer_reads_both():
     async def scene(network):
         members = await swarm(network, 2)
 
@@ -66,8 +66,8 @@ def test_of_two_that_store_at_once_one_reads_both():
     play(scene)
 
 
-def test_five_names_beside_the_key_hide_nothing():
-    """As many nodes as hivemind stores a record at have the ids nearest to a key, and answer nothing."""
+def test_nearest_silent_nodes_hide_nothing():
+    """As many nodes as hivemind stores a record on have the ids nearest to the key, and answer nothing."""
 
     async def nothing(request, context):
         return StoreRequest()
@@ -93,7 +93,7 @@ def test_five_names_beside_the_key_hide_nothing():
     play(scene)
 
 
-def test_newcomer_reads_at_once_what_others_keep():
+def test_joiner_reads_records_at_once():
     async def scene(network, options):
         members = await swarm(network, 5)
         new = await Member(network, "new", **options).enter(members[0])
@@ -105,7 +105,7 @@ def test_newcomer_reads_at_once_what_others_keep():
     play(scene, {"client_mode": True})
 
 
-def test_client_is_sent_what_others_store():
+def test_client_receives_stored_records():
     async def scene(network):
         members = [await Member(network, "0").enter()]
         members.append(await Member(network, "1", client_mode=True).enter(members[0]))
@@ -120,7 +120,7 @@ def test_client_is_sent_what_others_store():
     play(scene)
 
 
-def test_two_without_a_connection_hear_through_a_third():
+def test_unconnected_members_sync_through_third():
     async def scene(network):
         members = await swarm(network, 3)
         apart = {members[1].id, members[2].id}
@@ -132,7 +132,7 @@ def test_two_without_a_connection_hear_through_a_third():
     play(scene)
 
 
-def test_record_that_ends_is_left_out_after_its_owner_was_asked():
+def test_expired_record_is_dropped_after_asking_owner():
     async def scene(network):
         members = await swarm(network, 3)
         gone, stays = members[1], members[2]
@@ -148,8 +148,8 @@ def test_record_that_ends_is_left_out_after_its_owner_was_asked():
     play(scene)
 
 
-def test_after_a_suspension_nobody_is_taken_for_gone():
-    """The clock has jumped: all others' records have ended while this machine could not ask for new ones."""
+def test_suspended_member_finds_all_records():
+    """The clock jumped: all other records expired while this machine could not fetch new ones."""
 
     async def scene(network):
         members = await swarm(network, 4)
@@ -157,7 +157,7 @@ def test_after_a_suspension_nobody_is_taken_for_gone():
         await slept.read(KEY)
         asleep = True
         network.is_cut = lambda one, other: asleep and slept.id in (one, other)
-        slept.node.protocol.copies.close()  # nothing of it runs
+        slept.node.protocol.copies.close()  # it is suspended
         for _ in range(6):
             await asyncio.sleep(LIFE_S / 2)
             for number, one in enumerate(members[:3]):
@@ -169,7 +169,7 @@ def test_after_a_suspension_nobody_is_taken_for_gone():
 
 
 @pytest.mark.parametrize("seconds", [10.0, 40.0, 240.0])
-def test_after_a_cut_all_is_read_within_seconds(seconds):
+def test_records_recover_soon_after_cut(seconds):
     async def scene(network):
         members = await swarm(network, 4)
         sides = [{one.id for one in members[:2]}, {one.id for one in members[2:]}]
@@ -191,7 +191,7 @@ def test_after_a_cut_all_is_read_within_seconds(seconds):
     play(scene)
 
 
-def test_silent_member_delays_no_other_record():
+def test_silent_member_delays_no_record():
     async def scene(network):
         members, loop = await swarm(network, 5), asyncio.get_running_loop()
         silent = members[4].id
@@ -208,7 +208,7 @@ def test_silent_member_delays_no_other_record():
     play(scene)
 
 
-def test_member_that_asks_too_often_is_given_less():
+def test_greedy_member_receives_less():
     async def scene(network):
         members = await swarm(network, 8)
         for one in members:
@@ -223,7 +223,7 @@ def test_member_that_asks_too_often_is_given_less():
 
 
 def kilobytes_a_second(num_peers, seconds=30.0):
-    """Return what each peer of a swarm sends, receives and calls while all report as often as they may."""
+    """Return the kilobytes per second that each peer sends and receives while all report at full rate."""
 
     async def scene(network):
         members, loop = await swarm(network, num_peers), asyncio.get_running_loop()
@@ -253,5 +253,5 @@ def kilobytes_a_second(num_peers, seconds=30.0):
 
 
 @pytest.mark.parametrize("num_peers", [2, 8, 24, 64])
-def test_reports_take_no_more_than_a_home_link_bears(num_peers):
+def test_report_traffic_fits_home_link(num_peers):
     assert max(max(ways) for ways in kilobytes_a_second(num_peers)) <= 55.0

@@ -1,4 +1,4 @@
-"""Links that are cut for a while: how soon all are joint again, and how much work is thrown away."""
+"""Links that are cut temporarily: how soon all peers rejoin, and how much work is lost."""
 
 import math
 
@@ -17,9 +17,9 @@ SETTINGS = Settings(seconds_per_batch=1.0)
 
 
 def play(num_peers, side, seconds, settings=SETTINGS):
-    """Play a run in which the peers of one side can't reach the others for a while.
+    """Simulate a run in which the peers of one side can't reach the others for `seconds`.
 
-    Returns the run, when the links are whole again, and the first step of all peers after that.
+    Returns the run, the time at which the links are restored, and that of the first step of all peers after.
     """
     first, *others = side
     cut = Fault("halve", AT_STEP, first, others=tuple(others), seconds=seconds)
@@ -38,7 +38,7 @@ def play(num_peers, side, seconds, settings=SETTINGS):
         *((8, side, seconds) for side in ((6, 7), (4, 5, 6, 7)) for seconds in (10.0, 40.0)),
     ],
 )
-def test_peers_are_joint_again_soon_after_a_cut(num_peers, side, seconds):
+def test_peers_rejoin_soon_after_cut(num_peers, side, seconds):
     run, whole_at, joint_at = play(num_peers, side, seconds)
     assert joint_at - whole_at < JOINT_WITHIN_S
     step_samples = SETTINGS.batches * num_peers * BATCH
@@ -47,7 +47,7 @@ def test_peers_are_joint_again_soon_after_a_cut(num_peers, side, seconds):
         assert run.thrown_away() == 0, "neither went on alone"
 
 
-def test_pair_that_never_steps_alone_loses_nothing():
+def test_pair_without_solo_steps_loses_nothing():
     settings = Settings(seconds_per_batch=1.0, rules=RoundRules(solo_after_s=math.inf))
     run, whole_at, joint_at = play(2, (1,), 600.0, settings)
     assert joint_at - whole_at < JOINT_WITHIN_S and run.thrown_away() == 0

@@ -1,6 +1,6 @@
-"""Each failure of the table in docs/rounds.md by itself, in memory: what the others do, and what the peer.
+"""Each failure of the table in docs/rounds.md by itself, in memory: how the others and the peer react.
 
-At the end one peer of a few lies all along: it brings poison, nothing more, or a claim.
+In the last tests one of a few peers lies throughout: it brings poison, falls silent, or makes a false claim.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("undisturbed")
 
 AT_STEP = 4
 BAND = 0.05
-"""How much larger the honest peers' loss may be, as a share of what it is without poison."""
+"""How much larger the honest peers' loss may be than without poison, as a fraction."""
 WAITED_AT_MOST = 0.25
-"""Share of the median step that quick peers wait. Waiting for one four times slower takes half of a step."""
+"""Share of the median step that quick peers may wait. Waiting for one four times slower takes half a step."""
 
 
 def play(
@@ -41,9 +41,9 @@ def play(
     settings: Settings | None = None,
     lies: Sequence[Lie] = (),
 ) -> Run:
-    """Play a run; `lies` are those of its last peer."""
+    """Simulate a run whose last peer tells `lies`."""
     plan = Plan(num_peers, rounds, faults, settings=settings or Settings())
-    if lies:  # others wait for a liar that says that it is slow
+    if lies:  # others wait for a liar that claims to be slow
         plan = replace(plan, lies={num_peers - 1: lies}, patience_s=MOST_PATIENCE_S + 15.0)
     run = simulate(plan, seed=0)
     assert sum(run.struck.values()) == len(faults)
@@ -55,7 +55,7 @@ def reasons(run: Run) -> str:
 
 
 def longest_wait(run: Run, names: str) -> float:
-    """Seconds between two steps of those that go on."""
+    """Return the most seconds between two successive steps of the named peers."""
     taken = sorted(said["time"] for said in run.said("step", *names))
     return max(later - earlier for earlier, later in pairwise(taken))
 
@@ -69,7 +69,7 @@ KILLED = Fault("kill", AT_STEP, 1, seconds=3.0, homecoming="empty-handed")
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
 @pytest.mark.parametrize("moment", ["rpc_join_group", "rpc_aggregate_part", "rpc_vote"])
-def test_killed(moment, is_answer):
+def test_killed_peer_trains_again(moment, is_answer):
     homecoming = "empty-handed"
     if moment == "rpc_vote":
         homecoming = "as-new" if is_answer else "from-checkpoint"
@@ -81,12 +81,12 @@ def test_killed(moment, is_answer):
     assert run.steps(back)[-1]["step"] >= 30, "it trains along again"
 
 
-def test_killed_after_its_vote():
+def test_death_after_vote_stays_within_timeout():
     run = play(replace(KILLED, moment="rpc_vote", is_answer=True, skip=1))
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
 
 
-def test_sends_no_part():
+def test_group_continues_without_stalled_member():
     run = play(Fault("stall", AT_STEP, 1, moment="rpc_aggregate_part", seconds=30.0), rounds=20)
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
     assert any(id_of(run, "1") not in said["group"] for said in run.steps("0"))
@@ -94,23 +94,23 @@ def test_sends_no_part():
 
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["part", "average"])
-def test_a_part_is_damaged(is_answer):
+def test_damaged_part_names_its_sender(is_answer):
     run = play(Fault("corrupt", AT_STEP, 1, moment="rpc_aggregate_part", is_answer=is_answer))
     assert "damaged" in reasons(run) and id_of(run, "1") in reasons(run)
     assert longest_wait(run, "012") < 5.0
 
 
-def test_two_whose_link_was_cut_meet_soon_after_it_is_mended():
+def test_pair_meets_soon_after_link_recovers():
     cut = Fault("cut", AT_STEP, 1, moment="rpc_vote", others=(0,), seconds=6.0)
     assert longest_wait(play(cut, num_peers=2), "01") < AVERAGING_TIMEOUT_S
 
 
-def test_its_codec_raises():
+def test_codec_error_fails_round_quickly():
     run = play(Fault("codec", AT_STEP, 1))
     assert "the codec failed" in reasons(run) and longest_wait(run, "012") < 5.0
 
 
-def test_what_a_codec_lost_before_is_brought_again_after_a_round_that_failed(monkeypatch):
+def test_codec_residual_survives_failed_round(monkeypatch):
     brought = {}
     prepare = ExactAverager._prepare_contribution
 
@@ -127,31 +127,31 @@ def test_what_a_codec_lost_before_is_brought_again_after_a_round_that_failed(mon
     assert again and all(tries[0] and tries == [tries[0]] * len(tries) for tries in again)
 
 
-def test_its_gradient_is_not_finite():
+def test_nonfinite_gradient_is_dropped():
     run = play(Fault("nan", AT_STEP, 1))
     assert not run.failed and run.world.peers["1"].optimizer.dropped_samples > 0
 
 
-def test_its_gradient_is_far_from_the_groups():
+def test_outlier_gradient_is_left_out():
     run = play(Fault("enormous", AT_STEP, 1))
     assert not run.failed and any(id_of(run, "1") in said["left_out"] for said in run.steps("0"))
 
 
-def test_its_parts_are_no_tensors_of_the_right_shape():
+def test_misshapen_parts_are_left_out():
     faults = [Fault("misshapen", at_step, 1, moment="rpc_aggregate_part") for at_step in (AT_STEP, 6, 8)]
     run = play(*faults)
     named = [said["left_out"].get(id_of(run, "1"), "") for said in run.steps("0")]
     assert not run.failed and sum("no tensors of the right shape" in why for why in named) == len(faults)
 
 
-def test_a_link_between_two_of_a_group_is_cut():
+def test_group_continues_despite_cut_link():
     run = play(Fault("cut", AT_STEP, 1, others=(2,), seconds=60.0), num_peers=4, rounds=30)
     without = [said for said in run.steps("0") if len(said["group"]) == 3]
     assert without and longest_wait(run, "03") < 2 * AVERAGING_TIMEOUT_S
 
 
 @pytest.mark.parametrize("seconds", [10.0, 60.0])
-def test_all_links_of_one_are_cut(seconds):
+def test_isolated_peer_catches_up(seconds):
     run = play(Fault("halve", AT_STEP, 1, seconds=seconds), rounds=30)
     assert longest_wait(run, "02") < 2 * AVERAGING_TIMEOUT_S
     assert not [said for said in run.steps("1") if len(said["group"]) < 2]
@@ -159,7 +159,7 @@ def test_all_links_of_one_are_cut(seconds):
 
 
 @pytest.mark.parametrize("solo_after_s", [0.0, 8.0, math.inf])
-def test_nobody_can_be_reached_though_others_are_alive(solo_after_s):
+def test_isolated_peers_follow_solo_rules(solo_after_s):
     cuts = [Fault("cut", AT_STEP, a, others=(b,), seconds=40.0) for a, b in ((0, 1), (0, 2), (1, 2))]
     rules = RoundRules(solo_after_s=solo_after_s)
     run = play(*cuts, settings=Settings(rules=rules, metadata_expiration=60.0))
@@ -176,7 +176,7 @@ def test_nobody_can_be_reached_though_others_are_alive(solo_after_s):
         assert alone == []
 
 
-def test_it_falls_behind_where_many_rounds_fit_between_two_fetches_of_the_reports(monkeypatch):
+def test_stalled_peer_catches_up_despite_rare_reports(monkeypatch):
     num_peers, fetch_every_s = 6, 15.0
     monkeypatch.setattr(progress, "REPORT_EVERY_S_A_PEER", fetch_every_s / num_peers)
     stall = Fault("stall", AT_STEP, 1, seconds=12.0)
@@ -187,7 +187,7 @@ def test_it_falls_behind_where_many_rounds_fit_between_two_fetches_of_the_report
 
 
 @pytest.mark.parametrize(("side", "rest"), [((1, 2), "034"), ((0,), "1234")])
-def test_the_swarm_is_cut_in_two(side, rest):
+def test_minority_takes_no_step_during_partition(side, rest):
     first, *others = side
     run = play(Fault("halve", AT_STEP, first, others=tuple(others), seconds=60.0), num_peers=5, rounds=40)
     assert longest_wait(run, rest) < 2 * AVERAGING_TIMEOUT_S
@@ -199,13 +199,13 @@ def test_the_swarm_is_cut_in_two(side, rest):
 
 @pytest.fixture
 def as_on_machines(monkeypatch):
-    """A model of several parts for each member, and of several chunks of 256 KiB for each donor."""
+    """Use a model with several parts per member and several 256 KiB chunks per donor."""
     for name in ("WIDTH", "HIDDEN"):
         monkeypatch.setattr(world, name, getattr(faulty_peer, name))
     return partial(monkeypatch.setattr, world, "HIDDEN")
 
 
-def test_a_download_is_finished_from_the_other_donor_when_one_dies(as_on_machines):
+def test_download_continues_after_donor_dies(as_on_machines):
     as_on_machines(2000)
     dies = replace(KILLED, moment="rpc_send_state", is_answer=True, skip=1)
     run = play(dies, Fault("late", AT_STEP, 0), rounds=8)
@@ -214,14 +214,14 @@ def test_a_download_is_finished_from_the_other_donor_when_one_dies(as_on_machine
     assert not run.said("loaded", "3 late"), "it went through the steps that were taken meanwhile"
 
 
-def test_replicas_with_statistics_in_8_bits_are_equal_and_a_latecomer_becomes_one(as_on_machines):
+def test_latecomer_joins_with_8_bit_statistics(as_on_machines):
     settings = Settings(optimizer=partial(AdamW, optim_bits=8, is_paged=True))
     run = play(Fault("late", AT_STEP, 0), num_peers=2, settings=settings)
     assert len(run.steps("2 late")[-1]["group"]) == 3
 
 
 @pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
-def test_killed_and_back_where_training_goes_on_during_a_round(mode):
+def test_killed_peer_returns_in_background_modes(mode):
     settings = replace(MODES_BESIDE_TRAINING[mode], seconds_per_batch=0.3)
     run = play(replace(KILLED, at_step=16, moment="rpc_aggregate_part"), rounds=48, settings=settings)
     assert longest_wait(run, "02") < AVERAGING_TIMEOUT_S
@@ -231,7 +231,7 @@ def test_killed_and_back_where_training_goes_on_during_a_round(mode):
 
 
 @pytest.mark.parametrize("pace", [Pace("diloco", local_steps=8), MODES_BESIDE_TRAINING["streaming"].pace])
-def test_a_peer_that_stops_before_each_round_counts(pace):
+def test_frequently_restarted_peer_counts(pace):
     batches = 2 * pace.steps_per_round
     plan = Plan(1, 24, stops={0: 2 * batches // 3 + 1}, settings=Settings(pace=pace), patience_s=60.0)
     run = simulate(plan, seed=0)
@@ -242,7 +242,7 @@ def test_a_peer_that_stops_before_each_round_counts(pace):
 
 
 @pytest.mark.parametrize("mode", MODES_BESIDE_TRAINING)
-def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
+def test_slow_peer_delays_no_other(mode):
     settings = MODES_BESIDE_TRAINING[mode]
     run = simulate(Plan(3, 20, slowness={2: 4.0}, settings=settings), seed=0)
     steps = [run.steps(name) for name in "012"]
@@ -258,7 +258,7 @@ def test_a_slow_peer_takes_every_step_with_less_and_holds_nobody_up(mode):
 
 
 def loss(run: Run) -> float:
-    """The largest of the honest peers' on data that they have not seen."""
+    """Return the honest peers' largest loss on unseen data."""
     models = [peer._model for peer in run.world.peers.values()][:-1]
     inputs = torch.randn(512, models[0][0].in_features, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -266,7 +266,7 @@ def loss(run: Run) -> float:
 
 
 def naming(run: Run, number: int) -> list[bool]:
-    """Which honest peers have said who lies, or let it into no group."""
+    """Return for each honest peer whether it has named or excluded the liar."""
     liar = run.world.peers[str(number)]
     return [
         any(liar.peer_id in one["message"] for one in run.said("notice", peer.name))
@@ -283,7 +283,7 @@ POISONS: dict[str, tuple[Lie, RoundRules, bool]] = {
 }
 
 
-def test_poison_moves_nobody_and_would_without_the_rules():
+def test_rules_protect_against_poison():
     def trained(rules: RoundRules, *lies: Lie) -> Run:
         return play(num_peers=5, rounds=40, settings=Settings(learning_rate=1e-2, rules=rules), lies=lies)
 
@@ -297,33 +297,33 @@ def test_poison_moves_nobody_and_would_without_the_rules():
     assert loss(unruled) > (1 + BAND) * honest
 
 
-def test_a_false_claim_of_buffers_harms_no_peer():
+def test_false_buffer_claim_is_harmless():
     run = play(num_peers=3, rounds=10, lies=[claim({"moves_buffers": True})])
     assert run.world.furthest >= 10 and not run.failed
 
 
 SLOW = claim({"measured": [10.0, 3e6, 1.0, 1.0, 0.0]})
-"""It claims a link of a byte in five weeks, for which others wait."""
+"""Claims a link of one byte in five weeks, for which others wait."""
 
 
 @pytest.mark.parametrize("lies", [[fall_silent], [SLOW, fall_silent]], ids=["silent", "slow-and-silent"])
-def test_who_has_round_after_round_fail_is_let_into_no_more(lies, as_on_machines):
+def test_member_failing_rounds_is_excluded(lies, as_on_machines):
     run = play(num_peers=4, rounds=20, lies=lies)
     failed = [len(run.said("failed", name)) for name in "012"]
     assert 1 <= max(failed) <= 4, "two, and as many when it is let in again"
 
 
 @pytest.mark.parametrize("num_parts", [20, 400])
-def test_member_that_sends_just_in_time_is_excluded(num_parts, as_on_machines):
+def test_deliberately_slow_sender_is_excluded(num_parts, as_on_machines):
     num_values = (2 * faulty_peer.WIDTH + 1) * faulty_peer.HIDDEN + faulty_peer.WIDTH
-    settings = Settings(part_bytes=num_values // num_parts)  # of a share: four bytes a value, four members
+    settings = Settings(part_bytes=num_values // num_parts)  # per share: four bytes a value, four members
     run = play(num_peers=4, rounds=6, settings=settings, lies=[send_slowly(CHUNK_TIMEOUT_S - 0.5)])
     assert all(naming(run, 3))
     assert longest_wait(run, "012") < SLOWEST_PATIENCE_S + 10.0, "one exchange has failed"
     assert max(len(run.said("failed", name)) for name in "012") <= 2
 
 
-def test_member_that_reports_and_never_comes_costs_two_waits():
+def test_absent_reporter_costs_few_waits():
     run = play(num_peers=4, rounds=20, lies=[never_come])
     assert run.world.furthest >= 20 and not [said for said in run.steps("0") if len(said["group"]) == 4]
     waits = [later["time"] - earlier["time"] for earlier, later in pairwise(run.steps("0"))]
@@ -331,8 +331,8 @@ def test_member_that_reports_and_never_comes_costs_two_waits():
     assert sum(wait > usual + 1.0 for wait in waits) <= 4, waits
 
 
-def test_positions_that_a_claim_made_up_keep_no_newcomer_out():
-    """They read the ledger into which the liar's positions were entered."""
+def test_joiners_enter_despite_invented_positions():
+    """Joiners read a ledger that contains the liar's positions."""
     lie = claim({"samples": 2**62, "trained": [0, 2**62]})
     run = play(replace(KILLED, at_step=8), Fault("late", 12, 0), num_peers=4, rounds=30, lies=[lie])
     assert any(naming(run, 3))

@@ -1,10 +1,10 @@
-"""One of four lies in a round, in one field of one kind of message, in every way there is.
+"""One of four members lies in a round: every kind of lie, in one field of one kind of message at a time.
 
-Whatever it says, the three others commit their step, with the same bits and the same history, within one
-averaging timeout; and where its lie had a try fail, or what it brought left out, they say who it was.
+Whatever the lie, the other three commit their step with identical values and history within one averaging
+timeout. Where the lie made an attempt fail, or its contribution was left out, they name the liar.
 
-Each member is an averager without its process: what that would do when it starts is done here. Its data are
-the numbers that it averages; what it trains is not simulated.
+Each member is an averager without its process, whose startup work is done here. Its data are the numbers
+that it averages; training is not simulated.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ TIMES = {
 }
 """The defaults of a swarm."""
 
-VALUES, PART_BYTES = 32, 16  # numbers that are averaged, and the bytes of them that travel in one message
-SAMPLES = 8  # that a member brings to a round
+VALUES, PART_BYTES = 32, 16  # averaged numbers, and their bytes per message
+SAMPLES = 8  # a member's contribution to a round
 TRIES = 6
 
 Edit = Callable[[bytes], list[bytes] | None]
-"""What comes of a message's content; see `Tamper`."""
+"""Maps a message's content to replacements; see `Tamper`."""
 
 
 class Member:
-    """One of a swarm's peers, from one committed round to the next."""
+    """A peer of a swarm, from one committed round to the next."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.id = name, number, id_of(name)
@@ -66,11 +66,11 @@ class Member:
         self.averager = gradient_averager([weight], name=name, times=TIMES | {"part_size_bytes": PART_BYTES})
 
     async def enter(self, network: Network, history: History) -> None:
-        """Begin anew, at a history, with nothing held against anybody."""
+        """Start afresh at a history, with no peer blamed."""
         self.history = history
-        self.outcome: Outcome | None = None  # of its last try; None if that was not committed
-        self.trouble: list[str] = []  # why tries failed
-        self.is_changed = False  # what it averages, by one of these
+        self.outcome: Outcome | None = None  # of its last attempt; None if it was not committed
+        self.trouble: list[str] = []  # why attempts failed
+        self.is_changed = False  # whether a failed attempt changed its tensors
         averager = self.averager
         p2p = averager._p2p = network.p2p_of(self.id)
         averager._matchmaking = group_finder.GroupFinder(
@@ -89,13 +89,13 @@ class Member:
         return Exchange(range(1), after=self.history.digest, most_samples=8 * 4 * SAMPLES)
 
     def expect(self, others: list[Member]) -> None:
-        """Know of the others that hold its state, and want more than half of all."""
+        """Expect the others, which hold the same state, and require a majority of all."""
         self.quorum = (len(others) + 1) // 2 + 1
         suffix = self.history.step.to_bytes(8, "big") + self.history.digest
         self.averager._matchmaking.expect([other.id for other in others], [], self.quorum, suffix)
 
     async def attempt(self, claim: bytes | None = None) -> None:
-        """Try one round, with a claim in place of its own; `outcome` says whether it was committed."""
+        """Attempt one round, with `claim` in place of its own; `outcome` is None unless it is committed."""
         averager, exchange = self.averager, self.exchange
         with averager.get_tensors() as [tensor]:
             tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
@@ -105,16 +105,16 @@ class Member:
         try:
             if claim is None:
                 await averager._step(exchange, step=control, future_for_init=init)
-            else:  # the averager would read it, and fill in the norm
+            else:  # bypasses the averager, which would parse it and fill in the norm
                 EXCHANGE.set(exchange)
                 await DecentralizedAverager._step(averager, step=control, future_for_init=init)
             self.commit(control.result())
-        except Exception as error:  # noqa: BLE001 - as the optimizer does: the try has failed
+        except Exception as error:  # noqa: BLE001 - as in the optimizer, the attempt has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
 
     async def replay(self, donor: Member) -> None:
-        """Go through the round that others took meanwhile; `outcome` says whether the donor gave it."""
+        """Replay the round that others committed meanwhile; `outcome` is None if the donor gave none."""
         try:
             self.commit(await self.averager._replayed(donor.id, self.exchange, CHUNK_S))
         except (*streams.UNREACHABLE, StopAsyncIteration, ValueError) as error:
@@ -129,7 +129,7 @@ class Member:
                 self.average = tensor.clone()
 
     def names(self, other: Member) -> bool:
-        """Whether this one has said who it was."""
+        """Return whether this member has named or set aside `other`."""
         outcome = self.outcome
         told = [*self.trouble, outcome.reason if outcome else "", *(outcome.left_out if outcome else ())]
         return self.has_set_aside(other) or any(other.id.to_base58() in words for words in told)
@@ -139,7 +139,7 @@ class Member:
 
 
 class Swarm:
-    """Three honest members and a liar, made once: each lie finds them as new."""
+    """Three honest members and a liar, created once and reset for each lie."""
 
     def __init__(self) -> None:
         self.members = [Member(name, number) for number, name in enumerate(("anna", "ben", "cem", "liar"))]
@@ -147,7 +147,7 @@ class Swarm:
         histories = [History(step, SAMPLES * step) for step in range(1, 1000)]
         place_of = {place: one for one in histories if (place := self._place_of_liar(one)) in (0, 3)}
         self.after = {True: place_of[0], False: place_of[3]}
-        """Histories after which the liar comes first, or last, in the order of leaders."""
+        """Histories after which the liar is first (True) or last (False) in leader order."""
 
     def _place_of_liar(self, history: History) -> int:
         schema = self.liar.averager.schema_hash + history.step.to_bytes(8, "big") + history.digest
@@ -155,9 +155,9 @@ class Swarm:
         return sorted(order).index(order[-1])
 
     def play(self, leads: bool, tamper: Tamper | None = None, claim: bytes | None = None) -> list[str]:
-        """Take one step, and say what is not as it was promised.
+        """Take one step, and return the broken promises.
 
-        The liar leads the first group if it `leads` and is let; `claim` is in place of its own.
+        The liar leads the first group if it `leads` and the others let it; `claim` replaces its own.
         """
         network = Network()
         network.tamper = tamper or network.tamper
@@ -175,7 +175,7 @@ class Swarm:
         await asyncio.wait({lying})
 
     async def _try_on(self, member: Member, claim: bytes | None = None) -> None:
-        """Try until a step is committed, as the optimizer does."""
+        """Retry until a step is committed, as the optimizer does."""
         before = member.history
         for _ in range(TRIES):
             member.expect([other for other in self.members if other is not member])
@@ -188,7 +188,7 @@ class Swarm:
             await asyncio.sleep(0.1)
 
     def complaints(self) -> list[str]:
-        """What is not as it was promised."""
+        """Return the broken promises."""
         troubles = [member.trouble for member in self.honest]
         if behind := [member.name for member in self.honest if member.outcome is None]:
             return [f"no step for {behind}: {troubles}"]
@@ -201,7 +201,7 @@ class Swarm:
             "two averages": len({average.numpy().tobytes() for average in averages}) > 1,
             "a try that failed changed what it averages": any(member.is_changed for member in self.honest),
             "an average that is not finite": not all(bool(one.isfinite().all()) for one in averages),
-            # The liar's own reaches to that.
+            # The liar's own values reach 4.
             "an average larger than all that it is of": any(one.abs().max() > 4.0 for one in averages),
             f"it took {self.took_s:.0f} s": self.took_s > AVERAGING_TIMEOUT_S,
             f"nobody says who it was: {troubles}": (was_left_out or any(troubles)) and not is_named,
@@ -218,13 +218,13 @@ def swarm() -> Iterator[Swarm]:
         clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
         patch.setattr(group_finder, "time", clock)
         patch.setattr(P2P, "receive_protobuf", staticmethod(streams.receive_protobuf))
-        patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)  # this process is all of them
+        patch.setattr(torch.Tensor, "share_memory_", lambda tensor: tensor)  # all members share this process
         yield Swarm()
-    gc.collect()  # what waited for ever, and would tell of that in the midst of something else
+    gc.collect()  # tasks left waiting, which would otherwise complain during another test
 
 
 def judge(swarm: Swarm, cases: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Play all cases, and list those in which something was not as promised."""
+    """Play all cases, and fail with a list of those that broke a promise."""
     wrong, played = {}, 0
     for what, case in cases:
         for leads in (True, False):
@@ -236,7 +236,7 @@ def judge(swarm: Swarm, cases: Iterable[tuple[str, dict[str, Any]]]) -> None:
 
 
 def altered(swarm: Swarm, call: str, is_answer: bool, edit: Edit) -> Tamper:
-    """Have the liar's messages of a kind changed."""
+    """Return a tamperer that edits the liar's messages of one kind."""
 
     def tamper(message: Message) -> list[bytes] | None:
         is_meant = (message.sender, message.call, message.is_answer) == (swarm.liar.id, call, is_answer)
@@ -260,20 +260,20 @@ WHOLE: dict[str, Edit] = {
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_four_that_do_not_lie_take_their_step_at_once(swarm, leads):
+def test_honest_members_step_at_once(swarm, leads):
     assert swarm.play(leads) == [] and swarm.took_s < 1.0
     assert all(len(member.outcome.samples) == 4 and not member.trouble for member in swarm.members)
 
 
-def test_no_claim_does_harm(swarm):
+def test_false_claims_are_harmless(swarm):
     tree = unpacked(Claim(SAMPLES, float(SAMPLES), 1.0, bytes(8), 3).to_bytes())
     other = unpacked(Claim(3, 2.0, 5.0, b"other", 2).to_bytes())
     judge(swarm, ((what, {"claim": MSGPackSerializer.dumps(lie)}) for what, lie in lies(tree, other)))
 
 
-def test_no_vote_does_harm(swarm):
+def test_false_votes_are_harmless(swarm):
     def resigned(said: Any) -> Tamper:
-        """Have the liar's votes say something else, signed by it."""
+        """Replace the content of the liar's votes, with a valid signature."""
 
         @cache
         def lie(group_id: bytes) -> bytes:
@@ -289,7 +289,7 @@ def test_no_vote_does_harm(swarm):
                 assert content_of(call.vote)
                 request.gather = replace(call, vote=lie(request.schema_hash)).to_bytes()
                 return [request.SerializeToString()]
-            # It says that it has heard of its other vote, and gives it to those that ask for it.
+            # The liar claims to know its other vote, and gives it on request.
             answer = averaging_pb2.MessageFromLeader.FromString(message.content)
             members = swarm.liar.averager._ballots[answer.group_id].members
             for place, (peer, told) in enumerate(zip(members, answer.gathered, strict=False)):
@@ -308,7 +308,7 @@ def test_no_vote_does_harm(swarm):
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
 @pytest.mark.parametrize("call", ["rpc_join_group", "rpc_vote", "rpc_aggregate_part"])
-def test_no_field_of_a_message_does_harm(swarm, call, is_answer):
+def test_altered_messages_are_harmless(swarm, call, is_answer):
     kind = averaging_pb2.MessageFromLeader if is_answer else averaging_pb2.JoinRequest
     if call == "rpc_aggregate_part":
         kind = averaging_pb2.AveragingData
@@ -327,14 +327,14 @@ def test_no_field_of_a_message_does_harm(swarm, call, is_answer):
     judge(swarm, ((what, {"tamper": altered(swarm, call, is_answer, it)}) for what, it in edits.items()))
 
 
-def test_a_round_that_is_undone_leaves_what_it_averages_as_it_was(swarm):
-    """The liar gives its share of the average to one alone."""
+def test_partially_sent_average_undoes_round(swarm):
+    """The liar gives its share of the average to one member only."""
     anna, lie = swarm.honest[0], altered(swarm, "rpc_aggregate_part", True, lambda content: [b""])
     found = swarm.play(True, lambda it: [it.content] if it.receiver == anna.id else lie(it))
     assert found == [] and "2 of 4 peers hold this average" in anna.trouble[0]
 
 
-def test_no_round_that_a_liar_gives_to_go_through_is_taken_for_another(swarm):
+def test_false_replay_is_refused(swarm):
     anna, ben, _ = swarm.honest
 
     async def go_through(edit: Edit) -> str:

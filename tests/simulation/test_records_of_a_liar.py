@@ -1,7 +1,7 @@
-"""Whatever one member publishes of itself, or its node asks and answers, others go on, and newcomers join.
+"""False DHT records and node messages of one member: others continue, and joiners enter.
 
-Each test has the product's own record of the member that lies, and changes it in one field after the other
-(`tests.kit.lies`). It is signed by that member, and comes to real parts of the others, over a DHT in memory.
+Each test takes a genuine record of the lying member and changes one field after the other
+(`tests.kit.lies`). The member signs it, and real components of the others read it over a DHT in memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROUND_S = 20.0
 
 
 class Peer:
-    """What a peer knows of the others, the data and the history; between them, what the optimizer does."""
+    """A peer's knowledge of the others, the data and the history, connected as the optimizer does."""
 
     def __init__(self, board, name, clock):
         self.id, self.dht, self.ledger = id_of(name), Dht(board, key_of(name)), Ledger()
@@ -71,7 +71,7 @@ class Peer:
         self.tracker.announce()
 
     def commit(self, brought):
-        """Commit the round into which members brought positions, by name."""
+        """Commit a round; `brought` maps members' names to their positions."""
         samples = {id_of(name): len(positions) for name, positions in brought.items()}
         reported = dict.fromkeys((mate.peer_id for mate in self.tracker.mates if mate.samples), 0)
         proof = json.dumps(brought).encode()
@@ -88,7 +88,7 @@ class Peer:
 
 
 def common_of(history):
-    return history.digest[::-1]  # of what its peers hold
+    return history.digest[::-1]  # digest of the common state
 
 
 class Swarm:
@@ -121,12 +121,12 @@ class Swarm:
         self.told = [*self.told[-1:], self.liar.dht.told[KEY]][-2:]
 
     def refresh(self):
-        """Have all others read the reports; say whether any takes what the liar published for one."""
+        """Have all others read the reports; return whether any accepts the liar's."""
         assert all(peer.tracker.refresh() for peer in self.honest)
         return any(self.liar.id in {other.peer_id for other in peer.tracker.others} for peer in self.honest)
 
     def check(self):
-        """Find everybody where it would be without the liar, or within the bounds of docs/security.md."""
+        """Require all honest peers to be as without the liar, or within the bounds of docs/security.md."""
         history = self.honest[0].tracker.history
         for peer in self.honest:
             tracker, others = peer.tracker, {other.peer_id for other in peer.tracker.others}
@@ -140,7 +140,7 @@ class Swarm:
             assert tracker.standing.holds(history, common_of(history))
 
     def newcomer(self):
-        """Have one more peer read everything from scratch, and come to the same."""
+        """Have a joiner read everything from scratch and reach the same state."""
         history, one = self.honest[0].tracker.history, Peer(self.board, NEWCOMER, self.clock)
         one.tracker.refresh()
         assert self.honest[0].tracker.past.went_by(one.tracker.target), "from there it follows"
@@ -156,7 +156,7 @@ class Swarm:
 @pytest.fixture
 def swarm(clock, monkeypatch):
     for name, seconds in {"POLL_S": 0.0005, "PAUSE_S": 0.002, "PATIENCE_S": 5.0}.items():
-        monkeypatch.setattr(leasing, name, seconds)  # they are looked for at once
+        monkeypatch.setattr(leasing, name, seconds)  # leases are polled at once
     return Swarm(clock)
 
 
@@ -172,9 +172,9 @@ GARBAGE = {
 }
 
 
-def test_reports(swarm, caplog):
+def test_false_reports_are_harmless(swarm, caplog):
     def named():
-        """Whom the log names."""
+        """Return the peers that the log names."""
         text = " ".join(record.getMessage() for record in caplog.records)
         return {name for name in (*HONEST, LIAR, NEWCOMER) if id_of(name) in text}
 
@@ -188,7 +188,7 @@ def test_reports(swarm, caplog):
         number += 1
         caplog.clear()
         disbelieve.cache_clear()
-        # Too long a record, with its signature of 370 bytes, is refused unread, and a goodbye is no lie.
+        # A record that is too long with its 370-byte signature is refused unread; a goodbye is not a lie.
         is_silent = lie is None or len(packed) > MAX_RECORD_BYTES - 370
         try:
             swarm.liar.dht.put(KEY, packed)
@@ -217,7 +217,7 @@ def nodes():
 
 
 def published(nodes, key, caplog):
-    """Have the liar publish every change of what it published under a key; the log is emptied before each."""
+    """Have the liar publish every variation of its record under a key, each with an empty log."""
     own, other = nodes[LIAR].dht.told[key], nodes["A"].dht.told[key]
     for what, lie in lies(own, other):
         caplog.clear()
@@ -227,7 +227,7 @@ def published(nodes, key, caplog):
         assert not any(id_of(name) in caplog.text for name in HONEST), what
 
 
-def test_likenesses(nodes, caplog):
+def test_false_likenesses_blame_liar(nodes, caplog):
     peers = {name: Comparison(nodes[name], RUN, LIKENESS) for name in (*HONEST, LIAR)}
     for what, lie in published(nodes, likeness_key(RUN), caplog):
         for name in HONEST:
@@ -237,7 +237,7 @@ def test_likenesses(nodes, caplog):
         assert is_one or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
 
 
-def test_recipes_and_runs(nodes, caplog):
+def test_false_recipes_leave_offer_intact(nodes, caplog):
     def require_the_honest_one_s(what):
         offer = fetch_offer(nodes[NEWCOMER], [id_of("A")], RUN)
         assert offer.fingerprint == fingerprint(agreement(RECIPE)) and offer.step == 5, what
@@ -258,7 +258,7 @@ def test_recipes_and_runs(nodes, caplog):
             assert id_of(LIAR) in caplog.text, value
 
 
-def test_addresses(nodes, caplog, tmp_path, clock):
+def test_false_addresses_are_ignored(nodes, caplog, tmp_path, clock):
     key = ADDRESSES_KEY
     for name in (*HONEST, LIAR):
         Reunion(nodes[name], key, Acquaintances(None), clock=clock).turn()
@@ -271,7 +271,7 @@ def test_addresses(nodes, caplog, tmp_path, clock):
         assert Acquaintances(tmp_path / f"{number}.json").addresses == met.addresses, "after a restart"
 
 
-def test_certificates(nodes, caplog, clock):
+def test_false_certificates_are_refused(nodes, caplog, clock):
     for name in (*HONEST, LIAR):
         MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
     expected = {id_of(name): INVITED.grant for name in HONEST}
@@ -281,7 +281,7 @@ def test_certificates(nodes, caplog, clock):
         assert found == expected and (is_member or id_of(LIAR) in caplog.text or len(str(lie)) > 3000), what
 
 
-def test_policies(nodes, caplog, clock, tmp_path):
+def test_false_policies_are_refused(nodes, caplog, clock, tmp_path):
     book = PolicyBook(OWNER.public, tmp_path / "policy")
     wires = [
         book.decide(OWNER, lambda policy, n=n: type(policy)(out=policy.out | {mark_of(n)}))
@@ -298,18 +298,18 @@ def test_policies(nodes, caplog, clock, tmp_path):
         assert newcomer.policy == book.policy == nodes["A"].book.policy, lie
 
 
-# Each message is one between two real protocols, with one field changed. A handler may refuse a request, of
-# which only the one that asked hears; an answer that can't be read counts as none.
+# Each message passes between two real protocols, with one field changed. A handler may refuse a request,
+# which only the requester notices; an unreadable answer counts as none.
 
 RECORDS = "run_addresses"
 DHT_KEY = DHTID.generate(source=RECORDS)
 SETTINGS = {"bucket_size": 20, "depth_modulo": 5, "num_replicas": 5, "wait_timeout": 3.0}
 ABSENT = {DHTID.generate(): PeerID.from_base58(id_of(name)) for name in "BC"}
-"""Nodes of which both know, and which are not there."""
+"""Nodes that both know but that are absent."""
 
 
 class DhtNode:
-    """A peer with a record; each message finds its node as new."""
+    """A peer with a record; its node is created anew for each message."""
 
     def __init__(self, board: Board, name: str) -> None:
         self.dht, self.node_id = Dht(board, key_of(name)), DHTID.generate()
@@ -337,7 +337,7 @@ class DhtNode:
 
 
 def ask_over(caller: DhtNode, other: DhtNode, what: str, tamper: Tamper) -> Any:
-    """Have one node ask another, and return what it makes of the answer."""
+    """Have one node ask another, and return its result."""
 
     async def scene() -> Any:
         network = Network()
@@ -355,7 +355,7 @@ def ask_over(caller: DhtNode, other: DhtNode, what: str, tamper: Tamper) -> Any:
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
 @pytest.mark.parametrize("what", ["ping", "find", "store", "compare"])
-def test_messages_of_nodes(what, is_answer):
+def test_altered_node_messages_keep_records(what, is_answer):
     board = Board()
     honest, liar = DhtNode(board, "A"), DhtNode(board, "D")
     if what == "compare":

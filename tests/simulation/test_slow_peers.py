@@ -1,4 +1,4 @@
-"""A peer whose batches take longer than the swarm's steps: it counts with smaller ones, or says so once."""
+"""A peer whose batches take longer than the swarm's steps: it counts with smaller ones, or warns once."""
 
 from collections import Counter
 
@@ -11,11 +11,11 @@ from trahiv_cli.optim.pace import Pace
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
 SLOW = "2"
-"""The name of the peer that is slow."""
+"""Name of the slow peer."""
 
 
 def play(mode, batch_s, smallest_batch, rounds=100, seed=1):
-    """Play a run of three, of which two train a batch in 0.1 s and one in `batch_s`."""
+    """Simulate three peers, two of which train a batch in 0.1 s and one in `batch_s`."""
     settings = Settings(pace=Pace(mode=mode), smallest_batch=smallest_batch)
     slowness = {int(SLOW): batch_s / settings.seconds_per_batch}
     return simulate(Plan(3, rounds, slowness=slowness, settings=settings, patience_s=120.0), seed)
@@ -30,7 +30,7 @@ def said(run, *peers):
     ("mode", "batch_s", "seed"),
     [*(("sync", 3.0, seed) for seed in range(4)), ("sync", 6.0, 1), ("overlap", 6.0, 1)],
 )
-def test_slow_peer_with_smaller_batches_counts(mode, batch_s, seed):
+def test_slow_peer_counts_with_smaller_batches(mode, batch_s, seed):
     run = play(mode, batch_s, smallest_batch=1, seed=seed)
     steps = run.steps(SLOW)
     assert 2 * len(steps) >= run.world.furthest
@@ -38,7 +38,7 @@ def test_slow_peer_with_smaller_batches_counts(mode, batch_s, seed):
     assert said(run, SLOW)["slow"] == 1 and not said(run)["too-slow"]
 
 
-def test_peer_that_is_too_slow_says_so_once():
+def test_slow_peer_warns_once():
     run = play("sync", 6.0, smallest_batch=BATCH, rounds=120)
     assert said(run, SLOW)["too-slow"] == 1
     assert [said(run, name)["slow-peer"] for name in ("0", "1")] == [1, 1]

@@ -1,4 +1,4 @@
-"""Whatever one member offers for a state, a newcomer comes to what the others hold, or stays as it is."""
+"""Whatever state one member offers, a joiner adopts the state that the others hold, or keeps its own."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def averager_of(history, *, has_local_steps):
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["common gradients", "local steps"])
-def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
-    """A newcomer that the liar alone gives a state: the honest ones have told what they hold."""
+def test_false_state_metadata_is_refused(monkeypatch, caplog, has_local_steps):
+    """Only the liar gives the joiner a state; honest peers have reported the digest of theirs."""
     donor, past = averager_of(HISTORY, has_local_steps=has_local_steps), Past()
     past.go_on(BEGUN)
     past.go_on(HISTORY)
@@ -61,7 +61,7 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
     standing = Standing(own=History(), witnesses=[witness] * 4)
     for what, lie in lies(unpacked(MSGPackSerializer.dumps(metadata)), older):
         if not isinstance(lie, dict):
-            continue  # `read_state` refuses it
+            continue  # refused by `read_state`
         caplog.clear()
         disbelieve.cache_clear()
         joiner = averager_of(History(), has_local_steps=has_local_steps)
@@ -81,7 +81,7 @@ def test_what_is_small_in_a_state(monkeypatch, caplog, has_local_steps):
         if is_adopted:
             assert joiner.own_metadata() == expected, what
             assert joiner.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 3), what
-            if not what.startswith("optimizer_metadata"):  # other numbers are not covered: docs/security.md
+            if not what.startswith("optimizer_metadata"):  # changed numbers are not covered: docs/security.md
                 joiner.main_parameters[0].grad = torch.ones(3)
                 joiner.optimizer.step()
             state_of(joiner)
@@ -98,7 +98,7 @@ def snapshot():
 
 
 class Donors:
-    """How donors answer: the honest ones with a snapshot, the liar with whatever it was told."""
+    """Answers of donors: a snapshot from honest ones, the given lies from the liar."""
 
     def __init__(self, given, offer=None, described=None, chunk=None):
         self.given, self.offer, self.described, self.chunk = given, offer, described, chunk
@@ -134,7 +134,7 @@ def given(monkeypatch):
 
 
 def check(donors, what, caplog, *, is_refused=True):
-    """Have a newcomer get what the honest ones hold; and from the liar alone that, or nothing."""
+    """Require a joiner to get the honest state, and from the liar alone that state or none."""
     caplog.clear()
     disbelieve.cache_clear()
     assert bytes(donors.get(LIAR, *HONEST).content.numpy()) == b"".join(donors.given.content), what
@@ -147,7 +147,7 @@ def check(donors, what, caplog, *, is_refused=True):
     assert not any(peer in caplog.text for peer in HONEST), what
 
 
-def test_offers(given, caplog):
+def test_false_offers_leave_download_intact(given, caplog):
     offer = StateOffer(HISTORY.rank, given.digest).to_wire()
     for what, lie in lies(offer, StateOffer(BEGUN.rank, bytes(16)).to_wire()):
         packed, is_refused = MSGPackSerializer.dumps(lie), True
@@ -157,8 +157,8 @@ def test_offers(given, caplog):
         check(Donors(given, packed), what, caplog, is_refused=is_refused)
 
 
-def test_manifests_and_chunks(given, caplog):
-    """Each manifest is what its digest says, and offered as that."""
+def test_false_manifests_and_chunks_are_refused(given, caplog):
+    """Each manifest matches its digest, and is offered under it."""
     for what, lie in lies(unpacked(given.described)):
         described = MSGPackSerializer.dumps(lie)
         offer = StateOffer(HISTORY.rank, digest_of_bytes(described)).to_wire()

@@ -1,6 +1,6 @@
-"""Whole swarms in which much goes wrong: what no fault excuses holds after each event, nobody waits for ever.
+"""Whole swarms with many faults: invariants hold after each event, and no peer waits for ever.
 
-What is promised is in `swarm.Run`; `python -m tests.simulation` plays more of the same.
+The promises are in `swarm.Run`; `python -m tests.simulation` plays more such runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("undisturbed")
 
 
 def play(num_peers: int, rounds: int, seed: int, every: int = 8, **more: Any) -> Run:
-    """Play a run with a fault in every so many rounds; one that fails is cut down for a minute."""
+    """Simulate a run with a fault in every `every` rounds; shrink a failing run for up to a minute."""
     plan = Plan(num_peers, rounds, draw(seed, num_peers, rounds, every), **more)
     try:
         return simulate(plan, seed)
@@ -31,13 +31,13 @@ def play(num_peers: int, rounds: int, seed: int, every: int = 8, **more: Any) ->
     ("num_peers", "rounds", "seed"),
     [(3, 300, 0), (4, 300, 1), (5, 200, 2), (6, 100, 3), (7, 50, 4), (8, 50, 5)],
 )
-def test_rounds_with_faults(num_peers, rounds, seed):
+def test_swarm_survives_random_faults(num_peers, rounds, seed):
     run = play(num_peers, rounds, seed)
     assert run.world.furthest >= rounds and run.struck
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
-def test_members_hold_equal_buffers_after_each_round(mode):
+def test_buffers_stay_equal_despite_faults(mode):
     damage = Fault("corrupt", 3, 1, "rpc_aggregate_part")
     death = Fault("kill", 6, 2, seconds=1.0, homecoming="from-checkpoint")
     pace = Pace(mode, local_steps=2, fragments=2)
@@ -48,19 +48,19 @@ def test_members_hold_equal_buffers_after_each_round(mode):
 
 @pytest.mark.proof
 @pytest.mark.timeout(3600)
-def test_rounds_with_faults_of_a_hundred_peers_of_which_most_are_behind_routers():
+def test_hundred_peers_survive_faults_behind_routers():
     settings = Settings(batches=1, seconds_per_batch=1.0)
     patience_s = 60.0  # their reports are 15 s old
     run = play(100, 120, 6, every=10, num_clients=97, settings=settings, patience_s=patience_s)
     assert run.world.furthest >= 120 and run.struck
 
 
-def test_the_same_seed_is_the_same_run():
+def test_same_seed_repeats_run():
     first, again = (play(3, 25, 11) for _ in range(2))
     assert first.events == again.events and first.struck == again.struck
 
 
-def test_a_run_that_fails_is_cut_down_to_the_faults_that_matter():
+def test_failing_run_shrinks_to_guilty_faults():
     faults = [Fault("stall", at_step, 0) for at_step in range(1, 60)]
     guilty = {faults[17], faults[18], faults[40]}
     assert shortest(faults, lambda some: guilty <= set(some)) == [faults[17], faults[18], faults[40]]

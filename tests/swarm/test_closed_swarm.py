@@ -1,7 +1,7 @@
-"""Strangers before a closed swarm: what they try comes to nothing, and the members train on as if alone.
+"""Strangers cannot enter a closed swarm, and its members train on undisturbed.
 
-The calls are made with plain hivemind, as somebody would who knows an address and how this works. A
-member's are answered: so it is known that they arrive.
+The calls are made with plain hivemind, as by an attacker that knows an address and the protocol. The same
+calls of a member are answered, which shows that they arrive.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ HOME = Credentials(OWNER.invite())
 ATTACK_S = 40.0
 
 
-def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitted(tmp_path):
-    """Who was taken out, or came by a closed invitation, is below."""
+def test_only_members_enter_closed_swarm(tmp_path):
+    """Kicked members and closed invitations are tested below."""
     others = {
         "is closed": None,
         "does not take this peer for a member": Credentials(OTHER.invite()),
@@ -64,14 +64,14 @@ def test_members_find_each_other_and_their_records_and_a_stranger_is_not_admitte
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    """Where the two peers of `members` have their folders, `first` and `second`."""
+    """The workplace of the two peers of `members`, with their folders `first` and `second`."""
     with Workplace(tmp_path_factory.mktemp("pair")) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
 def members(place: Workplace) -> tuple[Peer, Peer]:
-    """Two peers that train together, and live through all that follows."""
+    """Two peers that train together during all of the following tests."""
     recipe = write_tiny(place.folder, training__max_steps=10_000, swarm__mode="sync")
     first = place.start("init", recipe, "--output-dir", "first", pace_s=0.1)
     line = "trahiv join --peer " + Path(first.address[1:]).read_text(encoding="ascii").strip()
@@ -103,10 +103,10 @@ async def stream(p2p: P2P, victim: PeerID, handler: str, certificate: bytes) -> 
 
 
 def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
-    """Call all that a peer serves, with plain hivemind: what is tested is not used to test it.
+    """Call every handler of a peer with plain hivemind: tested code does not test itself.
 
     Returns:
-        What came of each call: `answered`, or the error.
+        The outcome of each call: `answered`, or the error.
     """
     run = victim.wait_for("ready", 60)["run_id"]
     grads = f"{run}_grad_averager::ExactGradientAverager"
@@ -140,8 +140,8 @@ def certified(by: Membership, key: Path) -> bytes:
     return by.certify(PeerID.from_base58(ensure_identity(key)).to_bytes())
 
 
-def test_a_stranger_gets_nothing_and_is_named_once_and_no_round_is_lost(members, place, tmp_path):
-    """What a member gets that lies is in `tests/simulation` and `tests/unit/swarm`."""
+def test_stranger_calls_are_refused_without_harm(members, place, tmp_path):
+    """Members that lie are tested in `tests/simulation` and `tests/unit/swarm`."""
     first, _ = members
     owner, home = read_owner(place.folder / "first"), read_invitation([first.address]).membership
     assert owner is not None and home is not None
@@ -171,7 +171,7 @@ PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"
 """Files of a run's folder that hold secrets."""
 
 
-def test_the_secret_is_in_private_files_alone(members, place):
+def test_secrets_stay_in_private_files(members, place):
     first, second = members
     membership = read_invitation([first.address]).membership
     assert membership is not None
@@ -206,9 +206,9 @@ def together(*peers: Peer, more: int = 3) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_invitations_are_closed_and_who_is_taken_out_stays_out(pair, start_paced, trahiv):
+def test_kicked_member_and_closed_invitations_stay_out(pair, start_paced, trahiv):
     first, second, _, join = pair
-    kick_s = 30.0  # so soon a peer that is taken out is out everywhere
+    kick_s = 30.0  # within this time a kicked peer is out everywhere
     joins = ("join", "--yes", *LOOPBACK, "--output-dir")
     made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")
     [once] = [event for event in made.events if event["event"] == "invitation"]

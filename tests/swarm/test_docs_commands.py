@@ -1,6 +1,6 @@
 """The commands of the README and the pages, by real processes, as `documented_commands.txt` lists them.
 
-What needs no process of its own is in `tests/unit/cli/test_documented.py`.
+Commands that need no process of their own are in `tests/unit/cli/test_documented.py`.
 """
 
 import re
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.timeout(400)
 CODES = ROOT / "docs" / "exit-codes.md"
 FIRST = ROOT / "docs" / "first-recipe.md"
 AS_A_PERSON = ("--format", "human")
-NARROW = {"COLUMNS": "40"}  # too narrow for the live view: what a person reads comes as lines
+NARROW = {"COLUMNS": "40"}  # too narrow for the live view: a person gets plain lines
 PACE_S = 0.15  # as a larger model would take for a batch, so that there is time to look at the run
-LEISURELY_S = 2.0  # for those that only have to be there: they leave the cores to the commands
+LEISURELY_S = 2.0  # for peers that only have to be there: they leave the cores to the commands
 LEARNS_FASTER = ("learning_rate: 2e-4", "learning_rate: 1e-2")
 
 
@@ -32,7 +32,7 @@ LOCAL = "{host_maddrs: [/ip4/127.0.0.1/tcp/0], nat_port_map: false, auto_nat: fa
 
 @pytest.fixture
 def cached(workplace):
-    """A small model in the cache of the hub, under the name of the one that the page has trained."""
+    """A small model in the hub's cache, under the name of the model that the page trains."""
     home = Path(workplace.environment()["HOME"])
     model = home / ".cache" / "huggingface" / "hub" / "models--Qwen--Qwen3-0.6B-Base"
     write_llama(model / "snapshots" / "1", chat_template=CHATML_MARKED)
@@ -44,7 +44,7 @@ def cached(workplace):
 
 @pytest.fixture
 def homes(tmp_path):
-    """Alice's and Bob's folders with what the page on the first recipe has them save."""
+    """Alice's and Bob's folders with the files that the page on the first recipe has them save."""
     alice, bob = tmp_path / "alice", tmp_path / "bob"
     [chats], [recipe], [talk] = (blocks(FIRST, language) for language in ("json", "yaml", "python"))
     for home in (alice, bob):
@@ -59,7 +59,7 @@ def homes(tmp_path):
 
 
 @pytest.mark.usefixtures("cached")
-def test_the_first_recipe_is_trained_by_two_and_talks(workplace, homes):
+def test_first_recipe_page_works_as_shown(workplace, homes):
     alice, bob = homes
     shown = {one.line: one.output for one in shown_in(FIRST)}
     script = Script("first recipe")
@@ -101,7 +101,7 @@ def test_the_first_recipe_is_trained_by_two_and_talks(workplace, homes):
 
 
 class Swarm:
-    """Alice, who owns a swarm that trains the quickstart, and the lines of the pages that are typed there."""
+    """Alice's swarm, which trains the quickstart, and the lines of the pages that are typed in it."""
 
     def __init__(self, workplace: Workplace) -> None:
         self.place, self.here = workplace, workplace.folder
@@ -119,12 +119,12 @@ class Swarm:
             (home / "friends-invitation").chmod(0o600)
 
     def words(self, line: str, **replaced: str) -> list[str]:
-        """Take a line, with the swarm's invitation."""
+        """Take a line from the script, with the swarm's invitation filled in."""
         given = dict.fromkeys(("LINE", "trahiv1:..."), self.invitation)
         return self.script.words(line, **given, **replaced)
 
     def run(self, line: str, *more: str, code: int = 0, shows: bool = False, **replaced: str) -> str:
-        """Run a line of the pages to its end, with that exit code and, if it `shows`, the page's output."""
+        """Run a line of the pages to its end, with this exit code and, if it `shows`, the page's output."""
         return self.require(self.place.run(*self.words(line, **replaced), *more), code, line if shows else "")
 
     def require(self, peer: Peer, code: int, line: str = "") -> str:
@@ -141,7 +141,7 @@ class Swarm:
         return self.place.start(*words, cwd=self.homes[who], pace_s=LEISURELY_S)
 
     def look(self, line: str, **replaced: str) -> None:
-        """Open a page until it has told its address."""
+        """Open a page until it has printed its address."""
         page = self.place.start(*self.words(line, **replaced), "--no-browser")
         page.wait_for("watching", 30)
         page.press_ctrl_c()
@@ -154,7 +154,7 @@ def swarm(workplace):
     return Swarm(workplace)
 
 
-def test_the_commands_of_the_pages_do_what_the_pages_say(swarm):
+def test_documented_commands_work_as_shown(swarm):
     write_tiny(swarm.here, "recipe.yaml")
     write_tiny(swarm.here, "huge.yaml", model__config=HUGE)
     by_line, as_guest = "trahiv join --peer trahiv1:...", "trahiv join --peer @friends-invitation"

@@ -1,4 +1,4 @@
-"""`trahiv doctor` behind each kind of router and firewall: each cause has a sentence of its own."""
+"""`trahiv doctor` behind each kind of router and firewall: each cause has its own sentence."""
 
 import multiprocessing as mp
 import subprocess
@@ -66,7 +66,7 @@ def place(tmp_path_factory) -> Iterator[Place]:
 
 
 def found(doctor: Peer) -> dict[str, str]:
-    """What it says, by the name of a check; its last sentence is the verdict."""
+    """The doctor's findings by check name, and its last sentence as `verdict`."""
     said = {event["name"]: event["found"] for event in doctor.events if event["event"] == "check"}
     return said | {"verdict": doctor.events[-1]["message"]}
 
@@ -87,7 +87,7 @@ FINE = {"hub": "127.0.0.1:9 does not answer", "clock": "as the swarm's", "speed"
         ("no route", (), {"members": "has no route to any of them"}, 4),
     ],
 )
-def test_a_cause_has_its_sentence(place, kind, more, words, code):
+def test_doctor_names_network_cause(place, kind, more, words, code):
     host = list(DOCTORS).index(kind)
     if kind == "no route":
         inside = "nsenter", f"--net={place.wan.namespace(MEMBERS + host)}"
@@ -99,7 +99,7 @@ def test_a_cause_has_its_sentence(place, kind, more, words, code):
     assert ("You can train: directly with" in said["verdict"]) == (not code)
 
 
-def test_members_relay_nothing_and_are_an_hour_ahead_or_gone(tmp_path):
+def test_doctor_reports_clock_relay_and_dead_members(tmp_path):
     with place_of(tmp_path, [{}], relay_mbit=0.0, ahead_s=3600.0) as place:
         said = found(place.examine(0))
         assert "is 3600 s behind the swarm's" in said["clock"]
@@ -112,7 +112,7 @@ def test_members_relay_nothing_and_are_an_hour_ahead_or_gone(tmp_path):
 
 
 def agree(pipe: Connection) -> None:
-    """Let a router say that it does what it is asked to."""
+    """Let a router confirm every request."""
     with suppress(EOFError):
         while pipe.recv():
             pipe.send("done")
@@ -125,7 +125,7 @@ def agree(pipe: Connection) -> None:
         ("100.64.2.9", "but is itself behind another one, which calls it 100.64.2.9."),
     ],
 )
-def test_a_router_says_that_it_forwards_and_nothing_comes_of_it(tmp_path, outside, words):
+def test_ineffective_port_forwarding_is_reported(tmp_path, outside, words):
     with place_of(tmp_path, [{}]) as place:
         pipe, its = mp.Pipe()
         place.wan.spawn(MEMBERS, be_gateway, (home_address_of(MEMBERS), outside, its))

@@ -30,15 +30,15 @@ from trahiv_cli.doctor.report import write_report
 
 
 class OwnTrainer(SwarmTrainerMixin, Trainer):
-    """What a user makes of any other trainer, with a loss as transformers documents it."""
+    """A user's swarm trainer of any other class, with a loss as transformers documents it."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
-def test_hivemind_config_is_all_it_takes(tmp_path, caplog):
-    """As a keyword of a trainer of the user's own; below it is in the arguments of `SwarmTrainer`."""
+def test_hivemind_config_is_enough(tmp_path, caplog):
+    """Here as a keyword of a user's own trainer; below in the arguments of `SwarmTrainer`."""
     torch.set_num_threads(1)
     config = {"dht": {}, "opt": {"run_id": "spanish_qlora", "target_batch_size": 16, "verbose": True}}
     args = TrainingArguments(
@@ -97,7 +97,7 @@ assert multiprocessing.get_start_method() == "spawn"
 """
 
 
-def test_a_good_run_of_two_says_how_to_join_and_nothing_else(workplace):
+def test_good_run_prints_only_join_line(workplace):
     invitation = workplace.folder / "first" / "invitation"
     first = workplace.start_script(SCRIPT, "first", 40, is_cold=True)
     second = workplace.start_script(SCRIPT, "second", 40, f"@{invitation}", is_cold=True)
@@ -166,7 +166,7 @@ torch.save({"first": trainer.first, "end": net.state_dict()}, f"{name}.pt")
 """
 
 
-def test_running_statistics_are_shared_and_survive_a_resume(workplace):
+def test_running_statistics_are_shared_and_resumed(workplace):
     def results(name):
         return torch.load(workplace.folder / f"{name}.pt")
 
@@ -190,7 +190,7 @@ def test_running_statistics_are_shared_and_survive_a_resume(workplace):
     assert all(torch.equal(value.float(), kept("first")[name]) for name, value in buffers.items())
 
 
-def test_the_qlora_notebook_with_only_its_imports_changed(tmp_path):
+def test_qlora_notebook_trains_with_swarm_imports(tmp_path):
     torch.set_num_threads(1)
     model_id = str(write_llama(tmp_path / "model"))
     quotes = tmp_path / "quotes.jsonl"
@@ -260,8 +260,8 @@ SwarmTrainer(model=model_of_blocks(), args=args, train_dataset=Blocks(), swarm=s
 """
 
 
-def test_an_unlike_drop_in_is_refused_with_a_table(workplace):
-    """The other one trains on, and `status` and `report` read its folder as a command's."""
+def test_unlike_drop_in_is_refused_with_table(workplace):
+    """The other peer trains on, and `status` and `report` read its folder like that of a command."""
     folder = workplace.folder / "first"
     first = workplace.start_script(UNLIKE, "first", 1e-2, 42, is_cold=True)
     wait_until(lambda: "step" in events_in(folder), seconds=90)
@@ -323,7 +323,7 @@ for cell in range(3):
 """
 
 
-def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace):
+def test_interrupted_notebook_cell_resumes(workplace):
     """A kernel's SIGINT is a KeyboardInterrupt in the cell, and the process lives on; a second one leaves."""
     kernel = workplace.start_script(NOTEBOOK, is_cold=True)
     stops: list[dict[str, Any]] = []
@@ -331,7 +331,7 @@ def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace):
         kernel.wait_for("cell", timeout=60, number=cell)
         interrupt_training(kernel)
         if cell == 1:
-            kernel.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
+            kernel.send_signal(signal.SIGTERM)  # two equal ones would count once before the first is handled
         stops.append(kernel.wait_for("interrupted", timeout=30, number=cell))
         assert stops[cell]["left"] == [] and stops[cell]["is_handler_back"]
     stopped, max_steps = stops[0]["steps"]
@@ -349,7 +349,7 @@ def test_a_notebook_is_interrupted_and_its_cell_run_again(workplace):
 
 
 def interrupt_training(kernel: Any) -> None:
-    """Press Ctrl-C when a loss was logged since now."""
+    """Press Ctrl-C once another loss is logged."""
     said = len(kernel.noise)
     wait_until(lambda: any("'loss'" in line for line in kernel.noise[said:]), seconds=60)
     kernel.press_ctrl_c()

@@ -1,7 +1,7 @@
-"""A swarm is plain training: one peer equals transformers' Trainer, two peers equal one that saw it all.
+"""A swarm equals plain training: one peer equals transformers' Trainer, two equal one with all the data.
 
-Every trained token counts once: whose batch it is in, and how long that is, makes no difference. Each peer
-here is a real one: a DHT process, two averagers, sockets on 127.0.0.1. Texts are drawn by number, so that a
+Every trained token counts once, in whichever peer's batch it is, and however long that batch is. Each peer
+here is real: a DHT process, two averagers, sockets on 127.0.0.1. Texts are drawn by number, so that a
 reference can be given exactly those that a peer used.
 """
 
@@ -39,7 +39,7 @@ DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_
 
 
 class Texts(Dataset):
-    """Random texts of random length, by number: each peer's are its own, and can be made again."""
+    """Random texts of random length, drawn by number: each peer has its own, and can draw them again."""
 
     def __init__(self, lengths: tuple[int, int], numbers: Iterable[int], empty: Iterable[int] = ()) -> None:
         self._lengths, self._numbers, self._empty = lengths, list(numbers), set(empty)
@@ -108,7 +108,7 @@ def train_alone(
 
 @pytest.mark.parametrize(("optim", "window"), [("sgd", WINDOW), ("adamw_torch_fused", 1)])
 def test_one_peer_equals_plain_trainer(tmp_path, optim, window):
-    """Whether it accumulates over windows as that does, or steps when the target is there.
+    """With windows of accumulation as in Trainer, and with a step once the target is reached.
 
     Adapters are in `test_trl.py`.
     """
@@ -131,7 +131,7 @@ def test_one_peer_equals_plain_trainer(tmp_path, optim, window):
     assert [event["my_samples"] for event in steps] == [target] * STEPS
 
 
-def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path):
+def test_partial_window_counts_its_samples(tmp_path):
     torch.set_num_threads(1)
     one_pass = (WINDOW + 2) * BATCH + 1  # a window, half a window, and less than a batch, which is left out
     whole, rest = WINDOW * BATCH, 2 * BATCH
@@ -142,8 +142,8 @@ def test_a_smaller_window_at_the_end_of_a_pass_counts_what_it_holds(tmp_path):
     assert [event["samples"] for event in steps] == [event["my_samples"] for event in steps]
 
 
-def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path):
-    """A forward pass that runs out of it is in `tests/unit/train/test_batches.py`."""
+def test_splitting_after_out_of_memory_is_exact(tmp_path):
+    """A forward pass that runs out of memory is in `tests/unit/train/test_batches.py`."""
     torch.set_num_threads(1)
     data, target = Texts(UNLIKE, range((STEPS + 1) * 3 * BATCH)), 3 * BATCH
     expected, _ = train_alone(tmp_path / "enough", data, build_model(), target)
@@ -165,7 +165,7 @@ def test_a_peer_that_runs_out_of_memory_goes_on_in_parts_as_exactly(tmp_path):
 
 
 PEER = 10_000
-"""A peer's texts are numbered from this on, times the peer's own number."""
+"""A peer's texts are numbered from this times the peer's number on."""
 
 
 def texts_of(number: int) -> Texts:
@@ -220,7 +220,7 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
     (folder / f"{number}.json").write_text(json.dumps(steps))
 
 
-def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path):
+def test_two_peers_equal_one_process(tmp_path):
     """One has short texts, the other one long texts."""
     context = mp.get_context("spawn")
     shared = context.Queue(), context.Barrier(2)
@@ -229,7 +229,7 @@ def test_two_peers_equal_one_process_that_sees_both_their_batches(tmp_path):
         peer.start()
     for peer in peers:
         peer.join(timeout=150.0)
-        peer.kill()  # nothing to end if it has left by itself, as it must
+        peer.kill()  # no effect if it has ended by itself, as it must
         peer.join()
     assert [peer.exitcode for peer in peers] == [0, 0]
     short, long = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))

@@ -1,7 +1,7 @@
-"""Exit codes of real processes that end before there is a swarm: what they say, and that nothing is left.
+"""Exit codes of real processes that end before there is a swarm: their messages, and that nothing is left.
 
-One row for each code and each place that it comes from; the many other mistakes and their words are in
-`tests/unit/cli`. The codes of what happens in a swarm are where that is: 0 in `test_two_peers.py`, 1 in
+One row for each code and each place that it comes from; the many other mistakes and their messages are in
+`tests/unit/cli`. The codes of events in a swarm are tested with those: 0 in `test_two_peers.py`, 1 in
 `test_restarts.py`, 5 in `test_own_files.py` and `test_closed_swarm.py`, 130 and 143 in `test_leaving.py`.
 """
 
@@ -17,16 +17,16 @@ from tests.kit.recipes import HUGE, write_tiny
 pytestmark = pytest.mark.timeout(90)
 
 CLOSED = "/ip4/127.0.0.1/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
-"""A port that is closed, and a well-formed peer id that nobody has."""
+"""A closed port, and a well-formed peer id that no peer has."""
 
 BEFORE_AN_INVITATION = {
     *("lock", "recipe.yaml", "recipe.json", "events.jsonl", "trahiv.log", "peers.json"),
     *("identity.key", "owner.key", "secret.key", "members.json"),
 }
-"""All that a run's folder may hold when nobody was invited."""
+"""All files that a run's folder may hold before an invitation is written."""
 
 
-def test_a_usage_error_ends_with_2_and_names_the_help(trahiv, tmp_path):
+def test_usage_error_exits_2_with_help(trahiv, tmp_path):
     result = trahiv("init", "--bogus")
     assert (result.code, result.out, result.left) == (2, "", ())
     assert "No such option: --bogus" in result.err
@@ -34,7 +34,7 @@ def test_a_usage_error_ends_with_2_and_names_the_help(trahiv, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_port_on_which_nobody_listens_ends_with_4_and_leaves_nothing(trahiv, tmp_path):
+def test_closed_port_exits_4_without_traces(trahiv, tmp_path):
     result = trahiv("join", "--peer", CLOSED)
     assert (result.code, result.out, result.left) == (4, "", ()), result.err
     assert "Traceback" not in result.err and result.seconds < 15
@@ -52,7 +52,7 @@ def test_a_port_on_which_nobody_listens_ends_with_4_and_leaves_nothing(trahiv, t
     ],
     ids=["a tokenizer that is none", "too large a model"],
 )
-def test_what_ends_before_anybody_is_invited_is_in_the_record(changes, code, message, hint, trahiv, tmp_path):
+def test_setup_error_is_recorded_without_invitation(changes, code, message, hint, trahiv, tmp_path):
     write_tiny(tmp_path, **changes)
     (tmp_path / "tokens").mkdir()
     result = trahiv("init", "tiny.yaml", "--output-dir", "run", "--format", "json")
@@ -67,8 +67,8 @@ def test_what_ends_before_anybody_is_invited_is_in_the_record(changes, code, mes
 
 
 @pytest.mark.parametrize("command", ["scripts/demo", "scripts/test"])
-def test_without_a_python_the_readme_s_commands_say_what_to_install(command, tmp_path, monkeypatch):
-    """Said on the way: what the set-up would download and keep. A path with a space changes nothing."""
+def test_scripts_explain_missing_python(command, tmp_path, monkeypatch):
+    """The set-up first prints what it would download and keep. A path with a space changes nothing."""
     clone = tmp_path / "my clone"
     shutil.copytree(ROOT / "scripts", clone / "scripts")
     shutil.copy(ROOT / "pyproject.toml", clone)

@@ -1,8 +1,8 @@
-"""Peers that die or flood others: what real processes and sockets alone can show.
+"""Peers that die or flood others: faults that only real processes and sockets can show.
 
 Each failure of the table is in `tests/simulation/test_failures.py`, and rounds full of random ones in
-`test_whole_swarms.py` there; one of two goes on alone in `test_restarts.py`. What no fault excuses is checked
-at the end of each test: equal weights at equal steps, one history, each sample once.
+`test_whole_swarms.py` there; one of two goes on alone in `test_restarts.py`. Each test ends with
+checks that no fault excuses: equal weights at equal steps, one history, each sample once.
 """
 
 import pickle
@@ -41,7 +41,7 @@ AFTER_DEATH_S = AVERAGING_TIMEOUT_S + STEP_S
 def join(workplace: Workplace) -> Callable[..., Peer]:
     """`join(2, fault)` starts a toy peer (`tests.kit.faulty_peer`), and waits until it takes part.
 
-    It joins those that run. Its identity and its stream of data are those of its number; faults strike in it.
+    It joins the running peers. Its number sets its identity and its stream of data; faults strike in it.
     """
 
     def start(number: int, *faults: Any, settings: Settings | None = None, **options: Any) -> Peer:
@@ -63,7 +63,7 @@ def require_promises(*peers: Peer) -> None:
 
 
 def wait_until_equal(*peers: Peer, timeout_s: float, beyond: int) -> None:
-    """Wait until these peers have come to one same history beyond a step."""
+    """Wait until these peers have reached the same history beyond a step."""
 
     def digests(peer: Peer) -> set[str]:
         return {one["digest"] for one in peer.events if "digest" in one and one["step"] > beyond}
@@ -71,7 +71,7 @@ def wait_until_equal(*peers: Peer, timeout_s: float, beyond: int) -> None:
     wait_until(lambda: bool(set.intersection(*map(digests, peers))), timeout_s)
 
 
-def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(join, workplace, tmp_path):
+def test_survivors_continue_after_death_in_any_phase(join, workplace, tmp_path):
     survivors = join(0), join(1)
     for index, phase in enumerate(PHASES):
         if index in (2, 4):  # it comes back with another identity
@@ -88,8 +88,8 @@ def test_survivors_go_on_at_whatever_moment_of_a_round_a_peer_dies(join, workpla
     require_promises(*workplace.peers)
 
 
-def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_died(join, workplace):
-    """In `tests/simulation` a run has one thread; `diloco` is this mode, but that it waits."""
+def test_streaming_fragments_agree_despite_peer_death(join, workplace):
+    """In `tests/simulation` a run has one thread; `diloco` is this mode with waiting."""
     join = partial(join, settings=(settings := MODES_BESIDE_TRAINING["streaming"]))
     survivors = join(0), join(1)
     victim = join(2, drop_peer("half-way", searches=9))
@@ -102,7 +102,7 @@ def test_fragments_are_agreed_on_by_threads_beside_training_also_with_one_that_d
     joined = again.wait_for("ready", 1)
     assert joined["step"] > last["step"] and joined["loss"] < 0.7 * first["loss"]
     together = again.wait_for("step", AFTER_DEATH_S)
-    # Each fragment once, so that a momentum that did not come with the state would show.
+    # Each fragment once: momentum that is missing in the downloaded state would show.
     beyond = together["step"] + settings.pace.steps_per_round * settings.pace.num_fragments
     wait_until_equal(*survivors, again, timeout_s=AFTER_DEATH_S, beyond=beyond)
     assert len(again.steps[-1]["group"]) == 3
@@ -114,8 +114,8 @@ UNLIKE = {"env": {"ATEN_CPU_CAPABILITY": "default"}, "is_cold": True}
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_weights_of_unlike_processors_are_made_equal(join, mode):
-    """As soon as the round after the first difference."""
+def test_unlike_processors_get_equal_weights(join, mode):
+    """As early as the round after the first difference."""
     join = partial(join, settings=Settings(pace=Pace(mode)))
     alike, other = (join(0), join(1)), join(2, **UNLIKE)
     first = other.wait_for("made-equal", STEP_S)["step"]
@@ -134,7 +134,7 @@ def test_weights_of_unlike_processors_are_made_equal(join, mode):
 
 @pytest.mark.parametrize("is_changed", [False, True], ids=["streaming", "auto"])
 def test_local_steps_of_unlike_processors_agree(join, is_changed):
-    """Also where mode `auto` has changed to local steps while weights differed."""
+    """Also when mode `auto` has changed to local steps while weights differed."""
     pace = Pace("streaming", local_steps=4, fragments=2)
     settings = Settings(auto_share=0.1) if is_changed else Settings(pace=pace)
     faults = [change_pace(pace, group_size=3)] if is_changed else []
@@ -154,7 +154,7 @@ def test_local_steps_of_unlike_processors_agree(join, is_changed):
 
 
 def notices(peer: Peer, code: str) -> list[dict[str, Any]]:
-    """Return what a peer said to a person under this code."""
+    """Return a peer's notices with this code."""
     return [one for one in peer.events if one["event"] == "notice" and one["code"] == code]
 
 
@@ -166,7 +166,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_member_that_holds_others_up_is_named(join, name):
+def test_delaying_member_is_named(join, name):
     """The same in memory, and with more parts, is in `tests/simulation/test_failures.py`."""
     steps, settings = 12, Settings(num_peers=4, part_bytes=1040)
     join = partial(join, settings=settings)  # 20 parts of each share
@@ -185,7 +185,7 @@ def test_member_that_holds_others_up_is_named(join, name):
     assert find_lost_steps({str(peer.pid): peer.events for peer in peers}) == {}
 
 
-def test_who_asks_too_much_and_is_deaf_stops_nobody(join):
+def test_flooding_peer_stops_no_round(join):
     """Lies in reports, claims, votes, states and parts are in `tests/simulation`."""
     steps, limit_s = 3, 8.0
     join = partial(join, settings=Settings(num_peers=4, num_samples=100_000, averaging_timeout=limit_s))

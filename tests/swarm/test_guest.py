@@ -1,4 +1,4 @@
-"""A peer that steps back when its user wants the machine, comes back, and leaves at a round."""
+"""A peer that pauses when its user wants the machine, resumes, and leaves after a round."""
 
 import json
 import shutil
@@ -14,9 +14,7 @@ from tests.kit.commands import LOOPBACK, left_by
 pytestmark = pytest.mark.timeout(240)
 
 
-def test_a_paused_peer_has_nothing_loaded_is_there_for_others_and_no_sample_is_lost_or_trained_twice(
-    pair, trahiv, start_paced
-):
+def test_paused_peer_unloads_and_resumes_without_loss(pair, trahiv, start_paced):
     first, second, *_ = pair
     [paused] = trahiv("pause", "second", "--format", "json").events
     assert (paused["event"], paused["why"]) == ("paused", "its user paused it")
@@ -58,7 +56,7 @@ def test_a_paused_peer_has_nothing_loaded_is_there_for_others_and_no_sample_is_l
     assert not any(event["event"] == "warning" and event["code"] == "broken" for event in first.events)
 
 
-def test_a_peer_trains_only_while_its_condition_holds(start_paced, endless, tmp_path):
+def test_peer_trains_only_while_condition_holds(start_paced, endless, tmp_path):
     game = shutil.copy("/bin/sleep", tmp_path / "agame")
 
     def play():

@@ -1,4 +1,4 @@
-"""Leaving: once in good order, twice at once, and when the process is killed its children go with it."""
+"""Leaving: in order at one signal, at once at two, and children of a killed process end with it."""
 
 import signal
 import subprocess
@@ -15,7 +15,7 @@ LEAVES_WITHIN_S = 15.0
 CHILDREN_DIE_WITHIN_S = 5.0
 
 
-def test_a_signal_ends_training_with_a_checkpoint_and_no_child_outlives_a_kill(start_paced, endless):
+def test_signal_leaves_checkpoint_and_no_children(start_paced, endless):
     command = ("init", endless(), "--output-dir", "run")
     peer = start_paced(*command)
     peer.wait_for("step", timeout=60, step=2)
@@ -45,7 +45,7 @@ def test_a_signal_ends_training_with_a_checkpoint_and_no_child_outlives_a_kill(s
     assert_children_die(again.pid)
 
 
-def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair):
+def test_signal_ends_wait_for_hung_peer(pair):
     first, second, *_ = pair
     hung = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
     for process in hung:
@@ -60,12 +60,12 @@ def test_a_signal_is_heard_while_a_round_waits_for_a_hung_peer(pair):
             process.resume()
 
 
-def test_a_second_signal_leaves_at_once(start_paced, endless):
+def test_second_signal_leaves_at_once(start_paced, endless):
     recipe = endless()
     peer = start_paced("init", recipe, "--output-dir", "run")
     peer.wait_for("step", timeout=60, step=1)
     peer.send_signal(signal.SIGINT)
-    peer.send_signal(signal.SIGTERM)  # two of a kind are one if they come before the first is heard
+    peer.send_signal(signal.SIGTERM)  # two equal ones would count once before the first is handled
     assert peer.exit_code(timeout=5) in (130, 143), "which is heard first is the system's choice"
     assert all(said["event"] != "done" for said in peer.events)
     assert f"to go on: trahiv init {recipe}" in peer.err
@@ -86,14 +86,14 @@ print(json.dumps({"v": 1, "event": "started", "name": manager.name(), "blocked":
 
 
 @pytest.mark.parametrize(("how", "is_blocked"), [("corrected", True), ("by torch", False)])
-def test_ctrl_c_does_not_reach_the_process_that_keeps_shared_memory(workplace, how, is_blocked):
-    """When torch blocks it by itself, `start_memory_manager` can go."""
+def test_only_corrected_memory_manager_blocks_sigint(workplace, how, is_blocked):
+    """Once torch blocks SIGINT by itself, `start_memory_manager` can be removed."""
     started = workplace.start_script(MANAGER, how).wait_for("started", timeout=60)
     assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
 
 
 def assert_children_die(pid: int) -> None:
-    """A process that could not clean up takes its children along; its sockets go at the next start."""
+    """Children of a process that could not clean up end with it; its sockets go at the next start."""
     deadline = time.monotonic() + CHILDREN_DIE_WITHIN_S
     while (children := children_of(pid)) and time.monotonic() < deadline:
         psutil.wait_procs(children, timeout=0.1)
@@ -127,8 +127,8 @@ print(failed)
 
 
 @pytest.mark.parametrize("pool", ["renewed", "inherited"])
-def test_threads_of_a_forked_process_share_a_pool_once_it_is_renewed(pool):
-    """When none fails with the pool that it has inherited, `renew_thread_pool` can go."""
+def test_forked_threads_need_renewed_pool(pool):
+    """Once no child fails with an inherited pool, `renew_thread_pool` can be removed."""
     command = [sys.executable, "-c", FORK, pool]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert int(done.stdout) == (pool == "inherited"), "1: it failed, negative: it crashed"

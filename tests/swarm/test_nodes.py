@@ -1,4 +1,4 @@
-"""Two nodes meet by an address of any transport, and read what the other stored."""
+"""Two nodes connect by an address of any transport, and read each other's records."""
 
 import asyncio
 import ctypes
@@ -42,7 +42,7 @@ LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, aut
 @pytest.mark.parametrize(
     "listen", ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"], ids=["tcp", "quic"]
 )
-def test_a_node_reads_what_the_other_published(tmp_path, listen):
+def test_node_reads_published_record(tmp_path, listen):
     settings = DhtSection(host_maddrs=[listen], nat_port_map=False, auto_nat=False)
     with Node(settings, tmp_path / "first.key") as first:
         assert first.publish("key", b"value", ttl_s=60)
@@ -51,7 +51,7 @@ def test_a_node_reads_what_the_other_published(tmp_path, listen):
             assert second.fetch("another") == {}
 
 
-def test_a_node_listens_on_all_that_its_user_names(tmp_path):
+def test_node_listens_on_all_given_addresses(tmp_path):
     named = ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic", "/ip4/127.0.0.1/tcp/0/ws"]
     with Node(DhtSection(host_maddrs=named), tmp_path / "first.key") as first:
         shapes = {
@@ -62,7 +62,7 @@ def test_a_node_listens_on_all_that_its_user_names(tmp_path):
         assert [note.split()[0] for note in first.notes()] == [named[1]]
 
 
-def test_an_address_of_the_router_is_announced(tmp_path):
+def test_router_address_is_announced(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -76,13 +76,13 @@ def test_an_address_of_the_router_is_announced(tmp_path):
 
 
 async def drop_all(_, node):
-    """Forget the other nodes, as this one does when they did not answer."""
+    """Forget the other nodes, as a node does when they do not answer."""
     for peer in list(node.protocol.routing_table.uid_to_peer_id):
         del node.protocol.routing_table[peer]
 
 
-def test_two_that_have_dropped_each_other_and_are_connected_still_find_each_other_again(tmp_path):
-    """As when one stood still for a while: neither asks the other any more, and connections outlast that."""
+def test_dropped_connected_peers_find_each_other(tmp_path):
+    """As after one stalled for a while: neither asks the other any more, and connections outlast that."""
     with Node(LOCAL, tmp_path / "first.key") as first:
         with Node(LOCAL, tmp_path / "second.key", tuple(first.own_addresses())) as second:
             both = first, second
@@ -93,14 +93,14 @@ def test_two_that_have_dropped_each_other_and_are_connected_still_find_each_othe
             assert first.publish("key", b"value", ttl_s=60) and second.fetch("key")
 
 
-def test_no_reply_is_lost_where_bytes_come_in_bursts():
-    """As through a relay; of replies of hivemind, about one in 1,000 is lost so."""
+def test_bursty_connection_loses_no_reply():
+    """As through a relay; plain hivemind loses about one reply in 1,000 this way."""
     replies = asyncio.run(ask_in_bursts(rounds=100, at_once=16))
     assert replies == [[[[2**16]]] * 16] * 100
 
 
 async def ask_in_bursts(rounds, at_once):
-    """Return the replies to each of many calls whose bytes are held back for a while on both ways."""
+    """Return the replies to many calls whose bytes are held back for a while in both directions."""
 
     async def serve(requests: Tensor, context: P2PContext) -> AsyncIterator[Tensor]:
         sizes = [len(request.buffer) async for request in requests]
@@ -135,8 +135,8 @@ async def ask_in_bursts(rounds, at_once):
     return replies
 
 
-def test_a_node_that_is_closed_while_its_averager_ends_leaves_the_lock(tmp_path, monkeypatch):
-    """Who is preempted while it tells that it has ended is waited for; another node can start after that."""
+def test_closing_node_releases_mpfuture_lock(tmp_path, monkeypatch):
+    """A process preempted while it reports its end is waited for; another node can start after that."""
 
     def send_slowly(future: MPFuture, *update: object) -> None:
         with MPFuture._update_lock:
@@ -152,7 +152,7 @@ def test_a_node_that_is_closed_while_its_averager_ends_leaves_the_lock(tmp_path,
 
 
 def node(folder: Path, name: str, *initial_peers: str) -> Node:
-    """A node with a memory, which outlives it."""
+    """A node with a file of acquaintances, which outlives it."""
     met = Acquaintances(folder / f"{name}.json")
     return Node(LOCAL, folder / f"{name}.key", initial_peers, met=met)
 
@@ -161,8 +161,8 @@ def sees(one: Node, other: Node) -> bool:
     return other.peer_id in one.run(known_peers)
 
 
-def test_a_node_listens_elsewhere_if_the_port_is_taken_at_which_it_listened_before(tmp_path):
-    """That it listens there otherwise is in `test_restarts.py`."""
+def test_node_moves_from_taken_port(tmp_path):
+    """That it listens there again if the port is free is in `test_restarts.py`."""
     with node(tmp_path, "first") as first:
         before = first.own_addresses()
         wait_until((tmp_path / "first.json").exists)
@@ -171,7 +171,7 @@ def test_a_node_listens_elsewhere_if_the_port_is_taken_at_which_it_listened_befo
             assert first.own_addresses() != before
 
 
-def test_peers_that_start_again_alone_find_each_other(tmp_path):
+def test_restarted_peers_find_each_other(tmp_path):
     with node(tmp_path, "first") as first, node(tmp_path, "second", *first.own_addresses()) as second:
         wait_until(lambda: second.peer_id in Acquaintances(tmp_path / "first.json").addresses)
     with node(tmp_path, "first") as first:  # the second is not there
@@ -182,7 +182,7 @@ def test_peers_that_start_again_alone_find_each_other(tmp_path):
             wait_until(lambda: sees(first, second) and sees(second, first))
 
 
-def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_already_is_refused(tmp_path):
+def test_wrong_peer_and_duplicate_identity_are_refused(tmp_path):
     nobody = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
     with node(tmp_path, "first") as first:
         address = first.own_addresses()[0].replace(first.peer_id, nobody)
@@ -197,7 +197,7 @@ def test_another_peer_at_an_address_is_not_joined_and_an_identity_that_is_there_
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["its DHT", "its p2pd"])
-def test_a_member_that_stands_still_for_seconds_is_entered_by(tmp_path, which):
+def test_stalled_member_still_admits_joiner(tmp_path, which):
     with node(tmp_path, "first") as first:
         line, process = first.own_addresses(), psutil.Process(first.pids()[which])
         process.suspend()
@@ -211,7 +211,7 @@ def test_a_member_that_stands_still_for_seconds_is_entered_by(tmp_path, which):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_dht_whose_process_fails_before_it_has_started_is_said(tmp_path, monkeypatch, how):
+def test_dht_failure_at_start_is_reported(tmp_path, monkeypatch, how):
     monkeypatch.setattr(processes, "START_S", 2.0)
     monkeypatch.setattr(dht, "become_child", lambda parent: os.kill(os.getpid(), how))
     with pytest.raises(SwarmError, match="while it started"):
@@ -220,8 +220,8 @@ def test_a_dht_whose_process_fails_before_it_has_started_is_said(tmp_path, monke
 
 
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
-def test_a_machine_whose_clock_is_wrong_takes_over_the_swarm_s_time(tmp_path, monkeypatch, ahead_s):
-    """What one peer can do that tells a wrong time is in `tests/simulation` and `tests/unit/swarm`."""
+def test_wrong_clock_adopts_swarm_time(tmp_path, monkeypatch, ahead_s):
+    """Peers that report a wrong time are tested in `tests/simulation` and `tests/unit/swarm`."""
     with node(tmp_path, "first") as first:
         assert first.publish("key", b"value", ttl_s=100)
         line = first.own_addresses()

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.timeout(300)
 
 NOTEBOOKS = ROOT / "notebooks"
 CELL_S = 120
-"""After this a cell, or what a test waits for in one, has failed."""
+"""After this a cell, or a condition that a test waits for in one, has failed."""
 
 STOP_S = 30.0
 KEEPER = {"torch_shm_manager"}
-"""Torch's own keeper of shared memory, which a process has until it ends."""
+"""Torch's manager of shared memory, which a process has until it ends."""
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # IPython paints tracebacks
 INVITATION = re.compile(r"initial_peers = \['(trahiv1:[^']+)'\]")
@@ -41,13 +41,13 @@ Life is but a dream.
 
 """
 LEARNT = 0.1
-"""The loss at which a model knows it by heart."""
+"""The loss at which a model knows the rhyme by heart."""
 
 LOGGED = re.compile(r"'loss': '([^']+)'.*'swarm/step': (\d+), 'swarm/peers': (\d+)")
 
 
 class Session:
-    """A notebook in a kernel of its own. Use as a context manager: what it started ends with it."""
+    """A notebook in a kernel of its own. Use as a context manager: processes that it started end with it."""
 
     def __init__(self, name: str, workplace: Workplace, **settings: Any) -> None:
         book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
@@ -86,7 +86,7 @@ class Session:
         self._task = asyncio.create_task(self.run(cell))
 
     async def until(self, condition: Callable[[], Any]) -> Any:
-        """Return what a condition says once that is true, while the cell that was begun runs."""
+        """Return a condition's value once it is true, while the cell that was begun runs."""
         deadline = time.monotonic() + CELL_S
         while not (found := condition()):
             is_late, shown = time.monotonic() >= deadline, self.shown(self._begun)
@@ -95,7 +95,7 @@ class Session:
         return found
 
     def shown(self, cell: str) -> str:
-        """What a reader sees under a cell."""
+        """The output that a reader sees under a cell."""
         outputs = self._cells[cell].outputs
         texts = [output.get("text") or "\n".join(output.get("traceback", ())) for output in outputs]
         return ESCAPE.sub("", "".join(texts))
@@ -119,7 +119,7 @@ class Session:
         return {process.name() for process in processes}
 
     def processes(self) -> list[psutil.Process]:
-        """What the kernel has started, and what that has; without the kernel itself."""
+        """All processes that descend from the kernel, without the kernel itself."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -153,19 +153,19 @@ def newest_checkpoint(run: Path) -> int:
 
 
 def steps_together(run: Path) -> int:
-    """How many steps of a run's events were taken in a group of two."""
+    """Count the steps of a run that were taken in a group of two."""
     steps = (event for event in events_of(run) if event["event"] == "step")
     return sum(bool(step["round"]) and len(step["round"]["group"]) == 2 for step in steps)
 
 
 def trained_by_two(session: Session) -> list[tuple[float, int]]:
-    """Losses and steps that the Trainer has logged, of those that two peers took."""
+    """Losses and steps that the Trainer has logged for steps of two peers."""
     logged = LOGGED.findall(session.shown("train"))
     return [(float(loss), int(step)) for loss, step, peers in logged if peers == "2"]
 
 
 @pytest.mark.parametrize("name", ["join", "drop_in"])
-def test_a_notebook_is_kept_without_outputs_and_installs_in_one_line(name):
+def test_notebook_is_clean_and_installs_trahiv(name):
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(book)
     assert set(book.metadata) == {"kernelspec"} and book.metadata.kernelspec.name == "python3"
@@ -175,7 +175,7 @@ def test_a_notebook_is_kept_without_outputs_and_installs_in_one_line(name):
     assert install == "%pip install -q trahiv"
 
 
-def test_the_cell_that_joins_is_interrupted_and_run_again(start_paced, endless, workplace):
+def test_interrupted_join_cell_resumes(start_paced, endless, workplace):
     first = start_paced("init", endless(), "--output-dir", "first", *LOOPBACK)
     invitation = Path(first.address.removeprefix("@")).read_text()
     folder = workplace.folder / "notebook"
@@ -212,7 +212,7 @@ def test_the_cell_that_joins_is_interrupted_and_run_again(start_paced, endless, 
     assert first.is_running
 
 
-def test_the_trainer_is_interrupted_in_one_of_two_notebooks_and_run_again(workplace):
+def test_interrupted_trainer_notebook_resumes(workplace):
     async def story() -> None:
         endless = {"max_steps": 100_000}
         first = Session("drop_in", workplace, output_dir="first", **endless)

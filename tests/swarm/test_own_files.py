@@ -1,6 +1,6 @@
-"""A recipe, its folder, its model and its data, from the words that people type to what they are told.
+"""A recipe, its folder, its model and its data, from the typed command to its messages.
 
-What is understood of a recipe in a pipe, or one whose data has moved, is in `tests/unit/recipe`.
+Reading a recipe from a pipe, or one whose data has moved, is in `tests/unit/recipe`.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.kit.stand_ins import CHATML_MARKED, write_llama
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path):
+def test_joiner_finds_data_in_named_folder(start_paced, tmp_path):
     alice, bob = tmp_path / "alice", tmp_path / "bob"
     write_tiny(alice, data__datasets=[{"path": "text.txt"}], training__max_steps=100_000)
     first = start_paced("init", "tiny.yaml", cwd=alice)
@@ -31,7 +31,7 @@ def test_a_joiner_names_the_folder_in_which_its_copy_is(start_paced, tmp_path):
     assert resolved["data"]["datasets"][0]["path"] == str(own)
 
 
-def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path):
+def test_piped_recipe_resumes_by_printed_line(trahiv, tmp_path):
     recipe = write_tiny(tmp_path, data__datasets=[{"path": "text.txt"}], name=None)
     given = recipe.read_text()
     recipe.rename(tmp_path / "template.txt")
@@ -50,7 +50,7 @@ def test_a_recipe_from_a_pipe_goes_on_by_the_line_that_is_said(trahiv, tmp_path)
 
 
 def write_peer(folder: Path) -> Path:
-    """Write a recipe that does not end, and this peer's own copies of its model and its data beside it."""
+    """Write an endless recipe, and this peer's own copies of its model and its data beside it."""
     write_llama(folder / "model")
     return write_tiny(
         folder,
@@ -63,11 +63,11 @@ def write_peer(folder: Path) -> Path:
     )
 
 
-def test_another_copy_is_refused(trahiv, start, tmp_path):
-    """One clear error, and those who train do not notice.
+def test_different_model_copy_is_refused(trahiv, start, tmp_path):
+    """One clear error, and training peers are not disturbed.
 
-    That one other number is enough is in `tests/unit/train/test_comparison.py`, what is refused before
-    anything is loaded in `tests/unit/cli/test_before_anybody_is_invited.py`.
+    A difference of one number is in `tests/unit/train/test_comparison.py`, refusals before
+    anything is loaded are in `tests/unit/cli/test_before_anybody_is_invited.py`.
     """
     begun = start("init", write_peer(tmp_path / "begun"))
     begun.wait_for("step", 60)

@@ -1,7 +1,7 @@
-"""Every recipe that comes with trahiv, by the real commands: two peers, one model and an artefact of it.
+"""Every built-in recipe, by the real commands: two peers, one model and an artefact of it.
 
 The models are as small as can be, and a few rows stand for the data; everything else is as a user has it.
-`quickstart` is what other tests run.
+Other tests run `quickstart`.
 """
 
 import json
@@ -78,11 +78,11 @@ OF_ONE: dict[str, dict[str, Any]] = {
     "spanish-qlora": {**HELD_OUT, "sft.max_length": 96},
 }
 BESIDE_BYTES = 25_000
-"""That a peer sends in a round beside what is averaged: progress, claims, votes, encryption. Far less than
-the weights that are not trained."""
+"""Bytes that a peer sends in a round beside the averages: progress, claims, votes, encryption. Far fewer than
+those of the untrained weights."""
 
 
-def test_there_are_rows_for_every_recipe_that_is_not_its_own_test():
+def test_every_builtin_recipe_has_rows():
     assert set(ROWS) == set(builtin_recipes()) - {"quickstart"}
 
 
@@ -93,7 +93,7 @@ def trained(run: Path) -> dict[str, torch.Tensor]:
 
 
 def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
-    """Load the artefact as anybody would, and measure it with upstream's own trainer."""
+    """Load the artefact as any user would, and measure it with upstream's own trainer."""
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     held_out = build_datasets(recipe, tokenizer, seed=recipe.training.seed, peer_seed=0).eval
     model = load_plainly(recipe, run / "final")

@@ -1,4 +1,4 @@
-"""Peers that start again with the same command, or by themselves: where they go on, and with whom."""
+"""Peers that restart with the same command, or by themselves: where they resume, and with which peers."""
 
 import contextlib
 import json
@@ -23,10 +23,10 @@ pytestmark = pytest.mark.timeout(240)
 
 STARTS_WITHIN_S = 60.0
 FOUND_WITHIN_S, JOINT_WITHIN_S = 10.0, 15.0
-RECORD_S = 8.0  # a peer's report lives so long
+RECORD_S = 8.0  # lifetime of a peer's report
 RESTARTED_WITHIN_S = 45.0
 SUSPENDED_S = 90.0
-"""By then the others have forgotten a peer that stands still."""
+"""By then the others have forgotten a suspended peer."""
 
 SAVING = {"training__save_steps": 2}
 """A checkpoint every other step."""
@@ -38,7 +38,7 @@ saving_pair = pytest.mark.parametrize("pair", [SAVING | SOON_ALONE], indirect=Tr
 
 
 def require_saved_and_met(pair: Any) -> None:
-    """Wait until both have written down a checkpoint and each other."""
+    """Wait until both have saved a checkpoint and each other's addresses."""
     for peer, folder in zip(pair[:2], ("first", "second"), strict=True):
         peer.wait_for("checkpoint", 60)
         wait_until(lambda peer=peer, folder=folder: Acquaintances(Path(peer.cwd, folder, FILE)).addresses)
@@ -53,7 +53,7 @@ def id_of(peer: Peer) -> str:
 
 
 @saving_pair
-def test_a_peer_finds_the_swarm_again_and_goes_on_alone_when_nobody_is_left(start_paced, pair):
+def test_restarted_peer_rejoins_or_continues_alone(start_paced, pair):
     first, second, init, join = pair
     require_saved_and_met(pair)
     first.kill()
@@ -77,7 +77,7 @@ def test_a_peer_finds_the_swarm_again_and_goes_on_alone_when_nobody_is_left(star
 
 
 @saving_pair
-def test_all_that_were_killed_at_once_go_on_from_what_the_furthest_had_saved(start_paced, pair):
+def test_killed_swarm_resumes_from_furthest_checkpoint(start_paced, pair):
     first, second, init, join = pair
     require_saved_and_met(pair)
     for peer in (first, second):
@@ -103,7 +103,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-def test_a_full_disk_is_said_and_training_goes_on_until_there_is_room(start_paced, endless, small_disk):
+def test_full_disk_warns_and_training_continues(start_paced, endless, small_disk):
     peer = start_paced("init", endless(**SAVING), "--output-dir", small_disk / "run", *LOOPBACK)
     peer.wait_for("checkpoint", 60)
     filler = small_disk / "filler"
@@ -123,7 +123,7 @@ def test_a_full_disk_is_said_and_training_goes_on_until_there_is_room(start_pace
     assert recorded[-1]["event"] == "done" and recorded[-1]["step"] == done["step"]
 
 
-def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(start_paced, endless):
+def test_first_step_waits_for_min_peers(start_paced, endless):
     """That two begin together is in `test_recipes.py`."""
     alone = start_paced(
         "init", endless(swarm__min_peers=2), "--output-dir", "alone", "--wait", "3s", *LOOPBACK
@@ -135,7 +135,7 @@ def test_the_first_step_waits_for_as_many_peers_as_the_recipe_wants(start_paced,
 
 
 def parts(peer: Peer) -> dict[str, psutil.Process]:
-    """The processes under a peer's, torch's that keeps shared memory first."""
+    """The child processes of a peer, torch's manager of shared memory first."""
     children = filter(lives, psutil.Process(peer.pid).children())
     memory, dht = sorted(children, key=lambda child: "python" in child.name())
     [p2pd] = [child for child in dht.children() if child.name() == "p2pd"]
@@ -150,7 +150,7 @@ def lives(process: psutil.Process) -> bool:
     ("broken", "how"),
     [pytest.param(0, signal.SIGSTOP, id="dht-stopped"), pytest.param(1, signal.SIGKILL, id="dht-killed")],
 )
-def test_a_peer_whose_process_fails_starts_again_and_trains_along(pair, broken, how):
+def test_peer_restarts_after_dht_failure(pair, broken, how):
     broken, other = pair[broken], pair[1 - broken]
     address, before = broken.maddr, parts(broken)
     before["dht"].send_signal(how)
@@ -170,7 +170,7 @@ def test_a_peer_whose_process_fails_starts_again_and_trains_along(pair, broken, 
         assert left_by(peer.pid) == []
 
 
-def test_a_peer_starts_again_without_a_killed_worker(start_paced, endless):
+def test_peer_restarts_after_killed_worker(start_paced, endless):
     recipe = endless(training__dataloader_num_workers=2)
     peer = start_paced("init", recipe, "--output-dir", "run", "--budget", "10000 steps", *LOOPBACK)
     peer.wait_for("step", 60)
@@ -188,7 +188,7 @@ def test_a_peer_starts_again_without_a_killed_worker(start_paced, endless):
 
 @contextlib.contextmanager
 def suspended(peer: Peer) -> Iterator[float]:
-    """Suspend all processes of a peer within the block; gives the time when they were."""
+    """Suspend all processes of a peer within the block; gives the time of the suspension."""
     sleeper = [psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)]
     for process in sleeper:
         process.suspend()
@@ -199,10 +199,10 @@ def suspended(peer: Peer) -> Iterator[float]:
             process.resume()
 
 
-def test_peer_waits_for_its_suspended_friend_and_loses_nothing(pair):
+def test_peer_waits_for_suspended_friend(pair):
     first, second, *_ = pair
     with suspended(second) as since:
-        for waited_s in (0.0, RECORD_S):  # with the second warning its record has ended
+        for waited_s in (0.0, RECORD_S):  # by the second warning its record has expired
             first.wait_for("warning", 30, code="no-group", t=lambda t, at=since + waited_s: t > at)
     back_at = time.time()
     for peer in (first, second):
@@ -211,7 +211,7 @@ def test_peer_waits_for_its_suspended_friend_and_loses_nothing(pair):
 
 
 @pytest.mark.parametrize("pair", [SOON_ALONE], indirect=True, ids=["alone"])
-def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_along_again(pair):
+def test_long_suspended_peer_rejoins(pair):
     first, second, *_ = pair
     with suspended(second) as since:
         alone = first.wait_for("step", SUSPENDED_S, t=lambda t: t > since, peers=1)
@@ -224,7 +224,7 @@ def test_a_machine_that_was_suspended_for_longer_than_its_record_lives_trains_al
     assert steps == sorted(set(steps))
 
 
-def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start, trahiv, tmp_path):
+def test_repeated_failures_end_peer_without_fresh_start(start, trahiv, tmp_path):
     """That damaged checkpoints are passed over is in `tests/unit/train/test_checkpoint.py`."""
     recipe = write_tiny(tmp_path, training__max_steps=100_000, hivemind_config__opt__target_batch_size=8)
     now = time.time()
@@ -243,7 +243,7 @@ def test_a_peer_that_fails_again_and_again_ends_and_begins_no_fresh_model(start,
     assert refused.code == 3 and "All checkpoints in run are damaged" in refused.err
 
 
-def test_a_run_that_was_interrupted_equals_one_that_was_not(start, trahiv, tmp_path):
+def test_interrupted_run_equals_uninterrupted(start, trahiv, tmp_path):
     """It stops between two rounds; what a checkpoint keeps is in `tests/unit/train/test_own_steps.py`."""
     steps = 20
     recipe = write_tiny(
@@ -255,7 +255,7 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(start, trahiv, tmp_p
         training__lr_scheduler_type="cosine",
         training__warmup_steps=4,
     )
-    identity = ("--identity", tmp_path / "key", *LOOPBACK)  # of which the peer's own randomness is drawn
+    identity = ("--identity", tmp_path / "key", *LOOPBACK)  # which seeds the peer's own randomness
     assert trahiv("init", recipe, "--output-dir", "straight", *identity).code == 0
     half = start("init", recipe, "--output-dir", "halves", *identity, pace_s=0.3)
     stepped = half.wait_for("step", 60)
@@ -276,8 +276,8 @@ def test_a_run_that_was_interrupted_equals_one_that_was_not(start, trahiv, tmp_p
     assert disagreements == [], "they have trained the same samples"
 
 
-def test_each_shard_is_trained_once_in_a_pass_while_peers_are_killed(start_paced, endless, tmp_path):
-    """Samples of data that is no stream are looked after by all tests of `tests/simulation`."""
+def test_killed_peers_repeat_no_shard(start_paced, endless, tmp_path):
+    """All tests of `tests/simulation` check the samples of data that is not streamed."""
     shards, num_lines = 6, 60
     for number in range(shards):
         lines = (json.dumps({"text": f"file {number}, line {line} " * 4}) for line in range(num_lines))

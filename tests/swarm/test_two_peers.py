@@ -22,7 +22,7 @@ def assert_same_weights(first: Path, second: Path) -> None:
         assert torch.allclose(one[name], two[name], rtol=0, atol=1e-5), name
 
 
-def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(start_paced, tmp_path):
+def test_peers_join_at_start_and_midway(start_paced, tmp_path):
     recipe = write_tiny(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
@@ -39,7 +39,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(start_
     assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
 
     pasted = [*shlex.split(ready["join"])[1:], *LOOPBACK]
-    second = start_paced(*pasted, "--yes")  # which folder is whose is in tests/unit/train/test_folder.py
+    second = start_paced(*pasted, "--yes")  # the choice of folders is in tests/unit/train/test_folder.py
     assert second.wait_for("ready", timeout=60)["fingerprint"] == ready["fingerprint"]
     second.wait_for("joined", timeout=60)
     first.wait_for_group(peers=2)
@@ -75,7 +75,7 @@ def test_a_second_peer_joins_by_the_printed_line_and_a_third_at_half_time(start_
     assert json.loads((tmp_path / "first" / "recipe.json").read_text())["name"] == "tiny"
 
 
-def test_a_lone_peer_finishes_and_its_model_loads(trahiv, tmp_path):
+def test_lone_peer_leaves_loadable_model(trahiv, tmp_path):
     gpt2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 32, "n_layer": 1, "n_head": 2}
     gpt2["n_positions"] = length = 32
     documents = tmp_path / "documents.jsonl"
@@ -99,7 +99,7 @@ def test_a_lone_peer_finishes_and_its_model_loads(trahiv, tmp_path):
     assert model(**tokenizer("hello", return_tensors="pt")).logits.shape[-1] == 384
 
 
-def test_a_bootstrap_node_introduces_two_peers_that_bring_their_recipe(start_paced, tmp_path):
+def test_bootstrap_node_introduces_two_peers(start_paced, tmp_path):
     node = start_paced("init", "--no-train", *LOOPBACK, "--output-dir", "node")
     recipe = write_tiny(tmp_path, training__max_steps=8, hivemind_config__opt__target_batch_size=40)
     peers = [start_paced("join", recipe, "--peer", node.address, "--output-dir", name) for name in ("a", "b")]

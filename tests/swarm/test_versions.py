@@ -1,6 +1,6 @@
-"""Two versions of trahiv in one swarm: they train together, or the newcomer is refused with a sentence.
+"""Two versions of trahiv in one swarm: they train together, or the joiner is refused with a reason.
 
-The other version's source is taken out of the history, and runs with this installation's libraries.
+The other version's source is extracted from the history, and runs with this installation's libraries.
 """
 
 import io
@@ -23,7 +23,7 @@ OTHER_PROTOCOL = "05bac3e"
 
 
 def source_of(commit: str, folder: Path) -> dict[str, str]:
-    """Take out a version, and return the variables with which a command runs it."""
+    """Extract a version, and return the environment variables with which a command runs it."""
     command = ["git", "archive", commit, "trahiv_cli", "tests/kit", "configs", "docs", "pyproject.toml"]
     archive = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60, check=False)
     if archive.returncode:
@@ -33,7 +33,7 @@ def source_of(commit: str, folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
-def test_this_version_and_the_last_train_together(start, tmp_path):
+def test_last_release_trains_with_this_version(start, tmp_path):
     last = source_of(LAST_RELEASE, tmp_path / "last")
     recipe = recipes.write_tiny(tmp_path, training__max_steps=100_000)
 
@@ -66,7 +66,7 @@ def test_this_version_and_the_last_train_together(start, tmp_path):
         ),
     ],
 )
-def test_a_newcomer_of_another_protocol_is_refused(start, tmp_path, theirs, mine, code, said):
+def test_joiner_with_other_protocol_is_refused(start, tmp_path, theirs, mine, code, said):
     there, new = [source_of(one, tmp_path / "source") if one else {} for one in (theirs, mine)]
     recipe = recipes.write_tiny(tmp_path, training__max_steps=100_000)
     first = start("init", recipe, "--output-dir", "there", *LOOPBACK, env=there, pace_s=0.1)

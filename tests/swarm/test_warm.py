@@ -1,4 +1,4 @@
-"""A forked command finds what a new process finds; how one ends is in the other tests of this folder."""
+"""A forked command starts in the same state as a new process; its end is tested elsewhere in this folder."""
 
 import json
 import signal
@@ -65,18 +65,18 @@ def said(place: Workplace, *words: str, is_cold: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("words", [("-c", FINDS, "--peer", "ä b", ""), ("-m", "finds", "join")], ids=len)
-def test_a_fork_finds_what_a_new_process_finds(place, words):
+def test_fork_matches_fresh_process(place, words):
     forked, fresh = said(place, *words), said(place, *words, is_cold=True)
     assert forked == fresh
 
 
-def test_forks_share_no_chance_and_no_lock(place):
+def test_forks_share_no_randomness_or_lock(place):
     """Each takes all locks and keeps them."""
     assert not set(said(place, "-c", OWN)) & set(said(place, "-c", OWN))
 
 
-def test_forks_end_with_the_parent_and_the_parent_with_the_tests(place):
-    """As the kernel closes the socket of a process that is killed, this closes it."""
+def test_forks_end_with_parent(place):
+    """This closes the socket, as the kernel does for a process that is killed."""
     parent, env = warm.Parent(place.environment(), libraries=[]), place.environment()
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
     options = {"cwd": place.folder, "env": env, "start_new_session": True, **pipes}

@@ -1,6 +1,6 @@
-"""What reads a network's bytes, or a user's file, answers or refuses.
+"""Parsers of a network's bytes, or of a user's file, answer or refuse.
 
-Each such parser is given what it should take, and a few hundred damaged inputs. Wrong is anything but an
+Each parser is given valid samples, and a few hundred damaged inputs. A failure is anything but an
 answer or the parser's own refusal, and an input that takes more than `SLOW_S`.
 """
 
@@ -57,7 +57,7 @@ LONGEST = 64 * 1024
 
 @dataclass(frozen=True)
 class Parser:
-    """What is tried: bytes that it takes, and errors by which it may refuse others."""
+    """A parser, bytes that it accepts, and errors by which it may refuse others."""
 
     parse: Callable[[bytes], object]
     samples: tuple[bytes, ...]
@@ -89,7 +89,7 @@ MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),)
 
 
 def _in_file(read: Callable[[Path], object], name: str) -> Callable[[bytes], object]:
-    """Make a parser of bytes of one that reads a file of this name."""
+    """Turn a reader of a file with this name into a parser of bytes."""
 
     def parse(content: bytes) -> object:
         with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
@@ -225,7 +225,7 @@ TREES = st.recursive(
 
 
 def damaged(parser: Parser) -> st.SearchStrategy[bytes]:
-    """What a parser takes, with up to four pieces taken out, put in or replaced; or something else."""
+    """Valid input with up to four pieces removed, inserted or replaced; or something else."""
     place, length = st.integers(0, LONGEST), st.integers(0, 9) | st.just(LONGEST)
     piece = st.tuples(place, length, st.binary(max_size=9) | st.sampled_from(EXTREMES) | TREES)
     spoiled = st.builds(_spoiled, st.sampled_from(parser.samples), st.lists(piece, min_size=1, max_size=4))
@@ -241,7 +241,7 @@ def _spoiled(sample: bytes, pieces: list[tuple[int, int, bytes]]) -> bytes:
 
 
 def attempt(parser: Parser, content: bytes) -> str:
-    """Try one input; say what is wrong, or nothing."""
+    """Try one input; return the failure, or an empty text."""
     began = time.process_time()
     try:
         parser.parse(content)
@@ -254,11 +254,11 @@ def attempt(parser: Parser, content: bytes) -> str:
 
 
 FOUND = (b"[" * 3000, b'{"a":' * 3000, b"9" * 5000, bytes.fromhex("9192cb7ff800000000000080"))
-"""What hours of damaged inputs had some parser end by another error than its own."""
+"""Inputs from hours of damaging that made a parser fail by another error than its own."""
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_what_is_whole_is_taken_and_what_was_found_stays_found(name):
+def test_parser_accepts_samples_and_survives_regressions(name):
     for sample in PARSERS[name].samples:
         PARSERS[name].parse(sample)
     for content in FOUND:
@@ -268,7 +268,7 @@ def test_what_is_whole_is_taken_and_what_was_found_stays_found(name):
 @pytest.mark.parametrize("name", PARSERS)
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_what_is_damaged_is_answered_or_refused(name, data):
+def test_damaged_input_is_parsed_or_refused(name, data):
     assert attempt(PARSERS[name], data.draw(damaged(PARSERS[name]))) == ""
 
 
@@ -277,11 +277,11 @@ MESSAGES = [
     *("an offer of a state", "a manifest", "the header of a round"),
 ]
 MAY_BE_ANYTHING = {"norm"}
-"""Fields that are judged by other rules: a norm that is no number is a claim, and left out."""
+"""Fields that are judged by other rules: a norm that is not a number is a claim, and left out."""
 
 
 def out_of_bounds(value: Any, name: str = "") -> Iterator[str]:
-    """Numbers of what was read that nobody can count with: not finite, or too large to be packed."""
+    """Unusable numbers in a parsed value: not finite, or too large to be packed."""
     if is_dataclass(value):
         for field in fields(value):
             yield from out_of_bounds(getattr(value, field.name), field.name)
@@ -299,7 +299,7 @@ def out_of_bounds(value: Any, name: str = "") -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_whatever_a_field_says_the_message_is_refused_or_its_numbers_are_in_bounds(name):
+def test_parsed_numbers_stay_in_bounds(name):
     parser = PARSERS[name]
     for tree in map(unpacked, parser.samples):
         for what, changed in lies(tree):

@@ -1,4 +1,4 @@
-"""What the page's buttons do in the folder of a run that nobody trains just now."""
+"""What the page's buttons do in the folder of a run whose peer does not run."""
 
 import pytest
 
@@ -12,7 +12,7 @@ MEMBER = "QmaoLhCedeDYXDFCXFXNqnSzAB7VEdVeeY2bG2QAvF7Jbp"
 
 @pytest.fixture
 def owned(tmp_path):
-    """The owner's folder of a swarm that one other has joined."""
+    """The owner's folder of a swarm that one other peer has joined."""
     membership = find_standing(tmp_path, Invitation()).membership
     nobody = (f"/ip4/127.0.0.1/tcp/1/p2p/{MEMBER}",)
     keep_invitation(tmp_path / INVITATION_FILE, Invitation(nobody, membership=membership))
@@ -20,7 +20,7 @@ def owned(tmp_path):
     return deeds_of(tmp_path)
 
 
-def test_an_owner_invites(owned):
+def test_owner_invites(owned):
     made = owned["invite"]({"watch": False, "once": True, "hours": 24})
     assert made["line"].startswith("trahiv join --peer trahiv1:")
     assert made["message"].startswith("It is to train along, for one peer, until 20")
@@ -32,7 +32,7 @@ def test_an_owner_invites(owned):
             owned["invite"](wrong)
 
 
-def test_an_owner_removes(owned):
+def test_owner_kicks_member(owned):
     said = owned["kick"]({"peer": MEMBER})["message"]
     assert said.startswith(f"{MEMBER} is out, and the invitation that it joined with is closed.")
     assert said.endswith("No peer answers here; it counts once one sees this folder's peer.")
@@ -41,7 +41,7 @@ def test_an_owner_removes(owned):
             owned["kick"](wrong)
 
 
-def test_others_pause_their_own_peer_alone_and_only_while_it_trains(tmp_path):
+def test_non_owner_controls_only_own_peer(tmp_path):
     assert deeds_of(tmp_path) == {}, "the peer of a program hears no wishes"
     (tmp_path / "recipe.json").touch()
     deeds = deeds_of(tmp_path)

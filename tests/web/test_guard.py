@@ -33,7 +33,7 @@ def request(port: int, path: str, method: str = "GET", body: str | None = None, 
 
 @pytest.fixture
 def served(watch, tmp_path):
-    """A page with the token's cookie, and its port."""
+    """The port of a page, and its token."""
     folder = recorded.write(tmp_path / "run", recorded.run(3, ends_at=1000.0))
     (folder / "recipe.json").write_text("{}")
     peer = watch(folder)
@@ -42,7 +42,7 @@ def served(watch, tmp_path):
     return url.port, url.query.removeprefix("token=")
 
 
-def test_only_the_own_browser_reads_it(served, tmp_path):
+def test_only_own_browser_reads_page(served, tmp_path):
     port, token = served
     cookie = {"cookie": f"trahiv-{port}={token}"}
     for path in ("/", "/main.js", "/about", "/events", "/no-such-thing"):
@@ -76,7 +76,7 @@ def test_only_the_own_browser_reads_it(served, tmp_path):
     assert token not in repr(sorted(os.environ.items()))
 
 
-def test_a_programs_run_has_no_buttons(watch, tmp_path):
+def test_program_run_has_no_buttons(watch, tmp_path):
     peer = watch(recorded.write(tmp_path / "run", recorded.run(3, ends_at=1000.0)))
     url = urlsplit(peer.wait_for("watching", timeout=1)["url"])
     cookie = {"cookie": f"trahiv-{url.port}={url.query.removeprefix('token=')}"}
@@ -93,7 +93,7 @@ page = Page(Nothing, "secret", deeds={"pause": lambda wanted: {"had": wanted}, "
 """
 
 
-def test_a_button_is_only_pressed_by_the_page_and_what_goes_wrong_is_said(serve):
+def test_only_page_presses_buttons(serve):
     port = urlsplit(serve(DEEDS).events[0]["url"]).port
     cookie = {"cookie": f"trahiv-{port}=secret"}
     own = cookie | {"origin": f"http://127.0.0.1:{port}"}
@@ -114,7 +114,7 @@ def test_a_button_is_only_pressed_by_the_page_and_what_goes_wrong_is_said(serve)
     assert request(port, "/do/kick", "POST", "{}", **own)[0].status == 404
 
 
-def test_a_key_that_others_can_read_a_taken_port_and_no_run_are_refused(served, workplace, tmp_path):
+def test_readable_key_and_taken_port_are_refused(served, workplace, tmp_path):
     def refused(*args):
         peer = workplace.start("watch", *args, is_cold=True)
         assert peer.exit_code(timeout=30) == 3
@@ -128,7 +128,7 @@ def test_a_key_that_others_can_read_a_taken_port_and_no_run_are_refused(served, 
     assert refused("nowhere")["hint"] and "--peer ADDR" in refused()["hint"]
 
 
-def test_over_ssh_it_says_how_to_come_here_and_ctrl_c_ends_it_with_a_page_open(workplace, tmp_path):
+def test_ssh_session_gets_tunnel_command(workplace, tmp_path):
     folder = recorded.write(tmp_path / "run", recorded.run(3, ends_at=1000.0))
     env = {"SSH_CONNECTION": "192.0.2.1 51234 192.0.2.7 22", "DISPLAY": ":0"}
     peer = workplace.start("watch", folder, env=env, is_cold=True)
@@ -153,7 +153,7 @@ run(["watch", "--format", "json"])
 """
 
 
-def test_without_its_packages_it_says_what_to_install(tmp_path):
+def test_missing_web_packages_are_named(tmp_path):
     command = [sys.executable, "-c", WITHOUT]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
@@ -161,13 +161,13 @@ def test_without_its_packages_it_says_what_to_install(tmp_path):
     assert json.loads(done.stdout)["hint"] == "pip install 'trahiv[web]'"
 
 
-def test_sigterm_ends_it_too(served, workplace):
+def test_sigterm_ends_server(served, workplace):
     [peer] = workplace.peers
     peer.send_signal(signal.SIGTERM)
     assert peer.exit_code(timeout=10) == 0
 
 
-def test_a_page_that_reads_nothing_costs_no_memory_and_does_not_delay_the_end(watch, tmp_path):
+def test_stalled_reader_costs_no_memory(watch, tmp_path):
     folder = recorded.write(tmp_path / "run", recorded.run(20_000, ends_at=1000.0))
     peer = watch(folder)
     url, process = urlsplit(peer.events[0]["url"]), psutil.Process(peer.pid)

@@ -1,4 +1,4 @@
-"""What a swarm's peers say, through a process that looks; a child stands in for `trahiv status` here."""
+"""Reports of a swarm's peers, through a child process that stands in for `trahiv status` here."""
 
 import sys
 
@@ -17,7 +17,7 @@ ERROR = '{"v": 1, "t": 1, "event": "error", "message": "No peer answers.", "hint
 
 @pytest.fixture
 def follower(monkeypatch):
-    """`follower(line, ...)` follows a child that says these lines, and then ends or not."""
+    """`follower(line, ...)` follows a child that prints these lines, and then ends or not."""
     monkeypatch.setattr(lookout, "AGAIN_S", 0.0)
     made = []
 
@@ -35,14 +35,14 @@ def follower(monkeypatch):
         one.close()
 
 
-def test_it_hands_on_what_is_seen_and_looks_again_when_the_child_has_ended(follower):
+def test_follower_restarts_ended_child(follower):
     look = follower(PEERS, '{"event": "something else"}')
     for _ in range(2):
         assert look()["peers"] == [{"peer_id": "QmA"}]
         assert look() is None and look() is None
 
 
-def test_a_swarm_that_can_t_be_entered_is_said_and_a_child_that_looks_leaves_when_it_is_told(follower):
+def test_follower_raises_child_error(follower):
     with pytest.raises(TrahivError, match="No peer answers.") as caught:
         follower(ERROR)()
     assert caught.value.hint == "start one"
@@ -53,14 +53,14 @@ def test_a_swarm_that_can_t_be_entered_is_said_and_a_child_that_looks_leaves_whe
     assert child.wait(10) != 0
 
 
-def test_the_newest_is_told_with_its_time_and_what_is_wrong_as_well(follower):
+def test_lookout_keeps_newest_report_or_error(follower):
     seen = Lookout(follower(PEERS, ends=False))
     wait_until(lambda: b'"QmA"' in seen.newest)
     troubled = Lookout(follower(ERROR, ends=False))
     wait_until(lambda: b'"trouble": "No peer answers."' in troubled.newest)
 
 
-def test_what_the_peer_of_a_folder_has_seen_is_read_there(tmp_path):
+def test_peers_file_of_folder_is_read(tmp_path):
     seen = Seen(tmp_path)
     assert seen() is None
     for noise in ("", "{"):

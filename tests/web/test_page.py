@@ -21,7 +21,7 @@ from playwright.sync_api import expect  # noqa: E402
 REWRITE = "TRAHIV_REWRITE"
 """Set to 1 to make the pictures of the docs anew."""
 
-MOMENT = 5_000  # milliseconds, in which a busy machine shows what is there
+MOMENT = 5_000  # milliseconds, in which a busy machine shows a change
 
 
 def is_wider_than_its_window(page) -> bool:
@@ -51,7 +51,7 @@ page = Page(lambda: Tail(Path(sys.argv[1])), "token", lookout=Lookout(look))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_run_is_shown_on_a_phone_and_on_a_wide_screen(serve, browse, tmp_path, scheme):
+def test_run_fits_phone_and_wide_screen(serve, browse, tmp_path, scheme):
     now = time.time()
     peer = serve(SWARM, recorded.write(tmp_path / "run", recorded.run(412, ends_at=now - 5)), now)
     for width in (1920, 360, 1100):
@@ -76,7 +76,7 @@ def test_a_run_is_shown_on_a_phone_and_on_a_wide_screen(serve, browse, tmp_path,
     assert (ROOT / "docs" / f"watch_{scheme}.png").stat().st_size < 150_000
 
 
-def test_an_event_is_shown_at_once_and_the_past_is_there_again_after_a_reload(watch, browse, tmp_path):
+def test_events_are_shown_live_and_after_reload(watch, browse, tmp_path):
     folder, now = tmp_path / "run", time.time()
     folder.mkdir()
     page = browse(watch(folder))
@@ -109,7 +109,7 @@ def test_an_event_is_shown_at_once_and_the_past_is_there_again_after_a_reload(wa
     expect(page.locator("#chart")).to_have_attribute("aria-label", re.compile("Loss over 2 steps: 2.300 now"))
 
 
-def test_a_server_that_is_started_again_is_found_again(watch, browse, tmp_path):
+def test_page_reconnects_to_restarted_server(watch, browse, tmp_path):
     story = recorded.run(30, ends_at=time.time())
     rounds = sum(bool(event.get("round")) or event.get("code") == "round" for event in story)
     folder = recorded.write(tmp_path / "run", story)
@@ -126,7 +126,7 @@ def test_a_server_that_is_started_again_is_found_again(watch, browse, tmp_path):
     expect(page.locator("#rounds tr")).to_have_count(rounds + 1)
 
 
-def test_browser_opens_a_private_file_to_the_page(start, browse, tmp_path):
+def test_browser_opens_private_file(start, browse, tmp_path):
     browser, opened = tmp_path / "browser", tmp_path / "opened"
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}\n')
     browser.chmod(0o700)
@@ -143,7 +143,7 @@ def test_browser_opens_a_private_file_to_the_page(start, browse, tmp_path):
     wait_until(lambda: not way_in.exists())
 
 
-def test_a_long_run_opens_whole(watch, browse, tmp_path):
+def test_long_run_opens_whole(watch, browse, tmp_path):
     events = recorded.run(20_000, ends_at=time.time(), max_steps=30_000)
     middle = len(events) // 2
     recorded.write(tmp_path / "run", events[:middle], "events.jsonl.1")
@@ -173,7 +173,7 @@ page = Page(Nothing, "token", lookout=Lookout(look))
 """
 
 
-def test_a_swarm_is_shown_from_what_its_peers_say_alone(serve, browse, tmp_path):
+def test_swarm_is_shown_from_peer_reports(serve, browse, tmp_path):
     there, now = tmp_path / "there.json", time.time()
     there.write_text("[]")
     page = browse(serve(FROM_FILE, there, now))
@@ -216,7 +216,7 @@ page = Page(Nothing, "token", lookout=Lookout(look), deeds=deeds)
 
 
 @pytest.mark.parametrize("width", [360, 1920])
-def test_what_strangers_write_is_only_ever_text(serve, browse, width):
+def test_strangers_text_is_never_markup(serve, browse, width):
     page = browse(serve(HOSTILE), width)
     rows = page.locator("#people tr")
     expect(rows).to_have_count(50, timeout=MOMENT)
@@ -229,7 +229,7 @@ def test_what_strangers_write_is_only_ever_text(serve, browse, width):
     assert not is_wider_than_its_window(page)
     assert not complaints(page)
 
-    # A row stays the same one while its numbers change, with the focus that it has.
+    # A row keeps its element and its focus while its numbers change.
     button = rows.nth(0).get_by_role("button")
     button.focus()
     speed = rows.nth(9).locator("td").nth(4)
@@ -242,7 +242,7 @@ def test_what_strangers_write_is_only_ever_text(serve, browse, width):
     expect(page.locator("#dialog-answer")).to_have_text(json.dumps({"peer": f"Qm0{'Y' * 44}"}))
 
 
-def test_messages_and_texts_of_a_run_are_only_text_too(watch, browse, tmp_path):
+def test_run_messages_are_never_markup(watch, browse, tmp_path):
     now, markup = time.time(), "<img src=x onerror=alert(1)>"
     texts = [markup, "\u202ethgir", "word " * 2000, "x" * 10_000, "a\u0000b"]
     story = [recorded.ready(now) | {"run_id": markup * 9}, recorded.joined(now, 0)]
@@ -280,7 +280,7 @@ page = Page(lambda: Tail(Path(sys.argv[1])), "token", deeds=deeds)
 """
 
 
-def test_buttons_do_what_they_say_and_ask_before_the_end(serve, browse, tmp_path):
+def test_buttons_act_and_finish_asks_first(serve, browse, tmp_path):
     peer = serve(DEEDS, recorded.write(tmp_path / "run", recorded.run(3, ends_at=time.time())))
     page = browse(peer)
     press = lambda name: page.get_by_role("button", name=name, exact=True).click()  # noqa: E731
@@ -303,7 +303,7 @@ def test_buttons_do_what_they_say_and_ask_before_the_end(serve, browse, tmp_path
     assert [event["event"] for event in peer.events] == ["watching", "finish", "invite"]
 
 
-def test_a_recording_is_played_back_to_any_moment(workplace, browse, tmp_path):
+def test_recording_plays_back_any_moment(workplace, browse, tmp_path):
     ends_at = time.time() - 3600
     mine = recorded.write(tmp_path / "mine", recorded.run(20, ends_at))
     ready = recorded.ready(ends_at - 400) | {"peer_id": FIRST}
@@ -329,7 +329,7 @@ def test_a_recording_is_played_back_to_any_moment(workplace, browse, tmp_path):
 
 @pytest.mark.swarm
 @pytest.mark.story
-def test_a_peer_that_trains_is_seen_within_seconds(start, watch, browse, tmp_path):
+def test_training_peer_appears_within_seconds(start, watch, browse, tmp_path):
     data = {"datasets": [{"path": "builtin/trahiv"}]}
     recipe = write_tiny(tmp_path, data=data, training__max_steps=100_000)
     peer = start("init", recipe, "--output-dir", "run", pace_s=0.3)
@@ -371,7 +371,7 @@ def test_a_peer_that_trains_is_seen_within_seconds(start, watch, browse, tmp_pat
 
 @pytest.mark.swarm
 @pytest.mark.story
-def test_a_peer_that_is_killed_and_comes_back_is_seen_by_the_others(start, watch, browse, tmp_path):
+def test_page_shows_return_of_killed_peer(start, watch, browse, tmp_path):
     opt = {"target_batch_size": 24, "tracker_opts": {"metadata_expiration": 8.0}}
     data = {"datasets": [{"path": "builtin/trahiv"}]}
     recipe = write_tiny(tmp_path, data=data, training__max_steps=100_000, hivemind_config__opt=opt)
@@ -388,7 +388,7 @@ def test_a_peer_that_is_killed_and_comes_back_is_seen_by_the_others(start, watch
         page.locator("#people"),
         page.locator("#figures div", has_text="Peers").locator("dd").first,
     )
-    for name in ("Ann", "Bob", "Cem"):  # each is told by its status, which is read every 15 s
+    for name in ("Ann", "Bob", "Cem"):  # each is known by its status, which is read every 15 s
         expect(people).to_contain_text(f"{name}'s box", timeout=60_000)
     expect(page.locator("h1")).to_contain_text("Training")
     cem.kill()
@@ -399,7 +399,7 @@ def test_a_peer_that_is_killed_and_comes_back_is_seen_by_the_others(start, watch
     expect(people.locator("tr")).to_have_count(3)
 
 
-def test_the_page_is_in_the_package_with_its_licence():
+def test_page_is_packaged_with_licence():
     page = Path(__import__("trahiv_cli").__file__).parent / "watch" / "page"
     assert "MIT" in (page / "uplot" / "LICENSE").read_text()
     html = (page / "index.html").read_text()

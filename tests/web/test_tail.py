@@ -1,4 +1,4 @@
-"""What a page reads of a run's folder, while a peer writes there."""
+"""How a page reads a run's folder while a peer writes there."""
 
 import json
 
@@ -11,7 +11,7 @@ from trahiv_cli.watch.tail import Recording, Tail
 
 
 def everything(tail: Tail) -> list[int]:
-    """The steps that are read until twice nothing came: after a renaming, the old file is read once more."""
+    """The steps that are read until two reads are empty: after a renaming, the old file is read once more."""
     found, silences = [], 0
     while silences < 2:
         lines = tail.read()
@@ -30,7 +30,7 @@ def writer(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("at_a_time", [1, 7, 25], ids=lambda number: f"{number}-a-look")
-def test_each_event_is_read_once_and_in_order_whatever_the_file_is_called_by_now(writer, tmp_path, at_a_time):
+def test_rotated_events_are_read_once_in_order(writer, tmp_path, at_a_time):
     writer(0, 20)
     tail = Tail(tmp_path)
     assert everything(tail) == [*range(20)]
@@ -43,7 +43,7 @@ def test_each_event_is_read_once_and_in_order_whatever_the_file_is_called_by_now
     tail.close()
 
 
-def test_what_is_written_to_a_file_after_it_was_renamed_is_read_too(tmp_path):
+def test_late_lines_of_renamed_file_are_read(tmp_path):
     recorded.write(tmp_path, [recorded.step(1.0, 1, 2.0)])
     tail = Tail(tmp_path)
     assert everything(tail) == [1]
@@ -54,7 +54,7 @@ def test_what_is_written_to_a_file_after_it_was_renamed_is_read_too(tmp_path):
     assert everything(tail) == [2, 3]
 
 
-def test_half_a_line_waits_for_its_end_and_a_broken_one_is_left_out(tmp_path):
+def test_half_lines_wait_broken_lines_are_skipped(tmp_path):
     tail, path = Tail(tmp_path), tmp_path / "events.jsonl"
     assert tail.read() == []
     first, second = (json.dumps(recorded.step(1.0, number, 2.0)) for number in (1, 2))
@@ -71,7 +71,7 @@ def test_half_a_line_waits_for_its_end_and_a_broken_one_is_left_out(tmp_path):
     assert everything(tail) == [3]
 
 
-def test_recordings_of_several_peers_are_one_story(tmp_path):
+def test_recordings_are_merged_by_time(tmp_path):
     for name, times in (("mine", (1.0, 3.0, 3.5)), ("theirs", (0.5, 2.0, 9.0))):
         recorded.write(tmp_path / name, [recorded.step(t, 1, 2.0) for t in times])
     recording = Recording([tmp_path / "mine", tmp_path / "theirs"])

@@ -1,1 +1,1 @@
-"""What Hugging Face knows: models, tokenizers, datasets. The only room that touches a hub."""
+"""Models, tokenizers and datasets from Hugging Face. Only this package uses a hub."""

@@ -1,4 +1,4 @@
-"""From samples to one batch of tensors, as each task's model takes it, and what is measured of a classifier.
+"""Collate samples into one batch of tensors for each task's model, and compute a classifier's metrics.
 
 TRL's trainers have collators of their own.
 """
@@ -25,7 +25,7 @@ Batch: TypeAlias = dict[str, torch.Tensor]
 """Tensors of shape (samples, longest), int64, on the CPU; `labels` of `seq-cls` are of shape (samples,)."""
 
 IGNORED_LABEL = -100
-"""The label that torch's cross-entropy leaves out."""
+"""The label that torch's cross-entropy ignores."""
 
 
 def build_collator(
@@ -44,10 +44,10 @@ def build_collator(
 
 
 def collate(samples: list[dict[str, Any]], *, pad_token_id: int, is_padded: bool) -> Batch:
-    """Collate samples, padded by position; those of `clm` are their own labels, which the model shifts.
+    """Collate and pad samples. In `clm` a sample is its own labels, which the model shifts.
 
-    `DataCollatorForLanguageModeling` masks every pad token instead, and where that is also the end-of-text
-    token (most models have no other) no document would ever end.
+    Padding is masked by position. `DataCollatorForLanguageModeling` masks every pad token instead; if that is
+    also the end-of-text token (most models have no other), no document would ever end.
     """
     rows = [torch.as_tensor(sample["input_ids"]) for sample in samples]
     labels = [torch.as_tensor(sample.get("labels", row)) for sample, row in zip(samples, rows, strict=True)]
@@ -61,9 +61,9 @@ def collate(samples: list[dict[str, Any]], *, pad_token_id: int, is_padded: bool
 
 
 def hide(samples: list[dict[str, list[int]]], *, mask: DataCollatorForLanguageModeling) -> Batch:
-    """Hide tokens of samples of `mlm`, each with at least one that is not special.
+    """Mask tokens of `mlm` samples; each sample has at least one token that is not special.
 
-    What is hidden in a sample follows from one number of torch's generator, however samples are batched.
+    The masked tokens of a sample depend on one number of torch's generator, however samples are batched.
     """
     seeds = torch.randint(2**62, (len(samples),)).tolist()
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -71,21 +71,21 @@ def hide(samples: list[dict[str, list[int]]], *, mask: DataCollatorForLanguageMo
         rows = []
         for sample, generator in zip(samples, generators, strict=True):
             mask.generator = generator
-            # Not the collator itself: its padding of one sample takes longer than hiding does.
+            # Not the collator itself: it would pad one sample, which takes longer than masking it.
             inputs, labels = mask.torch_mask_tokens(torch.tensor([sample["input_ids"]]))
             rows.append({"input_ids": inputs[0], "labels": labels[0]})
         batch = collate(rows, pad_token_id=mask.tokenizer.pad_token_id, is_padded=True)
-        # A short batch may by chance have nothing hidden. Its loss would be the mean of nothing: NaN.
+        # A short batch may by chance have no masked token. Its loss would be the mean of no values: NaN.
         if (batch["labels"] != IGNORED_LABEL).any():
             return batch
 
 
 def class_metrics(evaluated: EvalPrediction) -> dict[str, float]:
-    """Measure a classifier on the held-out share; the `compute_metrics` of transformers' Trainer.
+    """Compute a classifier's metrics on the held-out share; the `compute_metrics` of transformers' Trainer.
 
     Its `predictions` are logits of shape (rows, classes), or a tuple that begins with them. `f1` is the mean
-    over classes of 2 TP / (2 TP + FP + FN). A class that is neither predicted nor right in any row is left
-    out of the mean, as in `sklearn.metrics.f1_score(average="macro")`.
+    over classes of 2 TP / (2 TP + FP + FN). A class that is neither the prediction nor the label of any row
+    is left out of the mean, as in `sklearn.metrics.f1_score(average="macro")`.
     """
     logits = evaluated.predictions[0] if isinstance(evaluated.predictions, tuple) else evaluated.predictions
     labels = np.asarray(evaluated.label_ids)

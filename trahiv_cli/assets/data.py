@@ -1,6 +1,6 @@
-"""What is trained on and what is measured with: the mixture, the held-out share, an order for each peer.
+"""Training and evaluation data: the mixture of datasets, the held-out share, and an order for each peer.
 
-Where rows are read from is `sources.py`, what a sample is `samples.py`.
+`sources.py` reads rows, and `samples.py` turns them into samples.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from trahiv_cli.recipe.forms import num_held_out
 from trahiv_cli.recipe.schema import Recipe, section_of
 
 HEAD_ROWS = 5
-"""Rows that tell what a stream holds: as many as `datasets` looks at."""
+"""Rows from which a stream's features are inferred, the same number as in `datasets`."""
 
 STREAM_FILES = 10
-"""Files that are read at a time, each in chunks of 10 MB at most."""
+"""Files that are read at the same time, each in chunks of 10 MB at most."""
 
 STREAM_BUFFER = 1000
-"""Samples that a stream shuffles among: about 40 MB for blocks of 1024 tokens."""
+"""Samples in the shuffle buffer of a stream: about 40 MB for blocks of 1024 tokens."""
 
 MOST_SHARDS = 256
-"""More files than that are divided in groups: each shard leaves up to one block of tokens unread."""
+"""More files than this are divided into groups: each shard leaves up to one block of tokens unread."""
 
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples that are trained on, and those to measure with (None if nothing is held out).
+    """The samples for training, and the samples for evaluation (None without a held-out share).
 
     A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
-    "labels": int}`, of `sft` and `dpo` a raw row, for TRL to tokenize. A stream raises `AssetError` where a
-    row does not fit.
+    "labels": int}`, of `sft` and `dpo` a raw row, which TRL tokenizes. A stream raises `AssetError` at a row
+    that does not fit.
     """
 
     train: Dataset | IterableDataset
@@ -60,8 +60,8 @@ def build_datasets(
     """Read, mix, tokenize, hold out and shuffle the recipe's datasets.
 
     Local and hub data are tokenized into the cache of `datasets`; the built-in text stays in memory; a
-    stream is tokenized while it is read. `seed`, which all peers share, draws the held-out documents,
-    `peer_seed` the order of this peer's training samples.
+    stream is tokenized while it is read. `seed`, which all peers share, selects the held-out documents;
+    `peer_seed` determines the order of this peer's training samples.
 
     Raises:
         AssetError: a dataset cannot be opened, does not fit the task or the others, or is too small.
@@ -78,18 +78,18 @@ def build_datasets(
         drawn = train.shuffle(seed=seed, keep_in_memory=True)
         train = drawn.skip(num_taken)
         held_out = drawn.take(num_taken)
-    # Data that peers divide is shuffled where they do that, in an order that all share.
+    # Data that peers divide is shuffled in `train/division.py`, in an order that all peers share.
     is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
     is_shuffled = data.shuffle and not is_divided
     is_stream = isinstance(train, IterableDataset)
     if is_shuffled and is_stream:
-        # Files are mixed before blocks are packed: packing goes on from one document to the next, and must
-        # not see the files as as many streams.
+        # Files are mixed before blocks are packed: packing continues from one document to the next, so it
+        # needs one stream, and not one stream for each file.
         train = shuffled_stream(train, peer_seed, num_samples=1, num_files=STREAM_FILES)
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
-    if is_shuffled:  # samples, not documents: peers that read one long file must not meet in the same place
+    if is_shuffled:  # samples, not documents: peers that read one long file must not be at the same position
         if is_stream:
             train = shuffled_stream(train, peer_seed)
         else:
@@ -100,9 +100,10 @@ def build_datasets(
 def shuffled_stream(
     stream: IterableDataset, seed: int, *, num_samples: int = STREAM_BUFFER, num_files: int = 1
 ) -> IterableDataset:
-    """Shuffle a stream's files, and its samples in a buffer of `num_samples` that `num_files` fill together.
+    """Shuffle a stream's files, and its samples in a buffer.
 
-    Before its version 5, `datasets` fills the buffer from one file at a time.
+    The buffer holds `num_samples`, read from `num_files` at a time. Before its version 5, `datasets` fills
+    the buffer from one file at a time.
     """
     more: dict[str, int] = {}
     if "max_buffer_input_shards" in inspect.signature(stream.shuffle).parameters:
@@ -111,18 +112,18 @@ def shuffled_stream(
 
 
 def is_divisible(samples: Any, num_workers: int) -> bool:
-    """Tell whether peers can divide samples that have a length, or a stream, which no worker may load."""
+    """Tell whether peers can divide the data: sized samples, or a stream of shards without workers."""
     is_stream = isinstance(samples, IterableDataset)
     return shards_of(samples) > 1 and num_workers == 0 if is_stream else isinstance(samples, Sized)
 
 
 def shards_of(stream: IterableDataset) -> int:
-    """Count the shards into which a stream is divided: its files, or groups of them if they are many."""
+    """Return the number of shards of a stream: its files, or groups of files if there are many."""
     return min(int(stream.num_shards), MOST_SHARDS)
 
 
 def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """Make of each row what can be held out: a document of tokens, or the row as TRL reads it."""
+    """Turn each row into a unit that can be held out: a document of tokens, or the row as TRL reads it."""
     num_proc = recipe.data.num_proc
     try:
         if (tokenized := TOKENIZED.get(recipe.task)) is None:
@@ -132,7 +133,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
         if next(iter(documents), None) is not None:
             tell_left_out(opened.rows, documents, f"rows of {opened.name} have nothing to learn from")
             return documents
-    except UnicodeDecodeError as failure:  # the JSON reader of datasets 5.2 takes what is not UTF-8
+    except UnicodeDecodeError as failure:  # the JSON reader of datasets 5.2 accepts bytes that are not UTF-8
         raise unreadable(opened.source, failure) from failure
     raise AssetError(f"No row of {opened.name} has a text.", "Look at the file, and at its text column.")
 
@@ -140,7 +141,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
 def shares_of(opened: list[Opened]) -> list[Opened]:
     """Keep the first rows of each dataset by `fraction`, as `trl.scripts.utils.get_dataset` of TRL 1.16."""
     fractions = [part.source.fraction for part in opened if part.source.fraction is not None]
-    if not fractions:  # all have one or none has, as the recipe was checked
+    if not fractions:  # the schema requires that all have one or none has
         return opened
     weights = [fraction / sum(fractions) for fraction in fractions]
     total = min(len(part.rows) / weight for part, weight in zip(opened, weights, strict=True))
@@ -157,10 +158,10 @@ def shares_of(opened: list[Opened]) -> list[Opened]:
 
 
 def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
-    """Put the datasets one after the other; their columns must agree."""
+    """Concatenate the datasets; their columns must agree."""
     if len(parts) == 1:
         return parts[0]
-    # A stream may not say what it holds; it is guessed then, as `datasets` does when it concatenates.
+    # A stream may have no features. They are inferred then, as `datasets` does when it concatenates.
     features = [part.features or Dataset.from_list(list(part.take(HEAD_ROWS))).features for part in parts]
     kinds = [narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
@@ -180,7 +181,7 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
 
 
 def narrowed(feature: Any) -> Any:
-    """Take large strings and lists for what they are: the same for less than 2 GiB."""
+    """Replace large strings and lists by the usual types, which are the same for less than 2 GiB."""
     if isinstance(feature, dict):
         return {name: narrowed(inner) for name, inner in feature.items()}
     if isinstance(feature, List | LargeList):

@@ -1,4 +1,4 @@
-"""A trained model -> the folder that `from_pretrained` or peft reads, and one sample of what it writes."""
+"""Write a trained model to a folder for `from_pretrained` or peft, and generate a sample of its text."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEMPERATURE = 0.7
-"""The temperature of a sample. It is below 1, because a model of few steps is easier to read then."""
+"""The temperature of a sample. It is below 1, because the text of an early model is easier to read then."""
 
 HOLDS_ANSWER = "(answer)"
-"""Stands where an answer goes, to find where a template writes it."""
+"""Placeholder for an answer, to find the place where a template writes it."""
 
 
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
-    """Write model, tokenizer and card into `folder`, replacing what was there; it is whole or as it was.
+    """Write model, tokenizer and card into `folder`, replacing its content, all or nothing.
 
-    The model is saved as safetensors in the dtypes that it has, of a `PeftModel` the adapters alone, with the
-    generation config of its base.
+    The model is saved as safetensors in its own dtypes. For a `PeftModel`, only the adapters are saved, with
+    the generation config of its base.
 
     Raises:
-        SetupError: the disk is full or the folder not writable; `folder` is as it was.
+        SetupError: the disk is full or the folder not writable; `folder` is unchanged.
     """
     from peft import PeftModel
 
-    # By default peft asks the hub whether the vocabulary was resized, which trahiv never does.
+    # By default peft asks the hub whether the vocabulary was resized; trahiv never resizes it.
     options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
     try:
         with replacing(folder) as new:
@@ -59,12 +59,12 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to be filled, which the disk then holds as `folder`, instead of what was there.
+    """Yield a new folder to fill, flush it to the disk, and rename it to `folder`, replacing the old one.
 
     A crash between the two renames leaves both whole, in `.<name>.new` and `.<name>.old`.
 
     Raises:
-        OSError: the disk is full or read-only, also where safetensors says so; `folder` is as it was.
+        OSError: the disk is full or read-only, also if safetensors reports it; `folder` is unchanged.
     """
     new, old = (folder.with_name(f".{folder.name}.{which}") for which in ("new", "old"))
     try:
@@ -87,7 +87,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Make the disk hold a file's content, or a folder's entries."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -96,10 +96,10 @@ def sync(path: Path) -> None:
 
 
 def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
-    """Compose the README.md of a trained model: front matter for the hub, then what happened.
+    """Compose the README.md of a trained model: front matter for the hub, then a summary of the run.
 
-    `samples` are those of the whole swarm, `peers` the most that took part in one step. A base model and
-    datasets are named if they are the hub's.
+    `samples` counts the samples of the whole swarm, `peers` is the most that took part in one step. The card
+    names the base model and the datasets if they are on the hub.
     """
     from huggingface_hub import ModelCardData
 
@@ -133,18 +133,18 @@ def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
 
 
 class Prompt(NamedTuple):
-    """The tokens that a model goes on from."""
+    """The tokens that a model continues."""
 
     ids: list[int]
-    text: str  # for people; of a conversation its last message
+    text: str  # for people; for a conversation, its last message
     is_reply: bool = False  # whether they end where the assistant's answer begins
 
 
 def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_tokens: int) -> Prompt | None:
     """Write a row's conversation up to its last answer, which the model is to give.
 
-    Of a longer one, the last `max_tokens` tokens are taken. None: it has no conversation, nothing before the
-    answer, or only what the template refuses.
+    Only the last `max_tokens` tokens are returned. None: the row has no conversation, no message before the
+    answer, or only messages that the template refuses.
     """
     messages = row.get("messages") or row.get("prompt") or row.get("chosen")
     if not isinstance(messages, list):
@@ -154,7 +154,7 @@ def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_to
     write = partial(tokenizer.apply_chat_template, tokenize=False, **row.get("chat_template_kwargs") or {})
     try:
         opened = write(messages, add_generation_prompt=True)
-        if opened == write(messages):  # the template knows no such option
+        if opened == write(messages):  # the template ignores that option
             answered = [*messages, {"role": "assistant", "content": HOLDS_ANSWER}]
             opened = write(answered).partition(HOLDS_ANSWER)[0]
     except TEMPLATE_FAILURES:
@@ -167,10 +167,10 @@ def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_to
 def sample_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], max_new_tokens: int, seed: int
 ) -> str:
-    """Let the model go on from the tokens `ids`, and return what it adds alone.
+    """Generate text that continues the tokens `ids`, and return only the new text.
 
-    The model's train or eval mode and torch's generators are left as they were. The same seed and weights
-    give the same text on one kind of processor. Without `ids` it begins a new document.
+    The model's train or eval mode and torch's generators are left unchanged. The same seed and weights give
+    the same text on one kind of processor. Without `ids` the text begins a new document.
     """
     start = torch.tensor([ids or [tokenizer.eos_token_id]], device=model.device)
     was_training = model.training

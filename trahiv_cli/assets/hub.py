@@ -1,4 +1,4 @@
-"""Whether the hub answers: asked once, before libraries that try again and again for most of a minute."""
+"""Check once whether the hub answers, before libraries retry for most of a minute."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ PATIENCE_S = 9.0
 """About as long as `huggingface_hub` waits for one answer by default."""
 
 HINT = "check the connection; HF_ENDPOINT names another hub, HF_HUB_OFFLINE=0 leaves it all to the libraries"
-"""What to try when the hub does not answer."""
+"""The hint when the hub does not answer."""
 
 
 def is_of_hub(name: str | None) -> bool:
-    """Tell whether others can find a model or dataset: it is none of ours, and no path of this machine."""
+    """Tell whether a model or dataset is on the hub: it is neither built in nor a path on this machine."""
     return name is not None and not name.startswith(BUILTIN) and not is_local(name)
 
 
 def do_without_hub(recipe: Recipe) -> str:
-    """Have libraries use their cache alone if the hub does not answer; they must not be imported yet.
+    """Make libraries use only their cache if the hub does not answer; they must not be imported yet.
 
-    Nothing is asked if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if
-    there is a proxy, which only the libraries may know. Returns a sentence for the user unless all is well.
+    Does nothing if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if there is
+    a proxy, which only the libraries may know. Returns a sentence for the user if the hub does not answer,
+    else "".
     """
     names = [recipe.model.model_name_or_path, recipe.model.tokenizer_name_or_path]
     names += [dataset.path for dataset in recipe.data.datasets]
@@ -47,7 +48,7 @@ def endpoint() -> str:
 
 
 def trouble() -> str:
-    """Connect to the hub; return a sentence on why it can't be had, or nothing."""
+    """Connect to the hub; return a sentence about the failure, or ""."""
     found = [f"The name of the hub {endpoint()} could not be resolved."]
 
     def ask() -> None:
@@ -59,7 +60,7 @@ def trouble() -> str:
             socket.create_connection(place, PATIENCE_S).close()
             found[0] = ""
 
-    # A thread asks, as the look-up of a name has no limit.
+    # In a thread, because the look-up of a name has no time limit.
     asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
     asking.start()
     asking.join(PATIENCE_S)

@@ -1,10 +1,10 @@
-"""What memory a run takes of a peer, by purpose, said before it starts. Nothing is loaded.
+"""Estimate the memory that a run needs on a peer, by purpose, before it starts. Nothing is loaded.
 
 Covered: weights, gradients, optimizer state, every copy that the swarm's optimizer keeps in the recipe's
-mode, one batch's activations, the libraries. Not covered: the data in memory, what CUDA and its
-libraries take of the RAM, and how a GPU's memory is cut to pieces; leave a GPU a tenth.
+mode, one batch's activations, the libraries. Not covered: the data in memory, the RAM of CUDA and its
+libraries, and fragmentation of a GPU's memory; leave a tenth of a GPU free.
 
-What a batch holds is found by running one on tensors that have no memory. torch's fake tensors have a shape
+The memory of a batch is found by running one on tensors without memory. torch's fake tensors have a shape
 and a dtype but no values, so a pass through a 7B model takes seconds and no memory, and yet every operation
 is the real one: attention, checkpointing and loss need no formula here.
 """
@@ -37,7 +37,7 @@ LIBRARIES_BYTES = 800 * 2**20
 """Python, torch, transformers, the DHT's process and p2pd, measured with a model of 0.1M weights."""
 
 REPLAYED_COPIES = 3
-"""Averages that are kept at most for a joiner, who goes through them (`optim/rounds.py`), in copies."""
+"""Averages that are kept at most for a joiner to replay (`optim/rounds.py`), in copies of the weights."""
 
 CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
@@ -49,36 +49,36 @@ STATES = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd
 OFFLOADED_OPTIMIZERS: frozenset[OptimName] = frozenset(
     ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
 )
-"""The optimizers whose state `offload_optimizer: auto` keeps in RAM; those of bitsandbytes are small."""
+"""The optimizers whose state `offload_optimizer: auto` keeps in RAM; bitsandbytes' states are small."""
 
 STEP_COPIES = 2
 BITSANDBYTES_STEP_COPIES = 5
-"""A weight has so many float32 copies while it is stepped on a CPU; the largest weight decides. Counted for
-AdamW, and for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469. On a GPU bitsandbytes has none."""
+"""Float32 copies of a weight while it is stepped on a CPU; the largest weight decides. Counted for AdamW, and
+for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469. On a GPU bitsandbytes makes none."""
 
 MIN_8BIT_VALUES = 4096
 OPTIMIZER_BLOCK = 256
-"""Tensors of fewer values keep 32 bits, and this many values of a larger one share a float32 scale; source:
-bitsandbytes/optim/optimizer.py."""
+"""A tensor of fewer values than `MIN_8BIT_VALUES` keeps 32 bits. In a larger one, `OPTIMIZER_BLOCK` values
+share a float32 scale; source: bitsandbytes/optim/optimizer.py."""
 
 BASE_BLOCK = 64
 NESTED_BLOCK = 256
-"""A scale is of so many values of a 4-bit weight, or of so many scales; see bitsandbytes/functional.py."""
+"""Values of a 4-bit weight that share a scale, and scales that share one; see bitsandbytes/functional.py."""
 
 TILE_TOKENS = 4096
 TILE_WORDS = 32768
-"""TRL multiplies with the head in tiles of so many tokens and words, and never holds all logits
-(trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506)."""
+"""Size of a tile, in tokens and in words of the vocabulary, in which TRL multiplies with the head; it never
+holds all logits (trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506)."""
 
 TILE_COPIES = 7
 """Number of float32 copies of a tile in its backward pass without Triton, as on a CPU: 7.25 were counted in
 kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
 
 OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
-"""Parts of the messages of those errors that torch raises as a plain `RuntimeError`."""
+"""Parts of the messages of out-of-memory errors that torch raises as a plain `RuntimeError`."""
 
 MISFIT = "broadcast a dimension|must match the size|cannot be multiplied|is invalid for input of size"
-"""Words of torch for tensors whose shapes do not fit, whatever values they hold."""
+"""Words in torch's errors about tensors whose shapes do not fit, whatever their values."""
 
 SAVINGS = (
     "Lower `training.per_device_train_batch_size` or `max_length`, set `training.activation_checkpointing: "
@@ -86,65 +86,65 @@ SAVINGS = (
     "true}`), choose a smaller model; on a GPU `swarm.mode: overlap` and `hivemind_config.opt."
     "offload_optimizer: true` hold less."
 )
-"""What to change in a recipe that takes too much memory; the first costs least."""
+"""The hint for a recipe that needs too much memory; the cheapest change comes first."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by purpose, at the peak."""
+    """The memory of a run in bytes, by purpose, at the peak."""
 
-    mode: str  # `swarm.mode`; of `auto`, the sums are those of the mode that takes most
+    mode: str  # `swarm.mode`; for `auto`, the totals are for the mode that needs most
     on_gpu: bool
     is_offloaded: bool  # optimizer state and step are in RAM, wherever the model is
     num_frozen: int
     num_trainable: int
-    trained_values: tuple[int, ...]  # of each trained weight: how many numbers
+    trained_values: tuple[int, ...]  # the number of values of each trained weight
 
-    # -- with the model: of the GPU's memory, if it has one
+    # -- with the model: in the GPU's memory, if there is a GPU
     frozen_bytes: int  # weights that are not trained, in their own dtype or quantized
     reference_bytes: int  # the model that `dpo` without adapters compares with
     trainable_bytes: int  # trained weights, float32
-    gradient_bytes: int  # the sum that a backward pass adds to, and with fp16 a batch's own
-    activation_bytes: int | None  # what one batch holds; None: not known for this kind of model
-    mode_device_bytes: int  # further copies of the mode: gradients that come during a round, agreed weights
-    device_moment_bytes: int  # what the optimizer's step or an evaluation copies for a moment on a GPU
+    gradient_bytes: int  # the accumulated gradients, and with fp16 a batch's own
+    activation_bytes: int | None  # the tensors of one batch; None: not known for this kind of model
+    mode_device_bytes: int  # further copies of the mode: gradients computed during a round, agreed weights
+    device_moment_bytes: int  # temporary copies of the optimizer's step or an evaluation on a GPU
 
-    # -- of the RAM
+    # -- in RAM
     optimizer_bytes: int  # optimizer state; with the model unless it is offloaded
     averaged_bytes: int  # the gradients to be exchanged, and the last average, for peers that missed it
     copy_bytes: int  # the trained weights that an offloaded optimizer steps
     mode_host_bytes: int  # further copies of the mode: agreed weights, outer momentum, copies for a round
-    residual_bytes: int  # what a lossy codec left out, which the next round brings
+    residual_bytes: int  # error feedback: the values that a lossy codec left out, sent in the next round
     libraries_bytes: int  # Python, its libraries and p2pd, in all processes
-    round_bytes: int  # what a round holds until it is over: its average, and what its codec loses
-    moment_bytes: int  # what a round, the optimizer's step or a checkpoint copies between two batches
-    joiner_bytes: int  # for a joiner that downloads the state; in no sum, as it can ask another peer
+    round_bytes: int  # held during a round: its average, and the loss of its codec
+    moment_bytes: int  # temporary copies of a round, the optimizer's step or a checkpoint between two batches
+    joiner_bytes: int  # for a joiner that downloads the state; in no total, as it can ask another peer
 
     @property
     def held_on_device(self) -> int:
-        """Bytes that are there from the first step to the last where the model runs."""
+        """Bytes that stay allocated from the first step to the last, where the model runs."""
         weights = self.frozen_bytes + self.reference_bytes + self.trainable_bytes
         state = 0 if self.is_offloaded else self.optimizer_bytes
         return weights + self.gradient_bytes + state + self.mode_device_bytes
 
     @property
     def held_on_host(self) -> int:
-        """Bytes that are there from the first step to the last in RAM beside it."""
+        """Bytes that stay allocated from the first step to the last, in RAM beside the model."""
         copies = self.averaged_bytes + self.copy_bytes + self.mode_host_bytes + self.residual_bytes
         return copies + self.libraries_bytes + (self.optimizer_bytes if self.is_offloaded else 0)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that must fit where the model runs; what comes and goes is a batch's, or between two."""
+        """Bytes that must fit where the model runs: permanent ones, and the peak in or between batches."""
         batch = self.activation_bytes or 0
         if self.on_gpu:
             return self.held_on_device + max(batch, self.device_moment_bytes)
-        goes_on = self.mode in ("overlap", "streaming", "auto")  # there is a round beside the batch
+        goes_on = self.mode in ("overlap", "streaming", "auto")  # a round runs beside the batch
         return self.held_on_device + max(batch + self.round_bytes * goes_on, self.moment_bytes)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that must fit into RAM beside it."""
+        """Bytes that must fit into RAM beside the model."""
         return self.held_on_host + (self.moment_bytes if self.on_gpu else 0)
 
     @property
@@ -162,11 +162,11 @@ class Estimate:
 def add_up(
     recipe: Recipe, outline: torch.nn.Module, quantized: Set[torch.Tensor], activation_bytes: int | None
 ) -> Estimate:
-    """Add up what training `outline` as `recipe` says takes of a peer.
+    """Add up the memory of training `outline` as `recipe` says.
 
-    `outline` is the model on the meta device, with its adapters; of its weights those with `requires_grad`
-    are trained, and bitsandbytes will hold the `quantized` ones. `activation_bytes` are of one batch, as
-    tensors; None if not known.
+    `outline` is the model on the meta device, with its adapters. Its weights with `requires_grad` are
+    trained, and bitsandbytes will hold the `quantized` ones. `activation_bytes` counts the tensors of one
+    batch; None if not known.
     """
     training, opt, swarm = recipe.training, recipe.hivemind_config.opt, recipe.swarm
     quantization, on_gpu = recipe.quantization, torch.cuda.is_available()
@@ -178,7 +178,7 @@ def add_up(
     is_offloaded = not swarm.may_step_locally and opt.offload_optimizer is True
     if opt.offload_optimizer == "auto":  # as optim/assemble.py decides it
         is_offloaded = on_gpu and training.optim in OFFLOADED_OPTIMIZERS and swarm.mode == "sync"
-    # Whoever does not wait for a round has weights that are a guess, beside those that are agreed on.
+    # Without offloading, in other modes than sync, the model's own weights exist beside the agreed ones.
     has_own_weights = not (swarm.mode == "sync" or is_offloaded)
     device_copies, host_copies = mode_copies(swarm.mode, on_gpu=on_gpu, is_offloaded=is_offloaded)
     is_lossy = (opt.grad_compression or ("uniform8" if swarm.mode == "auto" else "none")) != "none"
@@ -225,7 +225,7 @@ def mode_copies(mode: str, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, in
     """Count the float32 copies of the trained weights that a mode keeps, with the model and in RAM.
 
     Source: `optim/method.py` and `optim/rounds.py`. Gradients of a GPU go to RAM through pinned memory of
-    their own. When `auto` goes over to local steps, what `overlap` kept is freed.
+    their own. When `auto` changes to local steps, the copies of `overlap` are freed.
     """
     pinned = int(on_gpu)
     late = 1 if is_offloaded else 2
@@ -236,7 +236,7 @@ def mode_copies(mode: str, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, in
 
 
 def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:
-    """Count what the recipe's optimizer keeps for a weight; bitsandbytes has 32 bits for embeddings."""
+    """Count the bytes of optimizer state for a weight; bitsandbytes keeps 32 bits for embeddings."""
     num_values = shape.numel()
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
@@ -251,7 +251,7 @@ def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: boo
 
 
 def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int:
-    """Count what bitsandbytes holds for one weight of a quantized layer: codes and scales."""
+    """Count the bytes of one weight of a quantized layer in bitsandbytes: codes and scales."""
     num_values = shape.numel()
     if quantization.load_in_8bit:
         return num_values + FLOAT32_BYTES * shape[0]
@@ -262,38 +262,38 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Have a model compute its activations again in the backward pass instead of keeping them."""
-    # transformers before 5.23 has only the older name, which later versions warn of.
+    """Make a model recompute its activations in the backward pass instead of keeping them."""
+    # transformers before 5.23 has only the older name, about which later versions warn.
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
 
 
 def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtype: torch.dtype) -> int | None:
-    """Rehearse a local batch and return the most bytes that it holds beside weights and gradients.
+    """Run a local batch on fake tensors; return its peak of bytes beside weights and gradients.
 
-    `outline` is the recipe's model on the meta device; `length` are the tokens of each sample, and autocast
-    computes in `dtype` (float32: without it). None if shapes depend on values, as in mixtures of experts.
-    Raises what the model does, with these words of torch, if its layers do not fit each other.
+    `outline` is the recipe's model on the meta device; `length` is the number of tokens of each sample, and
+    autocast computes in `dtype` (float32: no autocast). None if shapes depend on values, as in mixtures of
+    experts. If the model's layers do not fit each other, its error (`MISFIT`) is passed on.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):
-        model.set_attn_implementation("sdpa")  # other kernels have no fakes; they hold as much
+        model.set_attn_implementation("sdpa")  # other kernels have no fakes; they need as much
     if recipe.training.activation_checkpointing:
         checkpoint_activations(model)
     rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     has_tiled_head = recipe.sft is not None or recipe.dpo is not None
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs, with a traceback, what it raises
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs its errors with a traceback
     was_disabled = log.disabled
     log.disabled = True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             model.tie_weights()
-            for weight in model.parameters():  # the swarm's accumulators lie there before the first pass
+            for weight in model.parameters():  # the swarm's accumulators exist before the first pass
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
                 run(model, tokens, dtype, count, has_head=not has_tiled_head)
-    except RuntimeError as failure:  # what fake tensors cannot tell is raised as one of its subclasses
+    except RuntimeError as failure:  # where fake tensors lack values, they raise a subclass
         if re.search(MISFIT, str(failure)):
             raise
         return None
@@ -304,7 +304,10 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
 
 
 def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> None:
-    """Run the model with its own loss, as `Trainer` does under accelerate, or everything but the head."""
+    """Run the model forward and backward, with its own loss or without the head.
+
+    Outputs are converted to float32 as by `Trainer` under accelerate.
+    """
     has_autocast = dtype != torch.float32
     with torch.autocast("cpu", dtype, enabled=has_autocast):
         if has_head:
@@ -322,17 +325,17 @@ def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, h
 
 
 def tiles_bytes(model: Any, num_tokens: int, dtype: torch.dtype) -> int:
-    """Count what TRL's head holds in its backward pass; see `TILE_TOKENS`."""
+    """Count the bytes of TRL's head in its backward pass; see `TILE_TOKENS`."""
     head = model.get_output_embeddings().weight
     rows = min(num_tokens, TILE_TOKENS)
     num_bytes = rows * TILE_WORDS * dtype.itemsize + num_tokens * head.shape[1] * 4
-    if not torch.cuda.is_available():  # there is Triton on a GPU, which works in place
+    if not torch.cuda.is_available():  # on a GPU there is Triton, which works in place
         num_bytes += TILE_COPIES * rows * min(head.shape[0], TILE_WORDS) * 4
     return int(num_bytes + (head.numel() * 4 if head.requires_grad else 0))
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors that live at the same time; a model's weights are left out."""
+    """Counts the bytes of the tensors that live at the same time, without a model's own tensors."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -345,7 +348,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, and count what it makes."""
+        """Call `func`, and count the tensors that it creates."""
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
@@ -363,7 +366,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def translated_out_of_memory() -> Iterator[None]:
-    """Turn what torch and Python raise when memory runs out into `OutOfMemory`, with what to change."""
+    """Turn out-of-memory errors of torch and Python into `OutOfMemory`, with the hint `SAVINGS`."""
     try:
         yield
     except (RuntimeError, MemoryError) as failure:

@@ -1,4 +1,4 @@
-"""The model and its tokenizer from the recipe: from a hub, from a folder, or drawn from the shared seed.
+"""Build the recipe's model and tokenizer: from a hub, from a folder, or initialized with the shared seed.
 
 Nothing here runs code that came with a model: `trust_remote_code` is never set.
 """
@@ -69,7 +69,7 @@ class Kind(NamedTuple):
     """The kind of model that a task trains."""
 
     loader: Any  # its `AutoModelFor...`
-    configs: Mapping[type[PreTrainedConfig], Any]  # those that the loader knows
+    configs: Mapping[type[PreTrainedConfig], Any]  # the configs that the loader knows
     peft_task: str | None  # peft has no class for masked models
 
 
@@ -98,14 +98,15 @@ NEXT_STEPS: dict[type[Exception], str] = {
     ImportError: "Install the package it names.",
     **dict.fromkeys(CONFIG_ERRORS, "Check the `model` section."),
 }
-"""What transformers and the hub raise where a model or tokenizer can't be had -> what to do."""
+"""Errors of transformers and the hub about a model or tokenizer -> the hint."""
 
 
 def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, which pads with its end-of-text token if it has no other for that.
+    """Load the tokenizer; it pads with its end-of-text token if it has no pad token.
 
     Raises:
-        AssetError: it cannot be read, lacks a token for the task, or has more than the model has embeddings.
+        AssetError: the tokenizer can't be read, lacks a token for the task, or has more tokens than the model
+            has embeddings.
     """
     model = recipe.model
     name = model.tokenizer_name_or_path or model_name(model)
@@ -145,8 +146,8 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 def train_tokenizer() -> PreTrainedTokenizerBase:
     """Train a byte-level BPE tokenizer of `NUM_TOKENS` tokens on the built-in text, in half a second.
 
-    It can write any text, its end-of-text token is `END`, and it is the same on every machine: pairs that are
-    equally frequent are merged in the order of their tokens.
+    It can encode any text, its end-of-text token is `END`, and it is the same on every machine: pairs that
+    are equally frequent are merged in the order of their tokens.
     """
     tokenizer = Tokenizer(BpeModel())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -160,12 +161,12 @@ def train_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def model_name(model: ModelSection) -> str:
-    """Name the model in messages, and to `from_pretrained` if it has a hub id or folder."""
+    """Return the model's name for messages, and for `from_pretrained` if it has a hub id or folder."""
     return model.model_name_or_path or f"a new {(model.config or {})['model_type']}"
 
 
 def read_config(recipe: Recipe) -> PreTrainedConfig:
-    """Read the model's config, or make it of the recipe's fields; for `seq-cls` with the recipe's labels.
+    """Read the model's config, or make it from the recipe's fields; for `seq-cls` add the recipe's labels.
 
     Raises:
         AssetError: there is no such model, a field does not fit, or the task trains another kind of model.
@@ -174,7 +175,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     kind = KINDS[recipe.task]
     if (fields := model.config) is not None:
         model_type = str(fields["model_type"])
-        # transformers keeps fields that it does not know, older names among them; only near misses count.
+        # transformers keeps unknown fields, such as older names; so only near misses are mistakes.
         known = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
         for name in fields.keys() - known.keys():
             if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
@@ -211,7 +212,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def expand_folder(name: str) -> str:
-    """Expand `~` in a folder's name, which must exist (`AssetError`); a hub id is returned as it is."""
+    """Expand `~` in the name of a folder, which must exist (`AssetError`); return a hub id unchanged."""
     path = Path(name).expanduser()
     if is_local(name) and not path.is_dir():
         raise AssetError(f"There is no folder {name!r}.", "Check the path, or give a hub id (owner/name).")
@@ -220,7 +221,7 @@ def expand_folder(name: str) -> str:
 
 @contextmanager
 def translated(what: str, name: str) -> Iterator[None]:
-    """Turn what transformers and the hub raise about a model or tokenizer (`what`) into an `AssetError`."""
+    """Turn errors of transformers and the hub about a model or tokenizer (`what`) into an `AssetError`."""
     try:
         yield
     except tuple(NEXT_STEPS) as failure:
@@ -229,14 +230,14 @@ def translated(what: str, name: str) -> Iterator[None]:
         hint = next(hint for kind, hint in NEXT_STEPS.items() if isinstance(failure, kind))
         if isinstance(failure, OSError) and Path(name).is_dir():
             hint = "Copy the whole folder again, or save the model there once more."
-        said = " ".join(str(failure).partition("\nException raised")[0].split())[:300]  # where in torch
-        if not isinstance(failure, OSError | ImportError | ValueError):  # the others seldom say what they are
+        said = " ".join(str(failure).partition("\nException raised")[0].split())[:300]  # no C++ source line
+        if not isinstance(failure, OSError | ImportError | ValueError):  # others seldom state their kind
             said = f"{type(failure).__name__}: {said}"
         raise AssetError(f"The {what} {name!r} could not be loaded: {said}", hint) from failure
 
 
 def compute_dtype(training: TrainingSection) -> torch.dtype:
-    """Return what this peer computes in; `bf16: auto` is bfloat16 where a GPU has it."""
+    """Return the dtype in which this peer computes; `bf16: auto` is bfloat16 on a GPU that supports it."""
     if training.fp16:
         return torch.float16
     has_bf16 = training.bf16 is True
@@ -248,26 +249,26 @@ def compute_dtype(training: TrainingSection) -> torch.dtype:
 def build_model(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, adapters: bool = True
 ) -> PreTrainedModel:
-    """Load the model, or draw its weights, and put adapters on it if the recipe has a `peft` section.
+    """Load the model, or initialize its weights, and add adapters if the recipe has a `peft` section.
 
     It seeds torch's global generator and leaves it so: every peer with the same `training.seed` and versions
-    gets the same initial weights, those of adapters and of a new head included. The pad token of `tokenizer`
-    becomes the model's. Without `adapters` the caller adds them (`adapter_config`).
+    gets the same initial weights, also in adapters and a new head. The pad token of `tokenizer` becomes the
+    model's. Without `adapters` the caller adds them (`adapter_config`).
 
     Returns:
         A model in train mode, on the CPU; a quantized one on the GPU if there is one. Weights with
         `requires_grad` are float32; the others keep their dtype, or are quantized.
 
     Raises:
-        AssetError: it cannot be loaded, lacks weights that it should hold, does not fit the task, or lacks
-            layers that `peft` asks for.
-        SetupError: it is to be quantized and bitsandbytes is not installed.
+        AssetError: the model can't be loaded, lacks weights that it should have, does not fit the task, or
+            lacks layers that `peft` names.
+        SetupError: the recipe asks for a quantized model, and bitsandbytes is not installed.
     """
     model = recipe.model
     seed = recipe.training.seed
     config = read_config(recipe)
     config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    for name in ("bos_token_id", "eos_token_id"):  # a type's defaults are of no use to another's tokenizer
+    for name in ("bos_token_id", "eos_token_id"):  # a type's default ids do not fit other tokenizers
         if model.config is not None and name not in model.config:
             setattr(config.get_text_config(), name, getattr(tokenizer, name))
     options = loading_options(recipe, config)
@@ -291,12 +292,12 @@ def build_model(
 
 
 def head_drawn(model: PreTrainedModel, recipe: Recipe, info: Mapping[str, Any]) -> list[str]:
-    """Name the layers of a new head for the task, which transformers drew because the checkpoint lacks them.
+    """Return the layers of a new task head, which transformers initialized as the checkpoint lacks them.
 
-    `info` is what `from_pretrained` says of the load.
+    `info` is the loading info that `from_pretrained` returns.
 
     Raises:
-        AssetError: the checkpoint has a weight in another shape, or lacks one that is not of a new head.
+        AssetError: the checkpoint has a weight in another shape, or lacks one outside a new head.
     """
     for name, found, wanted in sorted(info["mismatched_keys"]):
         said = f"The checkpoint's {name!r} has the shape {list(found)}, and the model's {list(wanted)}."
@@ -327,12 +328,12 @@ def head_drawn(model: PreTrainedModel, recipe: Recipe, info: Mapping[str, Any]) 
 
 
 def estimate(recipe: Recipe, *, length: int) -> Estimate:
-    """Say what memory the recipe takes of this peer, without loading a weight; it takes seconds.
+    """Estimate the memory that the recipe needs on this peer, without loading a weight; it takes seconds.
 
-    One batch, of samples of `length` tokens, is rehearsed (`activation_bytes`).
+    One batch, of samples of `length` tokens, runs on fake tensors (`activation_bytes`).
 
     Raises:
-        AssetError, SetupError: as from `build_model`, for all that can be known without the weights.
+        AssetError, SetupError: as from `build_model`, if they occur without the weights.
     """
     dtype = compute_dtype(recipe.training)
     outline, quantized = build_outline(recipe)
@@ -344,9 +345,9 @@ def estimate(recipe: Recipe, *, length: int) -> Estimate:
 
 
 def require_memory(recipe: Recipe) -> Estimate:
-    """Say before anything is loaded whether this peer's GPU and RAM can hold what training needs.
+    """Require, before anything is loaded, that this peer's GPU and RAM can hold weights and training state.
 
-    Only what is sure is counted: activations grow with samples that nobody has seen yet.
+    Activations are not counted: they grow with samples that have not been read yet.
 
     Raises:
         OutOfMemory, AssetError, SetupError: as from `require_room` and `estimate`.
@@ -357,7 +358,7 @@ def require_memory(recipe: Recipe) -> Estimate:
 
 
 def require_room(needed: Estimate, free: dict[str, int]) -> None:
-    """Raise `OutOfMemory`, with both numbers, if there are fewer free bytes anywhere than training needs."""
+    """Raise `OutOfMemory`, with both numbers, if the GPU or the RAM has fewer free bytes than needed."""
     for name, needed_bytes in needed.places.items():
         if needed_bytes > free[name]:
             before = " before activations" * (needed.activation_bytes is None)
@@ -369,7 +370,7 @@ def require_room(needed: Estimate, free: dict[str, int]) -> None:
 
 
 def free_bytes() -> dict[str, int]:
-    """Count the free bytes of a `GPU`, if there is one, and of `RAM`, what this process uses included."""
+    """Return the free bytes of the `GPU`, if there is one, and of `RAM`; this process counts as free."""
     own = psutil.Process().memory_info()
     free = {"RAM": int(psutil.virtual_memory().available + own.rss - getattr(own, "shared", 0))}
     return free | ({"GPU": torch.cuda.mem_get_info()[0]} if torch.cuda.is_available() else {})
@@ -377,9 +378,9 @@ def free_bytes() -> dict[str, int]:
 
 @contextmanager
 def bounded(most: int = 100_000) -> Iterator[None]:
-    """Stop, with an `AssetError`, the building of a model that has more than `most` layers and weights.
+    """Raise `AssetError` if the block builds a model with more than `most` layers and weights together.
 
-    As many take some 10 s to build without memory; DeepSeek-V3 has 2,123.
+    Building this many takes some 10 s on the meta device; DeepSeek-V3 has 2,123.
     """
     parts = itertools.count(1)
 
@@ -401,10 +402,10 @@ def bounded(most: int = 100_000) -> Iterator[None]:
 
 @bounded()
 def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tensor]]:
-    """Build the model as `build_model` does, but on the meta device; and name the weights to be quantized."""
+    """Build the model as `build_model` does, but on the meta device; also return the weights to quantize."""
     config = read_config(recipe)
     text_config = config.get_text_config()
-    text_config.pad_token_id = 0  # the tokenizer's comes later, and classifiers refuse a batch without one
+    text_config.pad_token_id = 0  # the tokenizer sets it later; classifiers refuse a batch without it
     options = loading_options(recipe, config)
     if options["dtype"] == "auto":
         options["dtype"] = text_config.dtype or torch.float32
@@ -412,7 +413,7 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
         built = KINDS[recipe.task].loader.from_config(config, **options)
     quantized: frozenset[torch.Tensor] = frozenset()
     if (wanted := recipe.quantization) is not None:
-        bits_of(recipe)  # or says that it is not possible here
+        bits_of(recipe)  # raises if that is not possible here
         # As `Bnb4BitHfQuantizer._process_model_before_weight_loading` and `replace_with_bnb_linear` of
         # transformers 5.23 choose them.
         kept = [*(built._keep_in_fp32_modules or ()), *(wanted.llm_int8_skip_modules or ())]
@@ -429,7 +430,7 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
 
 
 def loading_options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
-    """Choose dtype and attention; the dtype is "auto" only for a checkpoint that decides itself."""
+    """Return the options of dtype and attention; the dtype is "auto" only if the checkpoint decides it."""
     model = recipe.model
     dtype: torch.dtype | str = "auto"
     if recipe.peft is None:
@@ -445,7 +446,7 @@ def loading_options(recipe: Recipe, config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def bits_of(recipe: Recipe) -> BitsAndBytesConfig:
-    """Say to `from_pretrained` how the base is quantized, or raise `SetupError` without bitsandbytes."""
+    """Return the quantization config of the base model, or raise `SetupError` without bitsandbytes."""
     wanted = recipe.quantization
     assert wanted is not None
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -462,9 +463,9 @@ def bits_of(recipe: Recipe) -> BitsAndBytesConfig:
 def trainable(
     model: PreTrainedModel, recipe: Recipe, *, adapters: bool = True, head: Sequence[str] = ()
 ) -> PreTrainedModel:
-    """Put on the recipe's adapters, if it has any, and hold everything that is trained in float32.
+    """Add the recipe's adapters, if it has any, and convert all trained weights to float32.
 
-    Beside adapters, the layers of a new `head` are trained and saved, too: no file holds them.
+    Beside adapters, the layers of a new `head` are trained and saved too, because no checkpoint has them.
     """
     if adapters and (config := adapter_config(recipe, model, head)) is not None:
         from peft import get_peft_model
@@ -487,9 +488,9 @@ def trainable(
 
 
 def adapter_config(recipe: Recipe, model: PreTrainedModel, head: Sequence[str] = ()) -> LoraConfig | None:
-    """Say to peft which adapters to put on `model`, and which layers to train in full, those of `head` too.
+    """Return peft's config: the adapters for `model`, and the layers to train in full, with the `head`.
 
-    Raises `AssetError` if the model lacks one of these layers.
+    None without a `peft` section. Raises `AssetError` if the model lacks one of these layers.
     """
     if recipe.peft is None:
         return None
@@ -498,7 +499,7 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel, head: Sequence[str] =
     layers = layers_of(model)
     options = recipe.peft.model_dump()
     options["modules_to_save"] += head
-    for name in options["modules_to_save"]:  # peft itself passes over those that it does not find
+    for name in options["modules_to_save"]:  # peft itself ignores unknown names
         if name not in layers:
             said = f"The model has no layer {name!r} (`peft.modules_to_save`)."
             raise AssetError(said, f"It has {', '.join(layers)}.")
@@ -506,6 +507,6 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel, head: Sequence[str] =
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:
-    """Name a model's layers, without the path to them."""
+    """Return the names of a model's layers, without the path to them."""
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     return sorted(filter(str.isidentifier, names))  # without the numbers in lists

@@ -1,8 +1,8 @@
-"""What one sample of each task is: of `clm`, `mlm` and `seq-cls` tokens, of `sft` and `dpo` a raw row.
+"""Turn rows into samples: tokens for `clm`, `mlm` and `seq-cls`, raw rows for `sft` and `dpo`.
 
 Everything here maps rows of a `Dataset` or a stream, batch by batch in bounded memory. Rows without a text
-are left out. TRL tokenizes the rows of `sft` and `dpo` itself; they are checked here, since it looks at the
-first one only and then fails in the middle of the data, or trains on something else than was meant.
+are left out. TRL tokenizes the rows of `sft` and `dpo` itself. They are checked here, since TRL looks only at
+the first one, and then fails in the middle of the data or trains on other text than intended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trahiv_cli.recipe.rows import (
 from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection, Task
 
 logger = logging.getLogger(__name__)
-"""Its warnings are passed on while data is prepared, see `train/tasks.py`."""
+"""`train/tasks.py` passes its warnings on while data is prepared."""
 
 Columns: TypeAlias = dict[str, list[list[int]]]
 
@@ -48,7 +48,7 @@ IDS = List(Value("int32"))
 TOKENS = Features({"input_ids": IDS})
 
 DOCUMENTS_PER_BATCH = 100
-"""Bounds the memory of tokenizing: documents may be whole files."""
+"""Limits the memory of tokenization: a document may be a whole file."""
 
 TEMPLATE_FAILURES = (
     TemplateError,
@@ -59,7 +59,7 @@ TEMPLATE_FAILURES = (
     ArithmeticError,
     RecursionError,
 )
-"""Errors of a chat template at a row: of its own words, or of Python's expressions."""
+"""Errors of a chat template for a row: raised by the template itself, or by Python in an expression."""
 
 JUDGED = Features({"error": Value("string"), "warning": Value("string")})
 
@@ -70,7 +70,7 @@ JUDGED = Features({"error": Value("string"), "warning": Value("string")})
 def clm_documents(
     opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
 ) -> Documents:
-    """Tokenize a dataset: documents of any length, each with exactly one end-of-text token at its end."""
+    """Tokenize a dataset to documents of any length, each with exactly one end-of-text token at its end."""
 
     def tokenize(texts: list[str | None]) -> Columns:
         if not (texts := [text for text in texts if text]):
@@ -85,15 +85,15 @@ def clm_documents(
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
-    """Cut `clm_documents` into samples of at most `max_length` tokens, or of exactly so many if packed.
+    """Cut `clm_documents` into samples of at most `max_length` tokens, or exactly `max_length` if packed.
 
     Raises:
-        AssetError: there is not enough text, of the kind that `which` names, for a single one.
+        AssetError: there is not enough text for a single sample; `which` describes the text in messages.
     """
     length = clm.max_length
 
     def truncate(documents: list[list[int]]) -> Columns:
-        """Cut each; one that leaves nothing to predict is dropped, as its loss would be NaN."""
+        """Cut each document; drop a document with nothing to predict, as its loss would be NaN."""
         return {"input_ids": [ids[:length] for ids in documents if len(ids) > 1]}
 
     rest: list[int] = []
@@ -102,7 +102,7 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
         """Join documents and cut them into blocks; the rest of one batch begins the next.
 
         `datasets` calls it with one batch after the other, in order, and counts documents from 0 in each
-        pass: that is how a second pass over a stream knows to forget the first one's rest.
+        pass. So the index 0 marks a new pass over a stream, which drops the rest of the pass before.
         """
         nonlocal rest
         tokens = list(chain([] if indices[0] == 0 else rest, *documents))
@@ -131,7 +131,7 @@ def mlm_documents(
 ) -> Documents:
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
-    A document with nothing but special tokens is left out: these are never hidden, and its loss would be NaN.
+    A document of special tokens alone is left out: these are never masked, and its loss would be NaN.
     """
     special = set(tokenizer.all_special_ids)
 
@@ -151,11 +151,11 @@ def classified(
 ) -> Documents:
     """Tokenize a dataset of texts and classes, one sample a row, cut to `max_length`.
 
-    A class is written as `class_of` reads it. If the dataset has a list of its classes, numbers are places in
-    it; where that list names classes as `seq_cls.labels` does, names count, whatever their order.
+    A class is written as `class_of` reads it. If the dataset has a list of its classes, numbers are indices
+    into it. If that list shares names with `seq_cls.labels`, classes are matched by name, in any order.
 
     Raises:
-        AssetError: there is no such column, or a row's class is missing or none of the recipe's.
+        AssetError: a column is missing, or a class is missing or not in the recipe.
     """
     text = seq_cls.dataset_text_field
     label = seq_cls.dataset_label_field
@@ -173,7 +173,7 @@ def classified(
             )
         numbers = {number: labels.index(name) for number, name in enumerate(feature.names)}
 
-    name = opened.name  # `datasets` hashes and sends what the function refers to, which shall not be the rows
+    name = opened.name  # the function must not refer to the rows: `datasets` hashes and pickles it
 
     def classify(texts: list[str | None], said: list[Any], indices: list[int]) -> dict[str, Any]:
         rows = [row for row in zip(texts, said, indices, strict=True) if row[0]]
@@ -193,7 +193,7 @@ TOKENIZED: dict[Task, Callable[..., Documents]] = {
     "mlm": mlm_documents,
     "seq-cls": classified,
 }
-"""What makes documents of a dataset, for the tasks that TRL does not tokenize itself."""
+"""Task -> the function that tokenizes its dataset, for tasks that TRL does not tokenize itself."""
 
 
 # -- sft, dpo -------------------------------------------------------------------------------------
@@ -202,13 +202,13 @@ TOKENIZED: dict[Task, Callable[..., Documents]] = {
 def trl_rows(
     opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
 ) -> Documents:
-    """Keep what TRL's SFTTrainer reads of a dataset, or its DPOTrainer without `sft`.
+    """Keep the columns of a dataset that TRL's SFTTrainer reads, or its DPOTrainer if `sft` is None.
 
     `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
-    renames the keys only). Beside them those of `OPTIONAL` are kept. A stream is checked while it is read.
+    renames the keys only). Columns in `OPTIONAL` are kept too. A stream is checked while it is read.
 
     Raises:
-        AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row lacks a value.
+        AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row has an error.
     """
     form = dpo_form(opened) if sft is None else sft_form(opened, sft)
     if form.keys is not None and tokenizer.chat_template is None:
@@ -225,7 +225,7 @@ def trl_rows(
     told = opened.features.get("conversations")
     features = None
     if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
-        # What can be known is said: guessing by the first rows fails where a later one has more.
+        # Known features are passed on: inferring them from the first rows fails if a later row has more.
         inner = {KEYS.get(key, key): feature for key, feature in told.feature.items()}
         kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
         features = Features({**kept, "messages": type(told)(inner)})
@@ -242,12 +242,12 @@ def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, 
 def judged(
     rows: Documents, form: Form, tokenizer: PreTrainedTokenizerBase, name: str, *, num_proc: int | None
 ) -> Documents:
-    """Judge each row by its form and by the chat template, warn of doubtful ones, and return all.
+    """Check each row by its form and with the chat template, log warnings, and return all rows.
 
-    The rows of a stream are judged as they come: it ends at the first one with an error.
+    The rows of a stream are checked as they are read: the first row with an error ends the stream.
 
     Raises:
-        AssetError: rows have errors; the message has each kind, with its first rows.
+        AssetError: rows have errors; the message has each kind of error, with its first rows.
     """
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
@@ -303,9 +303,10 @@ def judged(
 def lost_by_template(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], row: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Write a conversation by the chat template; return the messages whose texts are not in it.
+    """Apply the chat template to a conversation; return the messages whose texts are not in the result.
 
-    So are messages in parts that it writes as Python or JSON does. Errors of the template are passed on.
+    Messages whose parts it writes in the notation of Python or JSON count as lost too. Errors of the template
+    are passed on.
     """
     tools = row.get("tools")
     options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, "tokenize": False}
@@ -324,7 +325,7 @@ def lost_by_template(
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: int) -> list[list[int]]:
-    """Tokenize with special tokens and cut. Of one text, a model knows the mask and the types by itself."""
+    """Tokenize with special tokens and cut; for one text, a model infers the mask and the token types."""
     if not texts:
         return []
     only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
@@ -332,7 +333,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: in
 
 
 def tell_left_out(before: Documents, after: Documents, what: str) -> None:
-    """Warn of rows that were left out, with their number; of a stream that number is unknown."""
+    """Log the number of rows that were left out; for a stream it is unknown, and nothing is logged."""
     if isinstance(after, Dataset) and (num_missing := len(before) - len(after)):
         logger.warning("%d of %d %s, and are left out.", num_missing, len(before), what)
 
@@ -346,7 +347,7 @@ def mapped(
     num_proc: int | None = None,
     with_indices: bool = False,
 ) -> Documents:
-    """Replace all columns by what `function` makes of `columns`, batch by batch."""
+    """Replace all columns by the result of `function` for `columns`, batch by batch."""
     return rows.select_columns(columns).map(
         function,
         with_indices=with_indices,

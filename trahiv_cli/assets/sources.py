@@ -1,7 +1,7 @@
-"""Rows are read from the hub, a local folder, files, or the text that comes with trahiv.
+"""Read rows from the hub, a local folder, files, or the text that comes with trahiv.
 
-Everything that goes wrong here is an `AssetError`, raised before anything is trained, or, in a stream, when
-the broken place is reached; what `datasets` had already put into its cache stays there.
+Every failure here is an `AssetError`, raised before anything is trained, or, in a stream, when the broken
+row is reached. Data that `datasets` has already put into its cache stays there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from trahiv_cli.recipe.schema import DatasetSection
 
 logger = logging.getLogger(__name__)
 
-logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # what they log, they raise, too
+logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it raises the errors that it logs
 
 Documents: TypeAlias = Dataset | IterableDataset
 
@@ -52,7 +52,7 @@ TEXT_SHARDS = 16
 """Shards of the built-in text as a stream."""
 
 FAILURES = (DatasetsError, OSError, ValueError, TypeError, RuntimeError)
-"""What `datasets` raises where files can't be read."""
+"""Errors of `datasets` about files that can't be read."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Opened:
     source: DatasetSection
     place: str  # its entry in the recipe: `data.datasets.0`
     rows: Documents
-    features: dict[str, Any]  # column -> its feature, as far as known: a stream may not say
+    features: dict[str, Any]  # column -> its feature, if known: a stream may have none
     first: dict[str, Any]  # the first row; its keys are the columns
 
     @property
@@ -72,12 +72,12 @@ class Opened:
 
 
 def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
-    """Open the dataset of one entry of the recipe (`place`), and rename its columns as that says.
+    """Open the dataset of one entry of the recipe (`place`), and rename its columns as the entry says.
 
-    A stream is read while iterating, in bounded memory and disk, and raises `AssetError` where it is broken.
+    A stream is read while iterating, in bounded memory and disk, and raises `AssetError` at a broken row.
 
     Raises:
-        AssetError: it is not there, cannot be read or is empty, or a column cannot be renamed.
+        AssetError: the dataset is missing, can't be read or is empty, or a column can't be renamed.
     """
     files = local_files(source) if is_local(source.path) else []
     if files and not any(file.stat().st_size for file in files):
@@ -92,8 +92,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     if first is None:
         raise forms.empty_dataset(source.path, source.split)
     features = dict(rows.features or {})
-    if isinstance(rows, IterableDataset):  # a broken place is an `AssetError` whenever it is reached
-        shards = list(range(rows.num_shards))  # a list is what `datasets` divides among workers
+    if isinstance(rows, IterableDataset):  # a broken row is an `AssetError` whenever it is reached
+        shards = list(range(rows.num_shards))  # `datasets` divides lists among workers
         known = rows.features if rows.features is not None and is_plain(rows.features) else None
         told = {"rows": rows, "source": source, "shards": shards}
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
@@ -116,15 +116,15 @@ def require_text(opened: Opened, column: str, setting: str) -> None:
 
 
 def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
-    """Say to `map` and `filter` how many processes work on `rows`; a stream has no such option."""
+    """Return the option of `map` and `filter` for the number of processes; a stream has no such option."""
     return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
 def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
-    """Say to `load_dataset` what `source` means, which has these local `files`.
+    """Return the arguments of `load_dataset` for `source`, whose local files are `files`.
 
     Raises:
-        AssetError: it is not there, or of several kinds.
+        AssetError: there is no such dataset or configuration, or its files are of several kinds.
     """
     if source.path.startswith(BUILTIN):
         raise AssetError(f"There is no built-in dataset {source.path!r}.", f"There is `{TEXT}`.")
@@ -143,7 +143,7 @@ def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
         require_readable(file)
     reader, *more = {reader_of(file) for file in files}
     if describes_itself(path):
-        # It may sort files into configurations, one of which is read; these may have columns of their own.
+        # It may define configurations, of which one is read; each may have columns of its own.
         return {"path": plain(path), **own, **({} if more else reader_options(reader, []))}
     if source.name not in (None, "default"):
         said = f"`name` chooses a configuration, and no README.md in {source.path!r} has any."
@@ -162,7 +162,7 @@ def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
 
 
 def describes_itself(folder: Path) -> bool:
-    """Tell whether a folder says of its data what `datasets` reads: its configurations, or its columns."""
+    """Tell whether a folder has metadata that `datasets` reads: configurations, or columns."""
     readme = folder / "README.md"
     card = readme.read_text(errors="replace") if readme.is_file() else ""
     others = (folder / name for name in (REPOYAML_FILENAME, DATASETDICT_INFOS_FILENAME))
@@ -170,11 +170,11 @@ def describes_itself(folder: Path) -> bool:
 
 
 def splits_of(source: DatasetSection, files: list[Path]) -> dict[str, list[Path]]:
-    """Sort the files of a local dataset into splits; of a folder, by their names as `datasets` does."""
+    """Sort the files of a local dataset into splits; in a folder, by their names as `datasets` does."""
     folder = Path(source.path).expanduser()
     if not folder.is_dir() or source.data_files is not None or describes_itself(folder):
         return {"train": files}
-    with tempfile.TemporaryDirectory() as name:  # of empty files, whose names `datasets` understands
+    with tempfile.TemporaryDirectory() as name:  # empty files with the same names, for `datasets` to sort
         root = Path(name).resolve()
         twins = {}
         for file in files:
@@ -195,7 +195,7 @@ def read_splits(splits: dict[str, list[Path]], said: str) -> dict[str, list[Path
 def plain(path: Path) -> str:
     """Return a name of a file that no library takes for a pattern or a chain of file systems.
 
-    That is its own, or that of a link to it in the cache of `datasets`.
+    It is the file's own path, or the path of a link to it in the cache of `datasets`.
     """
     path = path.absolute()
     if not re.search(r"[*?\[\]]|::", str(path)):
@@ -209,18 +209,19 @@ def plain(path: Path) -> str:
 
 
 def reader_options(reader: Reader, files: list[Path]) -> dict[str, Any]:
-    """Return the options of a reader of `datasets`, with the columns of CSV files as texts.
+    """Return the options of a reader of `datasets`; the columns of CSV files are read as texts.
 
     Raises:
         AssetError: the columns of the files differ.
     """
     if reader == "text":
-        # A text file is one document. By default every line is one and newlines are dropped, and the model
-        # would learn a language without them.
+        # A text file is one document. By default every line is a document without its newline, and the model
+        # would learn a language without newlines.
         return {"sample_by": "document"}
     if reader != "csv":
         return {}
-    # Only nothing is nothing: pandas takes NA, None, null and their like for it, which may be an answer.
+    # Only an empty field is a missing value: pandas also takes NA, None and null for one, but they may be
+    # answers.
     options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
     if not files:
         return options
@@ -228,12 +229,12 @@ def reader_options(reader: Reader, files: list[Path]) -> dict[str, Any]:
     for file in files[1:]:
         if {*csv_columns(file), ""} != {*columns, ""}:
             raise AssetError(f"The columns of {files[0]} and {file} differ.", "Give each its own entry.")
-    # Texts, as they are written: types would be guessed.
+    # Texts, as they are written: pandas would guess types.
     return {**options, "features": Features(dict.fromkeys(columns, Value("string")))}
 
 
 def is_plain(feature: Any) -> bool:
-    """Tell whether a decoded value looks like a stored one, so that it can pass as one again."""
+    """Tell whether decoded values look like stored ones, so that they can be encoded again."""
     if isinstance(feature, dict):
         return all(map(is_plain, feature.values()))
     if isinstance(feature, List | LargeList):
@@ -244,17 +245,17 @@ def is_plain(feature: Any) -> bool:
 def guarded_rows(
     rows: IterableDataset, source: DatasetSection, shards: list[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of some of a stream's shards; where they can't be read, raise `AssetError`."""
+    """Yield the rows of some shards of a stream; raise `AssetError` at a row that can't be read."""
     for index in shards:
         with reading(source):
-            # `iter`, as `__iter__` would share the rows out among the loader's workers a second time.
+            # `iter`, as `__iter__` would divide the rows among the loader's workers a second time.
             for batch in rows.shard(rows.num_shards, index).iter(batch_size=1):
                 yield {column: values[0] for column, values in batch.items()}
 
 
 @contextlib.contextmanager
 def reading(source: DatasetSection) -> Iterator[None]:
-    """Turn what `datasets` and the hub raise while `source` is read into an `AssetError`."""
+    """Turn errors of `datasets` and the hub while `source` is read into an `AssetError`."""
     try:
         yield
     except StopIteration as failure:  # the JSON reader's way to say that a file has no first line
@@ -277,7 +278,7 @@ def reading(source: DatasetSection) -> Iterator[None]:
 
 
 def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
-    """Make the error of a dataset that can't be read; of local files, name the first that can't."""
+    """Make the error for a dataset that can't be read; among local files, name the first broken one."""
     name = f"The dataset {source.path!r} (split {source.split!r})"
     said = failure
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
@@ -286,7 +287,7 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     for file in chain.from_iterable(splits.values()):
         reader = reader_of(file)
         try:
-            read_rows(file)  # says which row is broken, and why, in better words
+            read_rows(file)  # raises a better error: which row is broken, and why
             with contextlib.suppress(StopIteration):  # an empty file of JSON
                 options = reader_options(reader, [file])
                 rows = load_dataset(reader, data_files=plain(file), split="train", streaming=True, **options)
@@ -305,8 +306,8 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
 
 
 def reason_of(failure: BaseException) -> str:
-    """Say what happened in one line; `datasets` hides the reason of a build failure in its cause."""
+    """Return an error's reason in one line; `datasets` hides the reason of a build failure in its cause."""
     root = failure.__cause__ or failure
-    # pyarrow counts rows from 0, and anew for each block of a file.
+    # pyarrow counts rows from 0, and starts again for each block of a file.
     reason = re.sub(r" in row \d+", "", " ".join(str(root).split())) or type(root).__name__
     return reason if len(reason) <= 300 else f"{reason[:300]}..."

@@ -1,1 +1,1 @@
-"""Talks to people: options in, one call out, every word printed here. Decides nothing."""
+"""The command line: it parses options, makes one call into other packages, and prints. Decides nothing."""

@@ -1,4 +1,4 @@
-"""The typer app, and the one place that turns an error into words and an exit code."""
+"""The typer app, and the only place that turns an error into text and an exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ app = typer.Typer(
     name="trahiv",
     help="Fine-tune one Transformers model together over the internet.",
     no_args_is_help=True,
-    pretty_exceptions_enable=False,  # `run` says what went wrong
+    pretty_exceptions_enable=False,  # `run` reports errors
     context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,  # rich would triple the time of `--help`: 0.24 s for 0.08
 )
@@ -58,7 +58,7 @@ for command in COMMANDS:
 
 
 def run(args: Sequence[str] | None = None) -> None:
-    """Run a command line, by default this process's own, and raise `SystemExit` with the contract's code."""
+    """Run a command line, by default this process's own; raise `SystemExit` (codes: docs/exit-codes.md)."""
     out.use(None)
     if args is None:
         hide_invitations()

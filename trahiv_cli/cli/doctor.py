@@ -1,4 +1,4 @@
-"""`doctor`: will it work here? What was found and, where that is not enough, what to do."""
+"""`doctor`: check whether a peer can train on this machine, and show how to fix failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.invitation import Invitation
 
 CODES = {"memory": 6, "members": 4, "swarm": 4, "membership": 5}
-"""Exit codes of the contract, by what is wrong; of all else it is 3."""
+"""Failed check -> exit code (docs/exit-codes.md); for all others it is 3."""
 
 MARKS = {"fine": ("32", "ok"), "poor": ("33", "poor"), "bad": ("1;31", "bad")}
 
@@ -57,12 +57,12 @@ def doctor(
 def looked_at(
     recipe: Recipe | None, invitation: Invitation, changes: dict[str, list[str]], folder: Path | None
 ) -> Iterator[Check | Network]:
-    """Look at the machine, then at the network, as far as that is of use, and at the hub."""
+    """Check the machine, then the network, as far as that is useful, and the hub."""
     from trahiv_cli.doctor.machine import examine_machine, names
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.train.folder import RUNS
 
-    asking = ThreadPoolExecutor(1).submit(names)  # it may take long
+    asking = ThreadPoolExecutor(1).submit(names)  # it may take seconds
     yield from examine_machine(recipe, folder or RUNS)
     section = (recipe.hivemind_config.dht if recipe else DhtSection()).model_copy(
         update={"client_mode": False, **changes}
@@ -72,7 +72,7 @@ def looked_at(
 
 
 def network_of(section: DhtSection, invitation: Invitation, folder: Path | None) -> Iterator[Check | Network]:
-    """Look at the network, up to what makes the rest of no use."""
+    """Check the network, up to a failure that makes further checks useless."""
     from trahiv_cli.doctor.network import examine_members, examine_ports, examine_reach
 
     ports = examine_ports(section)
@@ -87,7 +87,7 @@ def network_of(section: DhtSection, invitation: Invitation, folder: Path | None)
 
 
 def show(check: Check) -> None:
-    """Show one check: a line, and below it what is wanted and what to do."""
+    """Show one check: a line, and below it the requirement and the fix."""
     colour, mark = MARKS[check.verdict]
     more = [f"wanted: {check.wanted}"] if check.wanted and check.verdict != "fine" else []
     more += [f"to do: {check.fix}"] if check.fix and check.verdict != "fine" else []
@@ -96,7 +96,7 @@ def show(check: Check) -> None:
 
 
 def conclude(network: Network | None, bad: list[str]) -> None:
-    """Say in one sentence whether this peer can train, and end with the exit code that says which."""
+    """Show in one sentence whether this peer can train; if not, exit with the code of the first failure."""
     ways, missed = ({}, ()) if network is None else network
     if bad:
         said = f"You can't train here yet: see {', '.join(bad)}."

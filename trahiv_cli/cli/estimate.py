@@ -1,7 +1,7 @@
-"""What a run will cost, for `check --deep` and `--dry-run`: memory by purpose, traffic and its seconds.
+"""The costs of a run, for `check --deep` and `--dry-run`: memory by purpose, traffic and its time.
 
 Traffic is counted in bytes of encoded tensors, by the recipe's codecs and its pace. The transport's framing
-and what peers tell each other besides are about one part in a thousand.
+and all other messages between peers add about one part in a thousand.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ SPEEDS_MBPS = (5, 20, 100, 1000)
 class Traffic:
     """Bytes that pass between this peer and the others."""
 
-    gradient_bytes: int  # one encoded copy of what is exchanged; in mode auto, in the longest of its codecs
+    gradient_bytes: int  # one encoded copy of the exchanged tensors; in mode auto, in its longest codec
     state_bytes: int  # a joiner downloads: weights, optimizer state, and with local steps outer momentum
     steps_per_round: int = 1
-    num_fragments: int = 1  # exchanges until each weight was in one
+    num_fragments: int = 1  # exchanges until each weight was exchanged once
     by_choice: dict[str, int] = field(default_factory=dict)
-    """In mode auto, one copy in each of its codecs, and of a fragment in the shortest; else empty."""
+    """Sizes in mode auto: one copy in each of its codecs, and a fragment in the shortest; else empty."""
 
     def sent(self) -> dict[str, int]:
-        """Count what a peer sends, and receives: in rounds of two and of many, and as a joiner.
+        """Count the bytes that a peer sends, and receives: in rounds of two and of many, and as a joiner.
 
         Each peer reduces a share of its own: it sends the rest of its copy, and then the average of its
-        share. Of fragments it is an average one that counts.
+        share. With fragments, the count is for one of average size.
         """
         copy = self.gradient_bytes / self.num_fragments
         copies = {"round_of_2": copy / 2, "round_of_many": copy, **self.by_choice}
@@ -51,15 +51,15 @@ class Traffic:
 
 
 def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
-    """Say what training costs this machine; no weight is loaded and no swarm is contacted.
+    """Show the costs of training on this machine; no weight is loaded and no swarm is contacted.
 
-    Of its data, `doubts` have been said already.
+    The caller has already shown `doubts`, warnings about the data.
 
     Raises:
-        AssetError, SetupError: what training would stop at, as far as is looked here.
-        OutOfMemory: it would not fit; everything has been said before.
+        AssetError, SetupError: training would fail in the same way, as far as it is checked here.
+        OutOfMemory: training would not fit; the costs have been shown before.
     """
-    # Only so much of the data is read as is looked at, in the order in which it comes.
+    # An unshuffled stream reads only the data that is looked at, in file order.
     whole = [source.model_copy(update={"fraction": None}) for source in recipe.data.datasets]
     changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
     stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
@@ -90,7 +90,7 @@ def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> st
 
 
 def show_event(needed: Estimate, traffic: Traffic, free: dict[str, int], num_tokens: int) -> None:
-    """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null is not known."""
+    """Emit `estimate`: bytes, and seconds by speed in Mbit/s; null means unknown."""
     out.event(
         "estimate",
         **{name: value for name, value in asdict(needed).items() if name != "trained_values"},
@@ -109,7 +109,7 @@ def show_event(needed: Estimate, traffic: Traffic, free: dict[str, int], num_tok
 
 
 def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tokens: int) -> list[str]:
-    """Say line by line what memory is needed for, with a column for each place."""
+    """Return lines with the needed memory by purpose, and a column for each of GPU and RAM."""
     training = recipe.training
     batch = needed.activation_bytes or 0
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
@@ -150,7 +150,7 @@ def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tok
 
 
 def traffic_table(traffic: Traffic) -> list[str]:
-    """Say line by line what a peer sends in a round, and when it joins, and how long that takes."""
+    """Return lines with the bytes that a peer sends in a round and when it joins, and the time for them."""
     span = "a step" if traffic.steps_per_round == 1 else f"{traffic.steps_per_round} steps"
     names = {"round_of_2": f"{span}, 2 peers", "round_of_many": f"{span}, many peers", "state": "to join"}
     table = [["", "", *(f"{mbps} Mbit/s" for mbps in SPEEDS_MBPS)]]
@@ -167,12 +167,12 @@ def lined_up(table: list[list[str]]) -> list[str]:
 
 
 def seconds_by_speed(num_bytes: int) -> dict[str, float]:
-    """Say how long `num_bytes` take, by the speed of an uplink in Mbit/s."""
+    """Return the seconds that `num_bytes` take, by the speed of an uplink in Mbit/s."""
     return {str(mbps): 8 * num_bytes / (mbps * 1e6) for mbps in SPEEDS_MBPS}
 
 
 def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
-    """Add up what the recipe's mode and codecs make of the trained weights."""
+    """Compute the traffic of the trained weights in the recipe's mode and codecs."""
     opt = recipe.hivemind_config.opt
     swarm = recipe.swarm
     values = needed.trained_values
@@ -185,7 +185,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     by_choice = {**copies, "a fragment": min(copies.values()) // swarm.fragments} if is_auto else {}
     statistics = needed.optimizer_bytes
     if pace.has_local_steps and "8bit" not in recipe.training.optim and one_copy:
-        # They go to a joiner in 8 bits a value (`codecs.EightBitStatistics`), about as long as in this codec.
+        # A joiner gets them in 8 bits a value (`codecs.EightBitStatistics`), about as long as in this codec.
         statistics = statistics * encoded_bytes(values, "blockwise8") // one_copy
     state = encoded_bytes(values, opt.load_state_compression) + statistics
     return Traffic(
@@ -198,7 +198,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
 
 
 def encoded_bytes(values: tuple[int, ...], name: str) -> int:
-    """Count the bytes of float32 tensors of so many `values` each in a codec."""
+    """Count the bytes of float32 tensors in a codec; `values` has the number of values of each tensor."""
     import torch
 
     return sum(CODECS[name]().encoded_bytes(number, torch.float32) for number in values)

@@ -1,4 +1,4 @@
-"""Commands to a peer of this machine that trains: `pause`, `resume` and `finish`."""
+"""Commands that control a running peer on this machine: `pause`, `resume` and `finish`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ANSWER_S = 60.0
 LOOK_EVERY_S = 0.2
 TELLING = ("ready", "joined", "step", "paused", "resumed", "done", "error")
-"""Events that tell what a peer does."""
+"""Events that show the state of a peer."""
 
 RunArgument = Annotated[
     Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/ whose peer runs.")
@@ -70,7 +70,11 @@ def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
 def tell(
     run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], bool], meanwhile: str
 ) -> str | None:
-    """Wish something of a peer, wait for its answer, and show that; return the answer's event, if it came."""
+    """Send a control request (None: train) to a peer, wait for its answer, and show it.
+
+    Returns the name of the event that is the answer. Without an answer within `ANSWER_S`, shows `meanwhile`
+    and returns None; SetupError if the peer has ended.
+    """
     quiet_libraries()
     from trahiv_cli.telemetry.events import EVENT_FILE, newest_events
     from trahiv_cli.telemetry.lines import line
@@ -95,7 +99,7 @@ def tell(
 
 
 def running_folder() -> Path:
-    """Find the newest folder of `runs` in which a peer trains; SetupError if there is none."""
+    """Find the newest folder in `runs` whose peer runs or has a control request; SetupError if none does."""
     from trahiv_cli.train.folder import RESOLVED, RUNS, holder_of
     from trahiv_cli.train.wishes import wished
 

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, so that a word means the same in all of them."""
+"""Arguments and options that several commands share, so that each means the same in all of them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TAKE_INVITATIONS = ("join", "status", "watch", "doctor", "members")
 """Commands that take an invitation."""
 
 PEER_OPTION = re.compile("[-–—]+peer")
-"""The option as it was printed, or with the dashes that a word processor makes of `--`."""
+"""The option `--peer`, also with the dashes that a word processor makes of `--`."""
 
 
 def option(name: str, metavar: str | None, help: str, **how: Any) -> Any:
-    """Describe an option that says its default in its help, if it has one."""
+    """Define an option, whose help text states its default, if it has one."""
     return typer.Option(name, metavar=metavar, help=help, show_default=False, **how)
 
 
 def argument(metavar: str, help: str) -> Any:
-    """Describe an argument."""
+    """Define an argument."""
     return typer.Argument(metavar=metavar, help=help, show_default=False)
 
 
@@ -55,9 +55,10 @@ SetOption = Annotated[
 def read_recipe(
     recipe: str, overrides: Sequence[str] | None, files: Path | None = None, *, is_trained: bool = False
 ) -> Loaded:
-    """Load the recipe of a command line; one that is to be trained must be fit for it, and its data here.
+    """Load the recipe of a command line.
 
-    `files` is a folder with copies of its data, see `with_copies`.
+    If it `is_trained`, it must be sound, and its data must be here. `files` is a folder with copies of its
+    data, see `with_copies`.
 
     Raises:
         RecipeError, AssetError: see `load_recipe`, `with_copies`, `require_sound` and `read_contents`.
@@ -86,7 +87,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def read_command(text: str) -> str:
-    """Read a command line of the user's, whose program must be there; it is returned as it is."""
+    """Check a command line of the user's, whose program must exist, and return it unchanged."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -113,7 +114,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_multiaddr(text: str) -> str:
-    """Read what a peer can listen on or announce."""
+    """Check a multiaddr, on which a peer can listen or which it can announce, and return it unchanged."""
     quiet_libraries()
     from hivemind.utils.multiaddr import Multiaddr
 
@@ -126,7 +127,7 @@ def parse_multiaddr(text: str) -> str:
 
 
 def hide_invitations() -> None:
-    """Start this process again with typed invitations in `PEER_VARIABLE`, or clean `sys.argv` up."""
+    """Move typed invitations to `PEER_VARIABLE` and restart this process; with none, clean up `sys.argv`."""
     typed = sys.argv[1:]
     meant, invitations = understood(typed)
     if invitations:
@@ -136,9 +137,9 @@ def hide_invitations() -> None:
 
 
 def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split what was typed after `trahiv` into a command line and the invitations that were in it.
+    """Split the words typed after `trahiv` into a command line and the invitations that were in it.
 
-    An invitation may stand without `--peer`, and within the whole line that `init` prints.
+    An invitation may come without `--peer`, or within the whole line that `init` prints.
     """
     words: list[str] = []
     invitations: list[str] = []
@@ -155,11 +156,11 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
         del words[:2]
     words = words or ["join"] * bool(invitations)
     if invitations and words[0] not in TAKE_INVITATIONS:
-        return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # it takes none
+        return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # none accepted
     return words, invitations
 
 
 def taken_peers() -> list[str]:
-    """Take the invitations out of the environment; what this process starts does not get them."""
+    """Take the invitations out of the environment, so that child processes do not get them."""
     text = os.environ.pop(PEER_VARIABLE, "")
     return peers_in(text) or text.split()

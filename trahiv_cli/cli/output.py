@@ -1,4 +1,4 @@
-"""The only module that prints. stdout is data, stderr is talk; no colour unless a terminal wants it."""
+"""The only module that prints: results to stdout, messages to stderr, colour only if a terminal wants it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
 
 MAX_QUOTED = 100
-"""The characters of a source line that are quoted, around the caret."""
+"""The most characters of a source line that are quoted, around the caret."""
 
 
 class Format(StrEnum):
-    """How a command speaks: to a person, to a log, to a program."""
+    """Output format: for a person, for a log, or for a program."""
 
     human = "human"
     plain = "plain"
@@ -40,21 +40,21 @@ FormatOption = Annotated[Format | None, typer.Option("--format", help=FORMAT_HEL
 
 
 class Output:
-    """All words of a command go through this; there is one for the process."""
+    """Writes all output of a command; `out` is the only instance, for the life of the process."""
 
     format = Format.plain
 
     def use(self, wanted: Format | None, stream: TextIO | None = None) -> None:
-        """Speak as `wanted`; by default to a person if `stream` (stderr) is a terminal, else to a log."""
+        """Set the format; by default for a person if `stream` (stderr) is a terminal, else for a log."""
         stream = stream or sys.stderr
         self.format = wanted or (Format.human if stream.isatty() else Format.plain)
 
     def data(self, text: str) -> None:
-        """Write what the command was asked for, to stdout."""
+        """Write a result of the command to stdout."""
         write(sys.stdout, text)
 
     def say(self, text: str) -> None:
-        """Write what only a reader needs, to stderr; an invitation that was typed is not repeated."""
+        """Write a message for a person to stderr, with invitations shortened."""
         write(sys.stderr, without_secrets(text))
 
     def event(self, event: str, **fields: Any) -> None:
@@ -63,14 +63,14 @@ class Output:
         write(sys.stdout, without_secrets(line))
 
     def record(self, text: str, event: str, **fields: Any) -> None:
-        """Write one thing that the command was asked for: an event for a program, a text for others."""
+        """Write one result of the command: an event for a program, a text for others."""
         if self.format is Format.json:
             self.event(event, **fields)
         else:
             self.data(text)
 
     def error(self, error: TrahivError) -> None:
-        """Say what went wrong: an event for each finding on stdout, or words on stderr."""
+        """Report an error: an event for each finding on stdout, or text on stderr."""
         if self.format is Format.json:
             more = {"differences": error.differences} if isinstance(error, RecipeMismatch) else {}
             names = ("code", "message", "hint", "file", "line", "col", "path")
@@ -88,7 +88,7 @@ class Output:
             self.hint(error.hint)
 
     def warning(self, code: str, message: str, hint: str) -> None:
-        """Say what a reader should know and the command goes on with: an event, or words on stderr."""
+        """Report a problem with which the command continues: an event on stdout, or text on stderr."""
         if self.format is Format.json:
             self.event("warning", code=code, message=message, hint=hint)
             return
@@ -97,24 +97,24 @@ class Output:
             self.hint(hint)
 
     def invitation(self, path: Path, **fields: Any) -> None:
-        """Hand an invitation to a person, as the line to paste; to programs and logs the file that has it."""
+        """Write an invitation: for a person the line to paste, for programs and logs the file that has it."""
         is_for_a_person = self.format is Format.human and sys.stdout.isatty()
         text = line_in(path) if is_for_a_person else str(fields["join"])
         self.record(text, "invitation", path=str(path), **fields)
 
     def hint(self, text: str) -> None:
-        """Say what to type or change next, to stderr."""
+        """Write to stderr what to type or change next."""
         self.say(f"{self.paint('36', 'hint:')} {visible(text)}")
 
     def confirm(self, question: str) -> bool:
-        """Ask a person at a terminal; anything but yes is no."""
+        """Ask a person at a terminal; any answer but yes means no."""
         sys.stderr.write(f"{question} [y/N] ")
         sys.stderr.flush()
         return sys.stdin.readline().strip().lower() in ("y", "yes")
 
     @contextmanager
     def listening(self, events: Events) -> Iterator[Callable[[], None]]:
-        """Show a run's events while the block runs; yields what gives the terminal back at once."""
+        """Show a run's events while the block runs; yields a function that frees the terminal at once."""
         if self.format is not Format.human:
             events.add(write_event if self.format is Format.json else write_line)
             yield lambda: None
@@ -133,7 +133,7 @@ class Output:
         view = Live(board, console=console, refresh_per_second=4)
 
         def show(event: Event) -> None:
-            """Show it on the live view; what must stay copyable goes above that, and the last words below."""
+            """Show an event on the live view; lines to copy go above it, and the last lines below."""
             what = event["event"]
             ready = board.last.get("ready")
             board(event)
@@ -153,7 +153,7 @@ class Output:
             view.stop()
 
     def rendered(self, finding: Finding) -> str:
-        """Return a finding as place and message, the source line with a caret, and the hint."""
+        """Format a finding: position and message, the source line with a caret, and the hint."""
         place = str(finding).removesuffix(finding.message)
         message = finding.message
         lines = [self.paint("1", visible(place)) + visible(message)]
@@ -166,7 +166,7 @@ class Output:
         return "\n".join(lines)
 
     def paint(self, code: str, text: str, stream: TextIO | None = None) -> str:
-        """Colour a text by the code of a colour, where a person reads `stream` (stderr) and wants colour."""
+        """Colour a text by a terminal's code, if a person reads `stream` (stderr) and wants colour."""
         is_wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         has_colour = self.format is Format.human and is_wanted and (stream or sys.stderr).isatty()
         return f"\x1b[{code}m{text}\x1b[0m" if has_colour else text
@@ -176,7 +176,7 @@ out = Output()
 
 
 def write_event(event: Event) -> None:
-    """Write a run's event for a program."""
+    """Write a run's event for a program, unless it is transient."""
     from trahiv_cli.telemetry.events import TRANSIENT, to_json
 
     if event["event"] not in TRANSIENT:
@@ -184,7 +184,7 @@ def write_event(event: Event) -> None:
 
 
 def write_line(event: Event) -> None:
-    """Write a run's event for a log, if there is something to say of it."""
+    """Write a run's event for a log, if it has a text."""
     from trahiv_cli.telemetry.lines import line
 
     text = line(event)
@@ -193,32 +193,32 @@ def write_line(event: Event) -> None:
 
 
 def for_a_person(event: Event) -> Event:
-    """Put the join line itself into an event that names the file that it is in."""
+    """Replace the name of the invitation's file in an event `ready` by the join line."""
     if event["event"] != "ready" or not event["invitation"]:
         return event
     return event | {"join": line_in(Path(event["invitation"])), "invitation": None}
 
 
 def line_in(invitation: Path) -> str:
-    """Return the line to join by, with the invitation of a file."""
+    """Return the join line with the invitation of a file."""
     return f"trahiv join --peer {invitation.read_text(encoding='ascii').strip()}"
 
 
 def visible(text: str) -> str:
-    """Keep a stranger's text from steering the terminal."""
+    """Replace unprintable characters, so that a stranger's text can't control the terminal."""
     return "".join(char if char.isprintable() else " " if char in "\t\n" else "?" for char in text)
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write a line at once."""
+    """Write a line, and flush."""
     stream.write(text + "\n")
     stream.flush()
 
 
 def quiet_libraries() -> None:
-    """Keep libraries from talking over the command, from reporting to anybody, and from running a hub's code.
+    """Keep libraries from printing into the command's output, from telemetry, and from running a hub's code.
 
-    To them the package `kernels`, by which transformers and bitsandbytes fetch such code, is not installed.
+    transformers and bitsandbytes fetch such code with the package `kernels`, which is made to look missing.
     """
     sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -226,9 +226,9 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
-    # On some CPUs it asks for the package `kernels`, which only generating text with 4-bit weights would use.
+    # On some CPUs bitsandbytes asks for `kernels`, needed only to generate text with 4-bit weights.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    # torch 2.15 says this of a function of hivemind's.
+    # torch 2.15 warns about a function of hivemind's.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
     # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")

@@ -83,7 +83,10 @@ def members(
 
 
 def swarm_named(peer: list[str] | None, output_dir: Path | None, file: str) -> tuple[Path | None, Invitation]:
-    """Find the swarm to look at: what names it, or else the folder of a run, the newest that holds a file."""
+    """Find the swarm to look at: by its invitations, or else by the folder of a run.
+
+    The folder is `output_dir`, or without any invitation the newest in `runs` that holds `file`.
+    """
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.swarm.owning import own_folder
 
@@ -113,9 +116,9 @@ def kick(
 
 
 def remove(swarm: OwnedSwarm, peer: str) -> tuple[str, bool, str]:
-    """Take a peer out, named by its id or the end of that.
+    """Remove a peer from the swarm, by its id or the end of its id.
 
-    Returns its id, whether the invitation that it joined with is closed, and both in a sentence.
+    Returns its id, whether the invitation with which it joined is closed, and a sentence with both.
     """
     swarm.synchronize()
     found = swarm.find(peer)
@@ -127,7 +130,7 @@ def remove(swarm: OwnedSwarm, peer: str) -> tuple[str, bool, str]:
 
 
 def hand_on(swarm: OwnedSwarm) -> bool:
-    """Hand a decision on to the swarm, or say when it will count."""
+    """Send a decision to the swarm, or warn that it takes effect later."""
     if not (is_handed_on := swarm.synchronize()):
         out.warning(
             "unreachable",
@@ -138,7 +141,7 @@ def hand_on(swarm: OwnedSwarm) -> bool:
 
 
 def fields_of(grant: Grant) -> dict[str, Any]:
-    """List what an event says of an invitation."""
+    """Return an invitation's fields for an event."""
     return {
         "id": grant.id,
         "role": grant.role.name,
@@ -148,7 +151,7 @@ def fields_of(grant: Grant) -> dict[str, Any]:
 
 
 def words_of(grant: Grant) -> str:
-    """Say what an invitation is good for."""
+    """Describe an invitation: its purpose, for how many peers, and until when."""
     what = "to look on" if grant.role.name == "watcher" else "to train along"
     number = "for one peer" if grant.is_once else "for any number of peers"
     form = "until %Y-%m-%d %H:%M" if grant.expires else "until it is closed"

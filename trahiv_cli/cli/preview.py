@@ -1,4 +1,4 @@
-"""`trahiv preview`: samples as the model will see them, and figures over more of them."""
+"""`trahiv preview`: samples as the model will see them, and statistics over more of them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 TRAINED = "1;32"
 SPECIAL = "36"
-"""Terminals' codes of bold green and of cyan."""
+"""Terminal codes of bold green and of cyan."""
 
 BRACKETS = "⟦", "⟧"
-"""Around trained tokens: seldom in a text, and readable in any font."""
+"""Marks around trained tokens: rare in texts, and readable in any font."""
 
 NEWLINE = "↵"
 JOINERS = "\u200c\u200d"
-"""Invisible, and part of how scripts and emoji are written."""
+"""Invisible characters that some scripts and emoji need."""
 
 RULE = 80
 
@@ -55,7 +55,10 @@ def preview(
 
 
 def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tuple[str, str]]]:
-    """Prepare the first samples as training would, while `words` tell a person to wait."""
+    """Prepare the first samples as training would, after showing `words` to a person.
+
+    Returns the preview, and warnings, each a message and a hint.
+    """
     warnings.simplefilter("ignore")  # libraries' advice to programmers
     if out.format is Format.human:
         out.say(words)
@@ -69,7 +72,7 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
 
 
 def picture(preview: Preview) -> str:
-    """Write the samples, each part below its name, and the figures, with rules between them."""
+    """Format the samples, each part below its name, and the figures, with rules between them."""
     lines = []
     for number, sample in enumerate(preview.samples, 1):
         title = f"{'row' if preview.packed else 'sample'} {number}, {sample.tokens:,} tokens"
@@ -85,12 +88,12 @@ def picture(preview: Preview) -> str:
 
 
 def trained_word(preview: Preview) -> str:
-    """Say what is done with the tokens that are to be learned."""
+    """Return the word for the tokens that are learned."""
     return "hidden" if preview.task == "mlm" else "trained"
 
 
 def text_of(part: Part) -> str:
-    """Write a part with trained tokens in brackets; these and special ones in colour where there is any."""
+    """Format a part: trained tokens in brackets; these and special ones in colour if the terminal has it."""
     text = ""
     for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.trained):
         said = ""
@@ -103,7 +106,7 @@ def text_of(part: Part) -> str:
 
 
 def readable(text: str) -> str:
-    """Make what can't be seen visible, and keep it from steering the terminal."""
+    """Escape invisible characters, so that they show and can't control the terminal."""
 
     def shown(char: str) -> str:
         is_invisible = unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in JOINERS
@@ -114,7 +117,7 @@ def readable(text: str) -> str:
 
 
 def figures(preview: Preview) -> dict[str, str]:
-    """Say what was counted: a few words for each name."""
+    """Return the statistics of a preview: name -> a few words."""
     from trahiv_cli.recipe.schema import section_of
 
     looked_at = preview.looked_at

@@ -1,4 +1,4 @@
-"""Commands about recipes: `new`, `check`, `show`, `schema`. None of them loads torch or opens a socket."""
+"""Commands about recipes: `new`, `check`, `show`, `schema`. Only `check --deep` loads torch or uses a hub."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check(
 
     loaded = read_recipe(recipe, overrides)
     resolved, doubts = resolved_here(loaded.recipe, loaded.document)
-    pack(loaded.recipe)  # raises for a recipe that is complete, but that no other peer could get
+    pack(loaded.recipe)  # raises if no other peer could get the recipe
     run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
     digest = fingerprint(agreement(resolved)) if resolved else None
     text = f"{loaded.document.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
@@ -97,7 +97,7 @@ def show(
 
     of_run = Path(recipe) / "recipe.json"
     loaded = read_recipe(str(of_run) if of_run.is_file() else recipe, overrides)
-    # What a run's folder says of its data is shown whatever has become of the data.
+    # The content in a run's folder is shown even if the data has changed or is gone.
     is_known = knows_contents(loaded.recipe)
     resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)[0]
     complete = resolved or loaded.recipe
@@ -121,10 +121,11 @@ def schema() -> None:
 def resolved_here(
     recipe: Recipe, document: Document | None = None
 ) -> tuple[Recipe | None, Sequence[Finding]]:
-    """Fill in what follows from a recipe and its data; None, and a warning, where that is not to be had.
+    """Fill in the `run_id` and the content of a recipe's data; return doubts about the data too.
 
-    With its `document`, a recipe that is not sound is refused, doubts about its data are warnings and
-    returned, and a warning says where a file is named.
+    If the data is not here, warn; the result is then None, unless the recipe has the content already. With
+    its `document`, an unsound recipe is refused, and doubts are shown as warnings. A warning has the position
+    in the recipe where a missing file occurs.
     """
     from trahiv_cli.recipe.agreement import resolve, with_run_id
     from trahiv_cli.recipe.content import knows_contents

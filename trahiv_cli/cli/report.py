@@ -1,4 +1,4 @@
-"""`report`: an archive for somebody who helps."""
+"""`report`: an archive for a person who helps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that starts itself again: after a failure, or to free all that it held."""
+"""Restart this process: after a failure, or to free all that it holds."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 """Environment variable with the times of this process's restarts after failures, in seconds since 1970."""
 
 SPENT_VARIABLE = "TRAHIV_SPENT"
-"""Environment variable with the samples and steps of a budget that were given before it started again."""
+"""Environment variable with the samples and steps of the budget that were spent before the restart."""
 
 RESTARTS = 3
 RESTARTS_WITHIN_S = 600.0
-"""At most this many restarts within this time; then the failure ends the peer."""
+"""Limit of the restarts within this time; then the failure ends the peer."""
 
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:
-    """Start this process again with a command line because of a failure.
+    """Restart this process with a command line because of a failure.
 
     Raises:
-        PeerBroken: this peer has failed `RESTARTS` times within `RESTARTS_WITHIN_S`.
+        PeerBroken: this peer has already restarted `RESTARTS` times within `RESTARTS_WITHIN_S`.
     """
     now = time.time()
     recent = [at for at in restarts() if at > now - RESTARTS_WITHIN_S]
@@ -43,39 +43,39 @@ def restart(command: str, failure: PeerBroken) -> NoReturn:
 
 
 def start_again(command: str) -> NoReturn:
-    """Start this process again with a command line, whose first word is `trahiv`."""
+    """Restart this process with a command line, whose first word is `trahiv`."""
     os.environ.setdefault(RESTARTS_VARIABLE, "")
-    atexit._run_exitfuncs()  # `execv` does not: temporary folders and shared memory would stay
+    atexit._run_exitfuncs()  # `execv` does not run them: temporary folders and shared memory would stay
     sys.stdout.flush()
     sys.stderr.flush()
-    for file in map(int, os.listdir("/dev/fd")):  # torch's keeper of memory stays while one is open
-        with contextlib.suppress(OSError):  # the list's own
+    for file in map(int, os.listdir("/dev/fd")):  # torch's shared-memory manager lives while one is open
+        with contextlib.suppress(OSError):  # the listing's own descriptor
             os.set_inheritable(file, file <= 2)
     os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
 
 
 def is_again() -> bool:
-    """Whether this process has started again by itself: after a failure, or to free all that it held."""
+    """Whether this process has restarted itself: after a failure, or to free all that it held."""
     return RESTARTS_VARIABLE in os.environ
 
 
 def restarts() -> list[float]:
-    """Return when this process has started again after a failure."""
+    """Return the times of this process's restarts after failures, in seconds since 1970."""
     return [float(word) for word in os.environ.get(RESTARTS_VARIABLE, "").split()]
 
 
 def spent_before() -> tuple[int, int]:
-    """Return how many samples and steps of its budget this peer has spent before it started again."""
+    """Return how many samples and steps of its budget this peer spent before it restarted."""
     samples, steps = map(int, os.environ.get(SPENT_VARIABLE, "0 0").split())
     return samples, steps
 
 
 def note_spent(spent: Budget) -> None:
-    """Have the next process know what this one has spent of the budget, and those before it."""
+    """Add the budget that this process has spent to the earlier sum, for the next process."""
     samples, steps = spent_before()
     os.environ[SPENT_VARIABLE] = f"{samples + spent.samples:.0f} {steps + spent.steps:.0f}"
 
 
 def seconds_spent() -> float:
-    """Return how long ago this process was first started, if it has started again; else 0."""
+    """Return the seconds since this process was first started, if it has restarted; else 0."""
     return time.time() - psutil.Process().create_time() if is_again() else 0.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.status import Status
 
 LOOK_EVERY_S = 5.0
-SEEN_S = 300.0  # what was seen so long ago is no longer told
+SEEN_S = 300.0  # older statuses are not shown
 FOLLOW_HELP = "Look again every 5 s, until Ctrl-C."
 REACHED = {
     "direct": "others dial it",
@@ -29,7 +29,7 @@ REACHED = {
     "dials-out": "it dials others",
     "alone": "nobody has tried to reach it",
 }
-"""What `status` says of how a peer is reached."""
+"""Way to reach a peer -> the words of `status` for it."""
 
 
 def status(
@@ -54,15 +54,15 @@ def status(
             else:
                 show_all(node)
     except (NotAdmitted, Unreachable):
-        # Who joined by an invitation for one can't visit under another name, and one that is paused before it
-        # has invited anybody has told no address; but the folder's own peer has looked.
+        # A peer that joined by a single-use invitation can't visit with another identity, and a peer that
+        # paused before it invited others has no address in its folder. But the folder's own peer has looked.
         if folder is None or holder_of(folder) is None or not (seen := seen_lately(folder)):
             raise
         show_runs(seen, time.time())
 
 
 def follow_all(node: Node) -> None:
-    """Show the swarm again and again until SIGINT or SIGTERM, also where a shell has them ignored."""
+    """Show the swarm repeatedly until SIGINT or SIGTERM, even if a shell set these to be ignored."""
     from trahiv_cli.swarm.status import fetch_statuses, fields_of
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -78,7 +78,7 @@ def follow_all(node: Node) -> None:
 
 
 def seen_lately(folder: Path) -> dict[str, Status]:
-    """Read what the peer of a run's folder saw within the last minutes; empty if it saw nothing."""
+    """Read the statuses that the peer of a run's folder saw within `SEEN_S`; empty if there are none."""
     from pydantic import ValidationError
 
     from trahiv_cli.swarm.status import Status
@@ -93,7 +93,7 @@ def seen_lately(folder: Path) -> dict[str, Status]:
 
 
 def show_all(node: Node) -> None:
-    """Show each run of a swarm, and who else is there."""
+    """Show each run of a swarm, and the peers that are in none of them."""
     from trahiv_cli.swarm.clock import swarm_time
     from trahiv_cli.swarm.node import ADDRESSES_KEY
     from trahiv_cli.swarm.status import fetch_statuses
@@ -111,7 +111,7 @@ def show_all(node: Node) -> None:
 
 
 def show_runs(statuses: dict[str, Status], now: float) -> None:
-    """Show each run, its furthest peers first; `now` is the swarm's time, in Unix seconds."""
+    """Show each run, its most advanced peers first; `now` is the swarm's time, in Unix seconds."""
     runs: dict[str, dict[str, Status]] = {}
     for peer_id, one in sorted(statuses.items(), key=lambda entry: (-entry[1].step, entry[0])):
         runs.setdefault(one.run_id, {})[peer_id] = one
@@ -120,7 +120,7 @@ def show_runs(statuses: dict[str, Status], now: float) -> None:
 
 
 def show(run: str, peers: dict[str, Status], now: float) -> None:
-    """Show one run: how far it is, when its last round was, and its peers, those that are furthest first.
+    """Show one run: its step, the time of its last round, and its peers in the given order.
 
     `now` is the swarm's time, in Unix seconds.
     """
@@ -130,7 +130,7 @@ def show(run: str, peers: dict[str, Status], now: float) -> None:
     step, max_steps, round_at = (
         statistics.median_low(getattr(one, name) for one in there)
         for name in ("step", "max_steps", "round_at")
-    )  # one of them may say anything
+    )  # a median: a single peer may report anything
     ago = max(0, round(now - round_at)) if round_at else None
     noun = "peer" if len(peers) == 1 else "peers"
     last = "no round yet" if ago is None else f"the last round was {ago} s ago"

@@ -211,9 +211,9 @@ def join(
 def agreed(
     loaded: Loaded | None, overrides: Sequence[str], files: Path | None, options: PeerOptions
 ) -> tuple[Recipe, PeerOptions]:
-    """Fetch a swarm's recipe and complete it here, or compare it with one's own; adapt the options to it.
+    """Fetch a swarm's recipe and complete it here, or compare it with the user's own; adapt the options.
 
-    Where nobody answers, the recipe is one's own, or that of a run which this machine took part in.
+    If no peer answers, the recipe is the user's own, or the recipe of a run in which this machine took part.
     """
     from trahiv_cli.recipe.agreement import run_id
     from trahiv_cli.recipe.content import with_copies
@@ -237,13 +237,13 @@ def agreed(
         ours = accept_offer(offer, overrides, files) if ours is None else require_same_agreement(ours, offer)
         reached = offer.step
     except Unreachable as error:
-        # The first to come to a bare bootstrap node brings the recipe.
+        # The first peer that joins a bare bootstrap node brings the recipe.
         if not isinstance(error, NothingPublished) or ours is None:
             if known is None:
                 raise
-            # Its membership is perhaps of another run.
+            # The invitation's membership may belong to another run.
             options = replace(options, invitation=replace(invitation, membership=None))
-            if ours is None:  # all have left; what they trained is here
+            if ours is None:  # all have left; this machine has a checkpoint of the run
                 ours = with_copies(read_run(known), files) if files else read_run(known)
                 options = replace(options, output_dir=known)
     if loaded is None:
@@ -267,13 +267,13 @@ def options_of(
     max_download: float | None,
     niceness: int | None,
 ) -> PeerOptions:
-    """Put together what both commands take."""
+    """Combine the options that both commands take."""
     quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
 
     if niceness is not None:
         try:
-            psutil.Process().nice(niceness)  # what it starts inherits that
+            psutil.Process().nice(niceness)  # child processes inherit it
         except psutil.AccessDenied as error:
             now = psutil.Process().nice()
             said = f"this process is at {now} already, and may not go back to {niceness}"
@@ -297,7 +297,7 @@ def options_of(
 
 
 def resumable(options: PeerOptions, loaded: Loaded, typed: str, recipe: Recipe) -> PeerOptions:
-    """Have a recipe that came through a pipe (`typed`) be read, after a stop, from the run's own copy."""
+    """Make the resume command read the run's own copy of a recipe that came through a pipe (`typed`)."""
     if not loaded.is_from_pipe:
         return options
     from trahiv_cli.recipe.agreement import run_id
@@ -314,9 +314,10 @@ def live(
     metrics: int | None = None,
     on_event: str | None = None,
 ) -> None:
-    """Run one peer, show it, and leave with the contract's exit code.
+    """Run one peer, show its events, and exit with a code of docs/exit-codes.md.
 
-    Its events are metrics on a port, and what a person should know of is handed to a command.
+    `metrics` is a port that serves the events as metrics. `on_event` is a command that gets each event that a
+    person should know of.
     """
     quiet_libraries()
     from trahiv_cli.recipe.schema import DhtSection
@@ -351,7 +352,7 @@ def live(
     if ended.reason == "pause" and leaving.signal is None:
         note_spent(leaving.spent)
         start_again(leaving.resume)
-    if ended.reason in ("signal", "pause"):  # one that came after the work was done changes nothing
+    if ended.reason in ("signal", "pause"):  # a signal after the end of the work is ignored
         raise typer.Exit(leaving.exit_code)
 
 
@@ -370,7 +371,7 @@ def serve_metrics(port: int, events: Events) -> None:
 
 
 def show(recipe: Recipe) -> None:
-    """Say what is about to run, to a person; programs read `ready`."""
+    """Show a person the run that is about to start; programs read `ready`."""
     from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
 
     model = recipe.model
@@ -391,7 +392,7 @@ def show(recipe: Recipe) -> None:
 
 
 def rehearse(recipe: Recipe) -> None:
-    """Say what is about to run and what it will cost; no swarm is started or joined."""
+    """Show the run and its costs; no swarm is started or joined."""
     quiet_libraries()
     from trahiv_cli.cli.estimate import show_estimate
 

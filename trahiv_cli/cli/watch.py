@@ -30,7 +30,7 @@ SAID: dict[Wish | None, str] = {
     "finish": "It leaves when the swarm has taken its present step.",
     None: "It goes on, unless a condition of --only-when speaks against that.",
 }
-"""What a person is told who has wished something of a peer."""
+"""Control request to a peer -> the page's answer."""
 
 PortOption = Annotated[int, option("--port", "N", PORT_HELP, min=0, max=65535)]
 BrowserOption = Annotated[bool, option("--no-browser", None, BROWSER_HELP)]
@@ -74,7 +74,7 @@ def watch(
 
 
 def newest_run() -> Path:
-    """Return the folder in `runs` whose peer was the last to write an event; SetupError if there is none."""
+    """Return the folder in `runs` with the newest event; SetupError if there is none."""
     from trahiv_cli.telemetry.events import EVENT_FILE
 
     there = sorted(Path("runs").glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
@@ -106,7 +106,7 @@ def replay(
 
 
 def require_web() -> None:
-    """Refuse, as SetupError, to go on without the packages of the page."""
+    """Raise SetupError if a package that the page needs is missing."""
     try:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
@@ -118,10 +118,10 @@ def require_web() -> None:
 
 
 def open_page(page: Page, no_browser: bool, folder: Path) -> None:
-    """Say where the page is, open it for a person at this machine, and serve it until Ctrl-C.
+    """Show the page's address, open it for a person at this machine, and serve it until Ctrl-C.
 
-    The browser opens a private file in `folder`, which leads to the page: other users of this machine can
-    read the browser's command line, which must not have the page's token.
+    The browser opens a private file in `folder`, which redirects to the page: other users of this machine can
+    read the browser's command line, which must not contain the page's token.
     """
     from trahiv_cli.swarm.files import write_private
 
@@ -155,9 +155,9 @@ def has_display() -> bool:
 
 
 def deeds_of(folder: Path) -> dict[str, Deed]:
-    """Return what the page of a run may do; inviting and removing are the owner's.
+    """Return the actions that the page of a run offers; only the owner can invite and remove.
 
-    What needs it loads hivemind, which takes seconds, only when it is done.
+    An action that needs hivemind loads it, which takes seconds, only when it runs.
     """
 
     def wishing(what: Wish | None) -> Deed:
@@ -195,7 +195,7 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         return {"message": text}
 
     deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
-    if not (folder / "recipe.json").exists():  # its peer is a program's, which hears no wishes
+    if not (folder / "recipe.json").exists():  # the peer of a user's program reads no requests
         deeds = {}
     is_owner = (folder / "owner.key").exists()  # `swarm.invitation.OWNER_FILE`
     return deeds | ({"invite": invite, "kick": kick} if is_owner else {})

@@ -1,7 +1,7 @@
 """Reports, which each peer sends to all others, and how they are read.
 
-A report has the peer's history and its path to it (`Past`): the last rounds that the peer committed, each by a
-mark of the history after it, and for some of these a digest of the tensors that all peers of that history
+A report has the peer's history and the path to it (`Past`): the last rounds that the peer committed, each by
+a mark of the history after it, and for some of these a digest of the tensors that all peers of that history
 share.
 """
 

@@ -1,1 +1,1 @@
-"""What a run is. Knows no torch and no network."""
+"""Recipes: the settings of a run. No module here imports torch or uses the network."""

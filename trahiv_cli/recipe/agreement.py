@@ -1,7 +1,7 @@
-"""The part of a recipe that all peers share: its canonical form, its fingerprint, and what a run is called.
+"""The agreement: the part of a recipe that all peers share; its canonical form and fingerprint; the run id.
 
-A field of the schema says itself whether it is in it (`schema.Own`). Local paths never travel: others see
-`local:` and the file's name. Local data is what it holds (`content.py`), whatever it is called: the name is
+A mark in the schema excludes a field from it (`schema.Own`). Local paths never leave this machine: other
+peers see `local:` and the file's name. Local data is identified by its content (`content.py`); its name is
 only for people.
 """
 
@@ -23,9 +23,9 @@ _RUN_ID = "hivemind_config.opt.run_id"
 
 
 def agreement(recipe: Recipe) -> dict[str, Any]:
-    """Return what every peer of the run must share, as plain data, with `run_id` filled in.
+    """Return the agreement as plain data, with `run_id` filled in.
 
-    Reads no file: of a recipe with local data it is only complete after `resolve` or `read_contents`.
+    Reads no file: with local data, the result is complete only after `resolve` or `read_contents`.
     """
     shared = _shared(recipe)
     shared["hivemind_config"]["opt"]["run_id"] = run_id(recipe)
@@ -33,9 +33,9 @@ def agreement(recipe: Recipe) -> dict[str, Any]:
 
 
 def canonical(obj: Any) -> bytes:
-    """Write plain data in the one form that is hashed: JSON in UTF-8, sorted, without spaces.
+    """Serialize plain data for hashing: JSON in UTF-8, with sorted keys and without spaces.
 
-    Whole floats are written as integers, so that `1` and `1.0` in a free section are the same.
+    Whole floats are written as integers, so that `1` and `1.0` in a free-form section are equal.
     """
     return json.dumps(
         _whole(obj), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
@@ -43,18 +43,18 @@ def canonical(obj: Any) -> bytes:
 
 
 def fingerprint(agreement_dict: dict[str, Any]) -> str:
-    """Return an agreement's SHA-256 in hexadecimal; names of local data do not count. It may be anyone's."""
+    """Return the SHA-256 (hexadecimal) of an agreement, maybe a stranger's, without names of local data."""
     return hashlib.sha256(canonical(_nameless(agreement_dict))).hexdigest()
 
 
 def run_id(recipe: Recipe) -> str:
-    """Return the run's name in the DHT: as given, or the recipe's name and 8 digits of its agreement."""
+    """Return the run's name in the DHT: as given, or the recipe's name and 8 digits of an agreement hash."""
     given = recipe.hivemind_config.opt.run_id
     return given if given is not None else f"{recipe.name[:39]}-{fingerprint(_shared(recipe))[:8]}"
 
 
 def resolve(recipe: Recipe) -> Recipe:
-    """Return the recipe with its `run_id` and what its local data holds filled in; see `read_contents`."""
+    """Return the recipe with `run_id` and the content of local data filled in; see `read_contents`."""
     return with_run_id(read_contents(recipe))
 
 
@@ -64,14 +64,14 @@ def with_run_id(recipe: Recipe) -> Recipe:
 
 
 def renamed(recipe: Recipe, name: str | None) -> Recipe:
-    """Return the same recipe with another `run_id`, or with none."""
+    """Return the same recipe with another `run_id`, or without one."""
     config = recipe.hivemind_config
     named = config.model_copy(update={"opt": config.opt.model_copy(update={"run_id": name})})
     return recipe.model_copy(update={"hivemind_config": named})
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
-    """List where two agreements differ: dotted path, our value, their value; `None` where there is none."""
+    """List the differences of two agreements: dotted path, our value, their value; `None` for no value."""
     ours_named, theirs_named, ours_flat, theirs_flat = (
         {dotted(location): value for location, value in leaves(side)}
         for side in (ours, theirs, _nameless(ours), _nameless(theirs))
@@ -84,10 +84,12 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
 
 
 def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
-    """Tell what makes another run of a resolved recipe; more steps do not, nor a `run_id` made of the rest.
+    """Find the changes to a resolved recipe that make it another run.
+
+    Another number of steps does not, nor does a `run_id` that is derived from the other fields.
 
     Returns:
-        Fields by their dotted paths, and the names of local data that was edited since.
+        The dotted paths of changed fields, and the names of local data that was edited.
     """
     may_differ = {"training.max_steps"}
     edited = {}
@@ -111,15 +113,15 @@ def _shared(recipe: Recipe) -> dict[str, Any]:
         data["model"][key] = local_name(data["model"][key])
     for dataset in data["data"]["datasets"]:
         if (travelling := local_name(dataset["path"])) != dataset["path"]:
-            dataset |= {"path": travelling, "data_files": None}  # its `content` says which data it is
+            dataset |= {"path": travelling, "data_files": None}  # its `content` identifies the data
     return data
 
 
 def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     """Return an agreement, maybe a stranger's, without names that only people read.
 
-    These are of local data whose content is known, and of model folders, as `train/comparison.py` compares
-    what was loaded from those.
+    These are the names of local data whose content is known, and of model folders: `train/comparison.py`
+    compares the models and tokenizers that were loaded from these folders.
     """
     nameless = copy.deepcopy(shared)
     model = nameless.get("model")

@@ -1,7 +1,7 @@
-"""What comes with trahiv: recipes to start from, and a text that is the same wherever the version is.
+"""Built-in recipes, and a text that is the same in every installation of one version of trahiv.
 
 The text is trahiv's own source and documentation. The embedded default trains on it, because every machine
-that can join has it, and a Python or a distribution has no part in it.
+that can join has it, and it depends on neither Python nor the distribution.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """Return the recipes that come with trahiv: name to file."""
+    """Return the built-in recipes: name -> file."""
     return {path.stem: path for path in _files("configs", "*.yaml")}
 
 
@@ -33,19 +33,19 @@ def text_files() -> list[Path]:
 
 
 def read_text() -> list[str]:
-    """Read the text, a document for each of its files."""
+    """Read the text, one document for each of its files."""
     return [file.read_text(encoding="utf-8") for file in text_files()]
 
 
 def how_to_install(requirement: str) -> str:
-    """Return what to type so that this installation of trahiv has a requirement: an extra, or a version."""
-    if (Path(sys.prefix) / "uv-receipt.toml").exists():  # an environment of `uv tool`, which pip is not for
+    """Return the command that adds a requirement, an extra or a version, to this installation of trahiv."""
+    if (Path(sys.prefix) / "uv-receipt.toml").exists():  # an environment of `uv tool`, not of pip
         return f"uv tool install {shlex.quote(requirement)}"
     return f"pip install {shlex.quote(requirement)}"
 
 
 def version() -> str:
-    """Return the version of trahiv that runs."""
+    """Return the version of trahiv that is running."""
     from importlib import metadata
 
     try:
@@ -55,7 +55,7 @@ def version() -> str:
 
 
 def _files(folder: str, pattern: str) -> list[Path]:
-    """List what a wheel carries inside the package, and a checkout beside it."""
+    """List files in a folder that a wheel has inside the package, and a checkout beside it."""
     in_wheel = _PACKAGE / folder
     in_checkout = _PACKAGE.parent / folder
     return sorted((in_wheel if in_wheel.is_dir() else in_checkout).glob(pattern))

@@ -1,8 +1,8 @@
-"""What datasets of files hold: which files they are, what tells them from others, and where copies are.
+"""The content of datasets of files: which files they have, their digests, and where copies of them are.
 
-They are local files, or the text that comes with trahiv. Files are read as bytes, in bounded memory, and
-compared by their SHA-256: names do not matter. A swarm whose recipe asks for a file learns from a peer that
-joins that the peer has a copy, which is looked for only in the folder that its user names.
+These datasets are local files, or the text that comes with trahiv. Files are read as bytes, in bounded
+memory, and compared by their SHA-256: names do not matter. By joining, a peer reveals to the swarm that it
+has a copy of the recipe's files. So copies are searched only in the folder that the user names.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def read_contents(recipe: Recipe) -> Recipe:
     """Return the recipe with the `content` of its datasets of files filled in; each file is read once.
 
     Raises:
-        AssetError: files are not here, or can't be read; everything that is missing is listed.
-        RecipeMismatch: the recipe, from a swarm or a run's folder, says already what they hold, and here they
-            hold something else.
+        AssetError: files are missing or can't be read; the message covers all such datasets.
+        RecipeMismatch: the recipe, from a swarm or a run's folder, already has a `content`, and the files
+            here differ from it.
     """
     missing = []
     datasets = []
@@ -61,12 +61,12 @@ def read_contents(recipe: Recipe) -> Recipe:
 
 
 def knows_contents(recipe: Recipe) -> bool:
-    """Tell whether the recipe says of each dataset of files what it holds, so that no file need be read."""
+    """Tell whether the recipe has the `content` of each dataset of files, so that no file need be read."""
     return all(dataset.content or not _is_of_files(dataset) for dataset in recipe.data.datasets)
 
 
 def content_of(dataset: DatasetSection) -> ContentSection:
-    """Read what a dataset of files holds; an `AssetError` where they are missing or can't be read."""
+    """Read the content of a dataset of files; `AssetError` if files are missing or can't be read."""
     is_builtin = dataset.path == TEXT
     try:
         files = text_files() if is_builtin else local_files(dataset)
@@ -87,19 +87,19 @@ def content_of(dataset: DatasetSection) -> ContentSection:
 
 
 def unreadable(error: OSError) -> AssetError:
-    """Make the error of a file that is there and can't be read."""
+    """Make the error for a file that exists but can't be read."""
     said = f"{error.filename} can't be read: {error.strerror}."
     return AssetError(said, "Check who may read it, and the disk.")
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
-    """Find the files of a local dataset, at least one, in the order of their names.
+    """Find the files of a local dataset, at least one, sorted by path.
 
-    It names one, or a glob, or a folder: then it is every data file in it and below but hidden ones, or its
-    `data_files`.
+    The dataset's `path` is a file, a glob, or a folder. A folder means its `data_files`, or every data file
+    in it and below that is not hidden.
 
     Raises:
-        AssetError: there is none, or one of a kind that is not known; the hint names what could be meant.
+        AssetError: there is no file, or one of an unknown kind; the hint has a near match or the known kinds.
     """
     path = Path(dataset.path).expanduser()
     known = f"Known are {' '.join(READERS)}."
@@ -127,7 +127,7 @@ def local_files(dataset: DatasetSection) -> list[Path]:
 
 
 def in_words(content: ContentSection) -> str:
-    """Write for people what tells data from other data: its size, and the first digits of its SHA-256."""
+    """Describe content for people: number of files, size, and the first digits of the SHA-256."""
     files = "1 file" if content.num_files == 1 else f"{content.num_files} files"
     return f"{files}, {content.num_bytes:,} bytes, SHA-256 {content.sha256[:12]}"
 
@@ -137,7 +137,7 @@ def _is_of_files(dataset: DatasetSection) -> bool:
 
 
 def _data_files(folder: Path) -> list[Path]:
-    """List, by their names, what `datasets` would take for data in a folder and below, if it is a file."""
+    """List, sorted by path, the names in a folder and below that `datasets` would read as data files."""
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
@@ -148,21 +148,21 @@ def _data_files(folder: Path) -> list[Path]:
 
 @cache
 def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
-    """Hash a file; its version is a part of the question, so that a changed file is read again."""
+    """Hash a file. Inode, size and time are in the cache's key, so that a changed file is read again."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def with_copies(recipe: Recipe, folder: Path) -> Recipe:
-    """Return the recipe with the paths of copies in the place of paths where the data of a dataset is not.
+    """Return the recipe with the paths of copies, for datasets whose data is not at their own paths.
 
-    A copy is a data file in `folder` or below. Several files are one dataset if a folder has them and no
-    other data files, which is how a folder is read that a recipe names. Datasets stay as they are if no copy
-    is found, or it is not known what they hold.
+    A copy is a data file in `folder` or below. A dataset of several files matches a folder with these files
+    and no other data files, because a folder in a recipe is read that way. A dataset is unchanged if no copy
+    is found, or if its content is unknown.
 
     Args:
-        recipe: of this peer, or of a stranger, whose `local:` names are not looked up.
-        folder: looked through without hidden folders and links to folders.
+        recipe: this peer's own, or a stranger's, whose `local:` names are not looked up.
+        folder: searched without hidden folders and links to folders.
     """
     folder = folder.absolute()
     missing = [dataset for dataset in recipe.data.datasets if _is_missing(dataset)]
@@ -192,7 +192,7 @@ def _with_datasets(recipe: Recipe, datasets: list[DatasetSection]) -> Recipe:
 
 
 def _is_missing(dataset: DatasetSection) -> bool:
-    """Tell whether it is known what a dataset of files holds, and that is not at its path."""
+    """Tell whether the content of a dataset of files is known, but is not at its path."""
     if dataset.content is None:
         return False
     return dataset.path.startswith(LOCAL) or (is_local(dataset.path) and not _is_unchanged(dataset))

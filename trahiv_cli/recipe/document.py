@@ -1,12 +1,12 @@
-"""YAML text to plain data and back, with the place of every key and value, and what `--set` replaced.
+"""YAML text to plain data and back, with the position of every key and value, and the values of `--set`.
 
-1. `read_document` turns YAML nodes into data, and notes their places and what YAML would let pass: a key
-   that is given twice, a tag, a number that is too large.
+1. `read_document` turns YAML nodes into data. It records their positions, and mistakes that YAML permits: a
+   key that is given twice, a tag, a number that is too large.
 2. `Document.replace` puts the values of `--set` over the data.
-3. `Document.finding_at` says of anything that is wrong later on where the user wrote it.
+3. `Document.finding_at` gives a mistake that is found later its position in the user's text.
 
-Scalars follow YAML 1.2 as far as JSON can carry them: `2e-4` is a number; `no`, `12:30`, `1_000` and
-`.nan` are texts. What the words mean is `schema.py`'s.
+Scalars follow YAML 1.2 as far as JSON can represent them: `2e-4` is a number; `no`, `12:30`, `1_000` and
+`.nan` are texts. `schema.py` defines the meaning of the keys.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from trahiv_cli.errors import Finding, RecipeError, TrahivError
 
 MAX_DEPTH = 32
 MAX_NODES = 20_000
-"""Aliases count each time they are used, so a document cannot grow without bound while it is read."""
+"""Each use of an alias counts, so a document cannot grow without bound while it is read."""
 
 LARGEST = 2**63
-"""Numbers go up to this, in both directions: other peers' languages and formats need not hold more."""
+"""Limit of a number's absolute value: languages and formats of other peers may support no more."""
 
 Location = tuple[str | int, ...]
-"""A place of a value in the data: `("data", "datasets", 0, "path")`."""
+"""The path to a value in the data: `("data", "datasets", 0, "path")`."""
 
 _PLAIN = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -68,13 +68,13 @@ for _kind, (_regexp, _first) in _PLAIN.items():
 
 @dataclass
 class Document:
-    """A recipe's data and where each part of it came from.
+    """A recipe's data and the origin of each part of it; `load.py` creates one for each recipe.
 
-    Data that was never text (it came over the network) has no lines and no marks.
+    Data that never was a text (it came over the network) has no lines and no marks.
     """
 
     data: Any
-    """A dict, once it was found to be one."""
+    """A dict for a recipe; any value for the text of a `--set`."""
 
     file: str
     lines: list[str] = field(default_factory=list)
@@ -82,15 +82,15 @@ class Document:
     values: dict[Location, yaml.Mark] = field(default_factory=dict)
 
     overrides: list[tuple[str, Location]] = field(default_factory=list)
-    """Each `--set` as typed, and the place that it names."""
+    """Each `--set` as typed, and the location that it names."""
 
     findings: list[Finding] = field(default_factory=list)
-    """Mistakes found so far that did not keep the rest from being read."""
+    """Mistakes found so far; the rest of the document was read in spite of them."""
 
     def replace(self, texts: Sequence[str]) -> None:
         """Put the values of `--set` (`a.b=c`, in YAML) over a copy of the data; later ones win.
 
-        Missing sections are made. What can't be read or placed becomes a finding.
+        Missing sections are created. A text that can't be read or placed becomes a finding.
         """
         self.data = copy.deepcopy(self.data)
         for text in texts:
@@ -111,7 +111,7 @@ class Document:
                 ]
 
     def put(self, location: Location, value: Any) -> None:
-        """Put a value at a location; missing sections are made, and a `RecipeError` says why it can't be."""
+        """Put a value at a location, creating missing sections; `RecipeError` if there is no such place."""
         data = self.data
         for depth, part in enumerate(location):
             where = dotted(location[:depth])
@@ -132,14 +132,14 @@ class Document:
         return any(_begins(location, place) for _, place in self.overrides)
 
     def origin_of(self, location: Location) -> str:
-        """Say where the value at `location` came from: `--set`, its file and line, or `default`."""
+        """Return the origin of the value at `location`: `--set`, its file and line, or `default`."""
         if self.is_replaced(location):
             return "--set"
         mark = self.keys.get(location) or self.values.get(location)
         return f"{Path(self.file).name}:{mark.line + 1}" if mark else "default"
 
     def finding(self, path: str, message: str, hint: str = "", mark: yaml.Mark | None = None) -> Finding:
-        """Make a finding at `mark`, with the source line that it stands on."""
+        """Make a finding at `mark`, with its source line."""
         if mark is None:
             return Finding(path, message, hint, self.file)
         source = self.lines[mark.line] if mark.line < len(self.lines) else ""
@@ -150,7 +150,7 @@ class Document:
     ) -> Finding:
         """Make a finding that points at `location` in the file or in a `--set`, or at the section around it.
 
-        `path` is what is wrong, if it is something else. `of_key`: point at the key and not at the value.
+        `path`, if given, is the path that the finding shows. `of_key`: point at the key, not at the value.
         """
         path = path or dotted(location)
         for text, place in self.overrides:
@@ -163,24 +163,27 @@ class Document:
         return self.finding(path, message, hint, marks.get(location))
 
     def error(self, findings: Sequence[Finding], kind: type[TrahivError] = RecipeError) -> TrahivError:
-        """Make the error of this document; findings without a line come last."""
+        """Make an error with these findings; findings without a line come last."""
         ordered = sorted(findings, key=lambda finding: (finding.line == 0, finding.line, finding.col))
         count = "1 error" if len(ordered) == 1 else f"{len(ordered)} errors"
         return kind(f"{self.file}: {count}", findings=tuple(ordered))
 
 
 def dotted(location: Location) -> str:
-    """Write a location as a recipe's user does: `data.datasets.0.path`."""
+    """Format a location as users write it: `data.datasets.0.path`."""
     return ".".join(map(str, location))
 
 
 def read_location(path: str) -> Location:
-    """Read a location as a recipe's user writes it; digits are the number of an entry in a list."""
+    """Parse a location as users write it; digits are an index into a list."""
     return tuple(int(part) if part.isdecimal() else part for part in path.split("."))
 
 
 def leaves(data: Any, location: Location = (), *, is_deep: bool = False) -> Iterator[tuple[Location, Any]]:
-    """Yield every value of plain data; an empty section is one, and, unless `is_deep`, a list of words."""
+    """Yield every leaf of plain data with its location.
+
+    An empty section is a leaf. So is a list without sections in it, unless `is_deep`.
+    """
     is_list = isinstance(data, list) and (is_deep or any(isinstance(value, dict) for value in data))
     if not data or not (is_list or isinstance(data, dict)):
         yield location, data
@@ -190,7 +193,7 @@ def leaves(data: Any, location: Location = (), *, is_deep: bool = False) -> Iter
 
 
 def kind_of(value: object) -> str:
-    """Name a value as its writer sees it: `'many'`, `a list`, `nothing`."""
+    """Describe a value for its author: `'many'`, `a list`, `nothing`."""
     if isinstance(value, dict | list):
         return "a section" if isinstance(value, dict) else "a list"
     text = {"None": "nothing", "True": "true", "False": "false"}.get(repr(value), repr(value))
@@ -198,12 +201,12 @@ def kind_of(value: object) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Tell whether UTF-8 can carry it: a lone half of a surrogate pair cannot be hashed or stored."""
+    """Tell whether UTF-8 can encode it: a lone half of a surrogate pair cannot be hashed or stored."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _begins(location: Location, start: Location) -> bool:
-    """Compare as written: `id2label.0` may be an entry of a list or a key of a section."""
+    """Tell whether `location` begins with `start`, as text: `id2label.0` may be an index or a key."""
     return list(map(str, location[: len(start)])) == list(map(str, start))
 
 
@@ -214,7 +217,7 @@ def read_document(text: str, file: str) -> Document:
     """Read a whole recipe.
 
     Raises:
-        RecipeError: it is not one YAML mapping; mistakes inside the mapping are `findings` instead.
+        RecipeError: the text is not one YAML mapping; mistakes inside the mapping become `findings` instead.
     """
     document = _read(text, file)
     if not isinstance(document.data, dict):
@@ -243,7 +246,7 @@ def _read(text: str, file: str) -> Document:
 
 
 def _value(document: Document, node: yaml.Node, location: Location) -> Any:
-    """Turn a node into data, noting every place in the document."""
+    """Turn a node into data, and record the position of every value."""
     if len(document.values) >= MAX_NODES or len(location) > MAX_DEPTH:
         raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
     document.values[location] = node.start_mark
@@ -286,7 +289,7 @@ def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> An
 
 
 def _refuse(document: Document, node: yaml.Node, location: Location, message: str, hint: str = "") -> None:
-    """Note what is wrong and go on with nothing in its place, so that the rest is read too."""
+    """Record a mistake, and return None in place of the value, so that the rest is read too."""
     document.findings.append(document.finding(dotted(location), message, hint, node.start_mark))
 
 
@@ -294,7 +297,7 @@ def _refuse(document: Document, node: yaml.Node, location: Location, message: st
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes a text in quotes where `_Loader` would read something else."""
+    """Writes a text in quotes if `_Loader` would read it as another type."""
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
@@ -303,11 +306,11 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, indentless=False)
 
     def represent_text(self, text: str) -> yaml.Node:
-        """Escape a text of several lines, so that each value has one."""
+        """Escape a text of several lines, so that each value is on one line."""
         return self.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
 
     def represent_words(self, values: list[Any]) -> yaml.Node:
-        """Write a list of words on one line."""
+        """Write a list without sections on one line."""
         has_sections = any(isinstance(value, dict) for value in values)
         return self.represent_sequence(_TAG + "seq", values, flow_style=not has_sections)
 
@@ -317,10 +320,10 @@ _Dumper.add_representer(list, _Dumper.represent_words)
 
 
 def render(data: dict[str, Any]) -> list[tuple[str, Location | None]]:
-    """Return the lines of a YAML document that reads as `data` again.
+    """Return the lines of a YAML document that reads back as `data`.
 
     Returns:
-        Each line with the location of the value on it; a line that only opens a section has none.
+        Each line with the location of the value on it, or None for a line that only opens a section.
     """
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=inf)
     document = read_document(text, "")

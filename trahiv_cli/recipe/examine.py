@@ -1,9 +1,9 @@
-"""What is wrong with a complete recipe, as far as it is certain without loading a heavy library.
+"""Mistakes in a complete recipe that are certain without loading a heavy library.
 
-Its words are compared with what is on this machine: the files of each dataset, the model's context, the model
-types that are installed. What only tokenizers, models and packages can tell is found where they are loaded,
-with the same words (`forms.py`, `rows.py`). Samples longer than the context of a new model are wrong even
-where they might train.
+The recipe is compared with this machine: the files of each dataset, the model's context, the model types that
+are installed. Mistakes that only tokenizers, models and packages reveal are found where these are loaded,
+with the same messages (`forms.py`, `rows.py`). Samples longer than the context of a new model are a mistake
+even where they might train.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe, secti
 from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_types, unknown_model_type
 
 DOUBT = "data"
-"""The code of a finding that is a warning: rows that may be meant so."""
+"""The code of a finding that is a warning: the rows may be intended."""
 
 _ROW_A_LINE = (
     "Write an object for each row, one a line; `jq -c '.data[]' FILE > NEW_FILE` takes rows out of `data`."
 )
 
 _TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
-"""Causal models whose positions are a table: no sample can be longer. Others can go beyond it."""
+"""Causal models with a table of positions, which no sample can exceed. Other models accept longer samples."""
 
 
 class _Table(NamedTuple):
@@ -42,11 +42,11 @@ class _Table(NamedTuple):
 
 
 def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
-    """Refuse a recipe that certainly can't be trained on this machine; return doubts about its data.
+    """Refuse a recipe that certainly can't be trained on this machine; return warnings about its data.
 
     Raises:
-        RecipeError: it contradicts itself, or its data; with everything that is wrong.
-        AssetError: only files are not here.
+        RecipeError: the recipe contradicts itself or its data; the error has all findings.
+        AssetError: the only mistakes are files that are not here or have an unknown suffix.
     """
     found = (*_about_model(recipe, document), *_about_data(recipe, document))
     errors = [finding for finding in found if finding.code != DOUBT]
@@ -72,7 +72,7 @@ def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
         said = f"packed samples would see each other in a {model_type}, which has no borders between them"
         yield document.finding_at(("sft", "packing"), said, "packing: false, or `packing_strategy: wrapped`")
     if new is None and not (recipe.clm is not None and recipe.clm.packing and model_type in _TABLES):
-        return  # else no sample may be that long
+        return  # in all other cases a sample longer than the context is a mistake
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
     max_length = getattr(recipe, section).max_length
     context = config.get(key)
@@ -88,7 +88,7 @@ def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
 
 
 def _local_config(model: ModelSection) -> dict[str, Any]:
-    """Return the config of a model in a local folder; nothing of another, or if it can't be read."""
+    """Return the config of a model in a local folder; empty for other models, or if it can't be read."""
     try:
         with (Path(model.model_name_or_path or "").expanduser() / "config.json").open("rb") as file:
             config = json.loads(file.read(2**20))
@@ -103,10 +103,10 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
         code = AssetError.code
         try:
             files = local_files(source) if is_local(source.path) else []
-            code = RecipeError.code  # they are here, but they do not fit
+            code = RecipeError.code  # the files are here, but they do not fit
             if files and not any(file.stat().st_size for file in files):
                 raise forms.empty_dataset(source.path, source.split)
-            # Of a folder `datasets` may read some files only, as their names and a README.md say.
+            # In a folder, `datasets` may read only some files, depending on their names and a README.md.
             whole = [] if Path(source.path).expanduser().is_dir() else files
             place = f"data.datasets.{index}"
             num_bytes = READ_BYTES
@@ -122,16 +122,16 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
 def _about_file(
     recipe: Recipe, source: DatasetSection, place: str, file: Path, num_bytes: int
 ) -> Iterator[tuple[str, str, str]]:
-    """Judge the first rows of a file; yield a code, a message and a hint for each that is wrong or doubtful.
+    """Check the first rows of a file; yield a code, a message and a hint for each error or warning.
 
     Raises:
-        AssetError: the task can't read the columns, or a row can't be read at all.
+        AssetError: the task can't use the columns, or a row can't be read at all.
     """
     if not (rows := read_rows(file, num_bytes)):
         return
     name = repr(str(file))
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if it is a first `null`
+        if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if the first is `null`
             raise broken_row(name, number, "is no JSON object: {...}")
     first = dict.fromkeys(column for row in rows for column in row) | rows[0]
     forms.require_renamable(_Table(name, place, first), source.columns)
@@ -147,7 +147,7 @@ def _about_file(
             raise AssetError(said, _ROW_A_LINE) from error
         raise
     tally = Tally(name)
-    # Of a part or a share of the rows it is not certain which these are, and a text file is one row.
+    # With a slice or a fraction of the rows, it is uncertain which ones are used. A text file is one row.
     is_certain = source.split == "train" and source.fraction is None and reader_of(file) != "text"
     for number, row in enumerate(rows if is_certain else [], 1):
         tally.add(number, *_about_row(recipe, form, row))
@@ -158,7 +158,7 @@ def _about_file(
 
 
 def _form_of(recipe: Recipe, table: _Table) -> Form:
-    """Return the form of a table's rows, for `clm`, `mlm` and `seq-cls` that of a text."""
+    """Return the form of a table's rows; for `clm`, `mlm` and `seq-cls` the form of a text."""
     if recipe.sft is not None:
         return forms.sft_form(table, recipe.sft)
     if recipe.dpo is not None:
@@ -173,7 +173,7 @@ def _form_of(recipe: Recipe, table: _Table) -> Form:
 
 
 def _about_row(recipe: Recipe, form: Form, row: dict[str, Any]) -> tuple[str, str]:
-    """Return the error and the doubt about a row, as words to follow its number; empty if there is none."""
+    """Return the error and the warning about a row, as words to follow its number; empty if there is none."""
     if recipe.sft is not None or recipe.dpo is not None:
         template = recipe.data.chat_template
         error = form.error(row, template)

@@ -1,7 +1,7 @@
-"""This module tells people what pydantic found: where in the file, what was expected, what to write instead.
+"""Findings from pydantic's errors: the position in the file, the expected value, and a suggestion.
 
-1. `explain` follows each error to its place in the data, and keeps one error for each place.
-2. `_say` words it: pydantic's own words, and what was meant by an unknown key, a missing one or a choice.
+1. `explain` follows each error to its location in the data, and keeps one error for each location.
+2. `_say` words it: pydantic's own message, and a hint about an unknown key, a missing key or a wrong choice.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _WORDS = {
     "a valid dictionary": "a section (`key: value` lines)",
     f"match pattern '{NAME_PATTERN}'": "be letters, digits, `-` and `_`, at most 48",
 }
-"""What pydantic says of a value -> the same in a user's words."""
+"""pydantic's words for an expected value -> words for a user."""
 
 
 def explain(error: ValidationError, document: Document) -> list[Finding]:
-    """Turn one validation's errors into findings.
+    """Turn the errors of one validation into findings.
 
-    Places that the document already complains about are left out: one mistake, one finding.
+    Locations for which the document already has a finding are left out: one mistake, one finding.
     """
     known = {finding.path for finding in document.findings}
     groups: dict[Location, list[ErrorDetails]] = {}
@@ -57,9 +57,9 @@ def explain(error: ValidationError, document: Document) -> list[Finding]:
 
 
 def _locate(details: ErrorDetails, places: Sequence[str], data: Any) -> Location:
-    """Follow an error's `loc` through the data, skipping the names of union members that it also holds.
+    """Follow an error's `loc` through the data, skipping the names of union members in it.
 
-    Of the `places` that a rule of a section names, it is the first that the data has.
+    If a rule of a section names `places`, the result is the first of them that the data has.
     """
     for place in places:
         if _holds(data, named := (*details["loc"], *read_location(place))):
@@ -84,9 +84,9 @@ def _holds(data: Any, place: Location) -> bool:
 
 
 def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
-    """Return the message and the hint for what is wrong at one place.
+    """Return the message and the hint for the errors at one location.
 
-    Of a union's members, the one that has the right type knows best.
+    For a union, the message is from the member that has the right type.
     """
     kinds = [each["type"] for each in group]
     near = [kind for kind in kinds if not kind.endswith("_type") and kind != "literal_error"]
@@ -118,7 +118,7 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
 
 
 def _about_unknown(location: Location) -> str:
-    """Say where an unknown key belongs, what it is called here, or which keys there are."""
+    """Return a hint about an unknown key: its section, its name here, or the keys that exist here."""
     section = general(location[:-1])
     key = str(location[-1])
     sections = sections_of_a_recipe()
@@ -133,7 +133,7 @@ def _about_unknown(location: Location) -> str:
 
 
 def _about_missing(location: Location) -> str:
-    """Say what a missing key is for."""
+    """Return a hint about a missing key, with the field's description."""
     field = sections_of_a_recipe()[general(location[:-1])][str(location[-1])]
     about = " ".join((field.description or "`trahiv new quickstart` has all sections").split())
     return f"add `{location[-1]}: ...` ({about.partition('. ')[0].rstrip('.')})"

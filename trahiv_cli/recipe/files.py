@@ -1,7 +1,7 @@
-"""The rows of local data files as they are written, read without a heavy library.
+"""Rows of local data files as they are written, read without a heavy library.
 
-What `datasets` would pass over, guess or say in other words is refused here: another encoding, columns of the
-same name or divided by something else than commas, broken JSON.
+Files that `datasets` would skip, misread or report less clearly are refused here: another encoding, broken
+JSON, CSV columns of the same name or with another delimiter than the comma.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from trahiv_cli.recipe.paths import reader_of
 from trahiv_cli.recipe.rows import broken_row, listed
 
 READ_BYTES = 32 * 2**20
-"""The bytes of a dataset that are read, beside the rest of the line: parsing them takes about a second."""
+"""Bytes of a dataset that are read, not counting the rest of the last line. Parsing takes about a second."""
 
 
 def read_rows(file: Path, num_bytes: int = READ_BYTES) -> list[Any]:
     """Read the first rows of a data file of a kind in `READERS`, as they are written, with all columns.
 
     Returns:
-        Nothing if nothing is certain: it is empty, Parquet, no UTF-8, or written in a way that is not
-        understood here, or `num_bytes` are 0. Of a text file, which is one row, an empty text.
+        The rows; none if none is certain: the file is empty, Parquet, not UTF-8, or written in a way that
+        this module does not support, or `num_bytes` is 0. A text file is one row, returned as an empty text.
 
     Raises:
-        AssetError: no reader could read it as it is meant; the message has the number of a broken row.
-        OSError: it can't be read.
+        AssetError: no reader could read the file as intended; the message has the number of a broken row.
+        OSError: the file can't be read.
     """
     reader = reader_of(file)
     name = repr(str(file))
@@ -57,18 +57,19 @@ def read_rows(file: Path, num_bytes: int = READ_BYTES) -> list[Any]:
 
 
 def require_readable(file: Path) -> None:
-    """Refuse a file whose first bytes say that it is not UTF-8, or of JSON that its first row is no object.
+    """Refuse a file whose first bytes show that it is UTF-16, or JSON whose first row is `null`.
 
     Raises:
-        AssetError: the hint has the command that converts it.
-        OSError: it can't be read.
+        AssetError: for UTF-16, the hint has the command that converts the file.
+        OSError: the file can't be read.
     """
     if (reader := reader_of(file)) == "parquet":
         return
     with file.open("rb") as stream:
         head = stream.read(100)
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in head[:2]:
-        # Without a mark, every other byte of an English text is zero; iconv takes that for little-endian.
+        # Without a byte order mark, every other byte of an English text is zero. iconv reads UTF-16 without
+        # a mark as little-endian.
         encoding = "UTF-16BE" if head.startswith(b"\0") else "UTF-16"
         hint = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(file))} > NEW_FILE"
         raise AssetError(f"{file} is {encoding}, and data is read as UTF-8.", hint)
@@ -77,10 +78,11 @@ def require_readable(file: Path) -> None:
 
 
 def csv_columns(file: Path) -> list[str]:
-    """Read the names of a CSV's columns.
+    """Read the column names of a CSV file.
 
     Raises:
-        AssetError: two have the same name, they are not divided by commas, or the first row has more fields.
+        AssetError: two columns have the same name, the delimiter is not a comma, or the first row has more
+            fields than the header.
         OSError, ValueError, csv.Error: the first two lines can't be read.
     """
     csv.field_size_limit(READ_BYTES)
@@ -127,9 +129,9 @@ def _too_many_fields(file: Path, row: int) -> AssetError:
 
 
 def _json_rows(text: str, name: str, *, is_whole: bool) -> list[Any]:
-    """Read the values of a text, one after the other, or the entries of a single list."""
+    """Read the JSON values in a text, one after the other, or the entries of a single list."""
     is_list = text.lstrip().startswith("[")
-    # In a list, `datasets` takes line breaks within texts, and texts for rows.
+    # In a list, `datasets` accepts line breaks within texts, and texts as rows.
     decoder = json.JSONDecoder(strict=not is_list)
     blank = re.compile(r"\s*")
     values: list[Any] = []

@@ -1,6 +1,6 @@
-"""What other tools call things, and choices that can't be in a swarm: tables, nothing else.
+"""Tables of other tools' names for settings, and of choices that can't work in a swarm.
 
-A foreign name is never accepted in silence; its entry is what the error says. Names as of axolotl 0.19,
+A foreign name is never accepted silently; the error shows its entry. Names as of axolotl 0.19,
 LLaMA-Factory 0.9, torchtune 0.6, litgpt 0.5, unsloth 2026.10, TRL 1.16, transformers 5.23.
 """
 
@@ -76,7 +76,7 @@ CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
     "the option `--output-dir` of `init` and `join`": dict.fromkeys(_EACH, "output_dir"),
     "nothing: the same command resumes the run": dict.fromkeys(_EACH, "resume_from_checkpoint"),
 }
-"""What it is here -> by tool, the names that the tool has for it, with spaces between them."""
+"""Setting here -> tool -> the tool's names for it, separated by spaces."""
 
 FOREIGN: dict[str, str] = {
     name: here
@@ -84,7 +84,7 @@ FOREIGN: dict[str, str] = {
     for names in tools.values()
     for name in names.split()
 }
-"""Foreign name -> what it is here."""
+"""Foreign name -> the setting here."""
 
 FOREIGN_CHOICES = {
     "pretrain": "clm",
@@ -93,10 +93,10 @@ FOREIGN_CHOICES = {
     "fill-mask": "mlm",
     "classification": "seq-cls",
     "text-classification": "seq-cls",
-    "meanstd16": "float16",  # a codec of hivemind's, as is the next
+    "meanstd16": "float16",  # hivemind's name of a codec, as is the next
     "quantile8": "blockwise8",
 }
-"""What other tools choose, of tasks and codecs -> the choice here that means it."""
+"""Other tools' names of tasks and codecs -> the choice here."""
 
 REFUSED_CHOICES: dict[str, dict[str, tuple[str, str]]] = {
     "training.optim": dict.fromkeys(

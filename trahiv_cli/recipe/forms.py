@@ -1,7 +1,7 @@
-"""What a dataset must hold for its task, and the words where it does not.
+"""The columns that a dataset must have for its task, and the errors if it lacks them.
 
-The rules are about rows as plain data, whoever read them: `assets/` reads all rows with `datasets`, and
-`examine.py` the first ones of local files.
+The rules work on rows as plain data: `assets/` reads all rows with `datasets`, and `examine.py` reads the
+first rows of local files.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Table(Protocol):
 
     @property
     def name(self) -> str:
-        """Its path in quotes, for messages."""
+        """The dataset's path in quotes, for messages."""
 
     @property
     def place(self) -> str:
-        """Its entry in the recipe: `data.datasets.0`."""
+        """The dataset's entry in the recipe: `data.datasets.0`."""
 
     @property
     def first(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def sft_form(table: Table, sft: SftSection) -> Form:
     """Find the first form that a dataset has: an answer to a prompt, a conversation, or a text.
 
     Raises:
-        AssetError: it has none, or the loss is to be taken of something that this form does not have.
+        AssetError: the dataset has none, or the loss needs a part that this form lacks.
     """
     forms = [("prompt", "completion"), ("messages",), ("conversations",), (sft.dataset_text_field,)]
     columns = next((form for form in forms if all(column in table.first for column in form)), None)
@@ -68,10 +68,10 @@ def sft_form(table: Table, sft: SftSection) -> Form:
 
 
 def dpo_form(table: Table) -> Form:
-    """Find the form of a dataset of preferences: `chosen` and `rejected`, and `prompt` if there is one.
+    """Find the form of a preference dataset: `chosen` and `rejected`, and `prompt` if there is one.
 
     Raises:
-        AssetError: it has no such columns.
+        AssetError: the dataset lacks these columns, or they do not fit together.
     """
     if not table.first.keys() >= {"chosen", "rejected"}:
         hint = _RENAME.format(table.place)
@@ -95,7 +95,7 @@ def require_column(table: Table, column: str, setting: str) -> None:
 def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = False) -> None:
     """Raise an `AssetError` if `column` is missing or holds no text; a value may still be null or empty.
 
-    The recipe names it in `setting`. If it `is_mixed`, later rows hold something else.
+    The recipe names it in `setting`. If it `is_mixed`, some rows hold other values than text.
     """
     require_column(table, column, setting)
     value = table.first[column]
@@ -109,7 +109,7 @@ def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = Fa
 
 
 def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
-    """Raise an `AssetError` if a column that is to be renamed is missing, or a new name is taken."""
+    """Raise an `AssetError` if a column to rename is missing, or its new name is taken."""
     hint = f"Choose another one in `{table.place}.columns`; the dataset has {listed(table.first)}."
     for old, new in columns.items():
         if old not in table.first:
@@ -120,13 +120,13 @@ def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
 
 
 def empty_dataset(path: str, split: str) -> AssetError:
-    """Make the error of a dataset without a row."""
+    """Make the error for a dataset without rows."""
     hint = "Check its files, or remove the entry from `data.datasets`."
     return AssetError(f"The dataset {path!r} (split {split!r}) is empty.", hint)
 
 
 def num_held_out(num_documents: int, share: float) -> int:
-    """Count the documents that are held out of so many; an `AssetError` if none would be left."""
+    """Return the number of documents to hold out; `AssetError` if none would remain to train on."""
     num_held_out = max(1, round(share * num_documents))
     if num_held_out >= num_documents:
         raise AssetError(
@@ -137,7 +137,7 @@ def num_held_out(num_documents: int, share: float) -> int:
 
 
 def require_a_batch(num_samples: int, batch_size: int) -> None:
-    """Raise an `AssetError` if the training data does not fill one local batch: it is never trained."""
+    """Raise an `AssetError` if the data does not fill one local batch: it would never be trained on."""
     if num_samples < batch_size:
         raise AssetError(
             f"Samples in the training data: {num_samples}; in one local batch: {batch_size}.",
@@ -146,7 +146,7 @@ def require_a_batch(num_samples: int, batch_size: int) -> None:
 
 
 def _form(table: Table, columns: tuple[str, ...]) -> Form:
-    """Tell conversations from texts by the first row; all columns must hold the same."""
+    """Decide by the first row whether columns hold conversations or texts; all must hold the same."""
     kinds: dict[str, tuple[str, str] | None] = {}
     for column in columns:
         value = table.first[column]

@@ -1,8 +1,8 @@
-"""A recipe from a file, a pipe, a built-in name or the network: checked once, every mistake found at once.
+"""Load a recipe from a file, a pipe, a built-in name or the network; report all its mistakes at once.
 
-1. The text is found and read, and becomes a `Document` that `--set` is put over.
-2. Names of files become absolute paths; the text of a chat template takes the place of its file's name.
-3. The schema checks the data; `explain.py` words what it finds.
+1. The text is found and read. It becomes a `Document`, in which `--set` replaces values.
+2. Names of files become absolute paths; the text of a chat template replaces its file's name.
+3. The schema checks the data; `explain.py` words its errors.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MAX_TEMPLATE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and how it came about.
+    """A recipe and its source.
 
-    `text` is the file as it was given. One that `is_from_pipe` can't be read again. The `document` says where
-    each value came from.
+    `text` is the file as its author wrote it. A recipe that `is_from_pipe` can't be read again. The
+    `document` has the origin of each value.
     """
 
     recipe: Recipe
@@ -45,14 +45,14 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Load a recipe from a path, or a built-in one by its name.
 
     Every path in the recipe becomes absolute (`anchor`). Paths after `--set` are relative to the current
-    folder, as are those of a recipe that comes through a pipe or with trahiv.
+    folder, as are the paths in a recipe that is built in or comes through a pipe.
 
     Args:
         source: a file, a FIFO, `-` for stdin, or, if there is no such file, a name from `builtin_recipes`.
         overrides: `a.b=c`, each as typed after `--set`; later ones win.
 
     Raises:
-        RecipeError: there is no such recipe, or something in it is wrong; `findings` has everything.
+        RecipeError: there is no such recipe, or it has mistakes, all of which are in `findings`.
     """
     path = None if source == "-" else _find(source)
     text = _read(path, MAX_BYTES, "recipe")
@@ -69,12 +69,12 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Check data that never was a file, such as what a swarm published; findings have no lines.
+    """Check data that never was a file, such as a swarm's recipe; findings have no lines.
 
-    Paths, such as those of `overrides`, are relative to the current folder. No file is read.
+    Paths, also in `overrides`, are relative to the current folder. No file is read.
 
     Raises:
-        RecipeError: something in it is wrong; `findings` has everything, under the name `file`.
+        RecipeError: the data has mistakes; `findings` has all of them, under the name `file`.
     """
     document = Document(data, file)
     document.replace(overrides)
@@ -82,7 +82,7 @@ def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ())
 
 
 def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recipe:
-    """Make names of files absolute, put in a chat template's text, and check a document's data."""
+    """Make names of files absolute, insert the text of a chat template, and validate a document's data."""
     for location, value in leaves(document.data, is_deep=True):
         base = Path.cwd() if document.is_replaced(location) else folder
         if not isinstance(value, str):
@@ -104,7 +104,7 @@ def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recip
 
 
 def _put_template(document: Document, location: Location, file: Path) -> None:
-    """Put the text of a chat template in the place of its file's name, or note why that can't be done."""
+    """Replace the name of a chat template's file by its text, or record why that is impossible."""
     try:
         text = _read(file, MAX_TEMPLATE_BYTES, "chat template")
         if "{" not in text:
@@ -133,7 +133,7 @@ def _find(source: str | Path) -> Path:
 
 
 def _read(path: Path | None, max_bytes: int, what: str) -> str:
-    """Read a file or a FIFO; without one, stdin to its end."""
+    """Read a file or a FIFO; without a path, read stdin to its end."""
     name = str(path or "<stdin>")
     try:
         with open(path or 0, "rb", closefd=path is not None) as file:

@@ -1,7 +1,7 @@
-"""What to join by, found in text that went through mails, chats and hands.
+"""Find invitations and addresses in text that was pasted from mails and chats.
 
-An invitation is `trahiv1:` and base64url, without padding, of a checksum and its content. The checksum tells
-whether it goes on in the next line.
+An invitation is `trahiv1:` and the base64url, without padding, of a checksum and the content. The checksum
+shows whether a wrapped invitation continues in the next line.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import hashlib
 import re
 
 INVITATION_PREFIX = "trahiv1:"
-"""An invitation begins with it; what follows may hold a secret."""
+"""Every invitation begins with this prefix; the rest may hold a secret."""
 
 AROUND = re.compile(r"[\s\u200b-\u200d\u2060\ufeff\"'`´‘’‚‛“”„‟«»‹›<>]+")
-"""What separates words, or stands around them: white space, visible or not, quotes, angle brackets."""
+"""Characters between or around words: white space, visible or not, quotes, angle brackets."""
 
 INVITATION = re.compile(rf"{INVITATION_PREFIX}[A-Za-z0-9_-]*")
 OTHER = re.compile(r"@.+|/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/.+")
@@ -24,13 +24,13 @@ CHECKSUM_BYTES = 4
 
 
 def invitation_of(content: bytes) -> str:
-    """Write what an invitation says as one word; `content_of` reads it."""
+    """Encode the content of an invitation as one word; `content_of` decodes it."""
     checksum = hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
     return INVITATION_PREFIX + base64.urlsafe_b64encode(checksum + content).rstrip(b"=").decode()
 
 
 def content_of(invitation: str) -> bytes | None:
-    """Return what `invitation_of` was given, or None if the word is damaged, or not complete."""
+    """Return the content that `invitation_of` encoded, or None if the word is damaged or incomplete."""
     encoded = invitation.removeprefix(INVITATION_PREFIX)
     try:
         content = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))[CHECKSUM_BYTES:]
@@ -40,21 +40,21 @@ def content_of(invitation: str) -> bytes | None:
 
 
 def without_secrets(text: str) -> str:
-    """Shorten the invitations in a text, so that nobody can join by them."""
+    """Shorten the invitations in a text, so that no reader can join with them."""
     return re.sub(rf"({INVITATION_PREFIX})[A-Za-z0-9_-]{{9,}}", r"\1...", text)
 
 
 def peers_in(text: str) -> list[str]:
-    """Find the invitations, multiaddrs and names of files (`@FILE`) in what somebody pasted.
+    """Find the invitations, multiaddrs and names of files (`@FILE`) in pasted text.
 
-    It may be the whole `trahiv join` line, in quotes or angle brackets, and wrapped anywhere. What is damaged
-    is returned as it is: whoever reads an invitation finds that out.
+    It may be the whole `trahiv join` line, in quotes or angle brackets, and wrapped anywhere. A damaged
+    invitation is returned unchanged: the code that decodes it reports the damage.
 
     Args:
-        text: of any kind; a file's name with a blank in it is not recognized.
+        text: any text; a file's name with a blank in it is not recognized.
 
     Returns:
-        What was found, in its order; nothing if `text` is about something else.
+        The matches, in their order; empty if `text` is about another subject.
     """
     peers: list[str] = []
     for word in AROUND.split(text):

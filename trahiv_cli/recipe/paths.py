@@ -1,4 +1,4 @@
-"""This module tells which names mean a place here, where that is, what others see, and what was meant."""
+"""Names in recipes: which ones are local paths, where these are, how others see them, and near matches."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Literal, TypeVar
 
 BUILTIN = "builtin/"
 LOCAL = "local:"
-"""Marks, in an agreement, a file or folder that only the starter has."""
+"""Prefix, in an agreement, of a file or folder that only the starter has."""
 
 Reader = Literal["csv", "json", "parquet", "text"]
 
 READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
 READERS |= {".csv": "csv", ".parquet": "parquet", ".ndjson": "json"}
-"""Suffix of a data file -> what `datasets` reads it with."""
+"""Suffix of a data file -> the reader of `datasets`."""
 
 PACKAGED_BUILDERS = frozenset(
     "arrow audiofolder cache csv hdf5 imagefolder json lance nifti pandas parquet pdffolder spark sql "
     "text videofolder webdataset xml".split()
 )
-"""Names that `load_dataset` takes for a reader of this machine's files, not for a dataset on the hub."""
+"""Names that `load_dataset` takes for a reader of local files, not for a dataset on the hub."""
 
 _Text = TypeVar("_Text", str, str | None)
 
@@ -34,14 +34,14 @@ def is_data(name: str | Path) -> bool:
 
 
 def reader_of(name: str | Path) -> Reader:
-    """Return what reads a data file, by its suffix."""
+    """Return the reader of a data file, by its suffix."""
     return READERS[Path(name).suffix.lower()]
 
 
 def is_local(name: str) -> bool:
-    """Tell whether `name` means a file or folder of this machine rather than one on the hub.
+    """Tell whether `name` means a file or folder on this machine rather than one on the hub.
 
-    It also counts what the current folder has, since that is where libraries look before they ask the hub.
+    Files and folders in the current folder count too, since libraries look there before they ask the hub.
     """
     if name.startswith(BUILTIN):
         return False
@@ -55,9 +55,9 @@ def is_local(name: str) -> bool:
 
 
 def anchor(name: str, folder: Path, *, always: bool = False) -> str:
-    """Make an absolute path or pattern of a name, unless it means something on the hub.
+    """Make a name an absolute path or pattern, unless it means a model or dataset on the hub.
 
-    It is relative to `folder`, since a recipe and its data are moved and shared together. `always`: the name
+    The name is relative to `folder`, since a recipe and its data are moved and shared together. `always`: it
     can only be a path.
     """
     if name.startswith((BUILTIN, LOCAL)) or "://" in name or not name.strip():
@@ -68,12 +68,12 @@ def anchor(name: str, folder: Path, *, always: bool = False) -> str:
 
 
 def is_template_file(text: str) -> bool:
-    """Tell whether `text` names the file of a chat template rather than being one."""
+    """Tell whether `text` is the name of a chat template's file rather than a chat template."""
     return text.endswith((".jinja", ".j2")) and "{" not in text
 
 
 def local_name(name: _Text) -> _Text:
-    """Return `name` as others see it: without its folders if it is local."""
+    """Return `name` as other peers see it: without its folders if it is local."""
     if name is None or not is_local(name):
         return name
     base = PureWindowsPath(name).name
@@ -83,7 +83,7 @@ def local_name(name: _Text) -> _Text:
 def reaches_out(text: str) -> bool:
     """Tell whether a stranger's text could name a place: an absolute path, a home, a parent, a URL.
 
-    What begins with `file:` or `local:` is a path to fsspec, with which `datasets` reads.
+    fsspec, with which `datasets` reads, takes text that begins with `file:` or `local:` for a path.
     """
     return (
         text.startswith(("/", "\\", "~", "file:", "local:"))
@@ -95,12 +95,12 @@ def reaches_out(text: str) -> bool:
 
 
 def is_hub_id(name: str) -> bool:
-    """Tell whether `name` can only be `owner/name`, `name` or a `builtin/` of ours."""
+    """Tell whether `name` can only be `owner/name`, `name` or a built-in `builtin/name`."""
     return re.fullmatch(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", name, re.ASCII) is not None
 
 
 def closest(word: object, words: Iterable[str]) -> str:
-    """Return the first of `words` that begins like `word`, else the nearest, or nothing if none is near."""
+    """Return the first of `words` that begins with `word`, else the nearest one, or "" if none is near."""
     if not isinstance(word, str) or not word:
         return ""
     words = list(words)
@@ -109,7 +109,7 @@ def closest(word: object, words: Iterable[str]) -> str:
 
 
 def closest_file(missing: Path) -> str:
-    """Return the path beside `missing` whose name is nearest, or nothing."""
+    """Return the path beside `missing` with the nearest name, or "" if none is near."""
     try:
         near = closest(missing.name, [entry.name for entry in missing.parent.iterdir()])
     except OSError:

@@ -1,15 +1,15 @@
-"""How a recipe travels, and what is checked of one that a stranger published before the schema sees it.
+"""The wire form of a recipe, and the checks of a stranger's recipe before the schema sees it.
 
-1. `to_wire` is the agreement, and the starter's own choices as suggestions.
-2. `pack` deflates that as JSON, and refuses at home what no other peer would take.
-3. `unpack` inflates a stranger's bytes, which are bounded in size, in depth and in the number of values.
+1. `to_wire` returns the agreement, and the starter's own choices as suggestions.
+2. `pack` compresses the wire form as JSON, and refuses a recipe that other peers would refuse.
+3. `unpack` decompresses a stranger's bytes, with limits on size, depth and number of values.
 4. `from_wire` refuses names of places on this machine (absolute and relative paths, globs, URLs) and this
    peer's own fields. Then the schema checks the recipe, also for keys that make transformers run code from a
-   hub, and the newcomer must bring what only the starter has.
+   hub, and the newcomer must bring the files that only the starter has.
 
 A chat template is text, never the name of a file; transformers renders it in Jinja's sandbox. Not covered:
-whether the model or the data are worth training on, and a template that takes for ever. `join` shows the
-recipe and asks.
+whether the model or the data are worth training on, and a template that never ends. `join` shows the recipe
+and asks.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ SOURCE = "the swarm's recipe"
 WIRE_VERSION = 1
 
 MAX_PACKED_BYTES = 14_000
-"""Every newcomer fetches what every peer published. A usual recipe takes 800 bytes, one with the chat
-template of Qwen3 1,800, with that of gpt-oss (17 KB, the longest that TRL ships) 5,000."""
+"""Limited because every newcomer fetches the recipes of all peers. A usual recipe takes 800 bytes, 1,800 with
+the chat template of Qwen3, 5,000 with the template of gpt-oss (17 KB, the longest that TRL ships)."""
 
 MAX_RECIPE_BYTES = 128 * 1024
-"""Limit of the JSON, in bytes, and of its texts, in characters."""
+"""Limit of the JSON, in bytes, and of all its texts together, in characters."""
 
 MAX_DEPTH = 16
 MAX_VALUES = 2_000
 
 PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
-"""Fields whose text is looked up on this machine before the hub is asked."""
+"""Fields whose text libraries look up on this machine before they ask the hub."""
 
 
 def to_wire(recipe: Recipe) -> dict[str, Any]:
-    """Return what a newcomer needs: the agreement, and the starter's own choices as suggestions."""
+    """Return the wire form: the agreement, and the starter's own choices as suggestions."""
     suggested = Document({}, "")
     for location, value in leaves(recipe.to_data()):
         if SUGGESTED in marks_of(location):
@@ -57,14 +57,14 @@ def to_wire(recipe: Recipe) -> dict[str, Any]:
 
 
 def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
-    """Check what a swarm published, as something a stranger wrote, and make a recipe of it.
+    """Check the wire form that a swarm published, which is untrusted, and make a recipe of it.
 
-    The newcomer's own `overrides` (`--set`) are trusted, and bring what a `local:` entry stands for; so may
-    `files`, a folder with copies of the starter's data (`with_copies`). Without it nothing is read.
+    The newcomer's own `overrides` (`--set`) are trusted, and give the path for a `local:` entry. `files`, a
+    folder with copies of the starter's data (`with_copies`), may do that too; without it no file is read.
 
     Raises:
         RecipeError: it is too large, names a place on this machine or one of this peer's own fields, is
-            no recipe, or needs a file that neither `overrides` nor `files` bring.
+            no recipe, or needs a file that neither `overrides` nor `files` provide.
     """
     wire = _bounded(obj)
     if type(wire["v"]) is not int or wire["v"] != WIRE_VERSION:
@@ -79,7 +79,7 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
 
 
 def pack(recipe: Recipe) -> bytes:
-    """Deflate a recipe's wire form; a `RecipeError` if it is too long, or no other peer would take it."""
+    """Compress a recipe's wire form; `RecipeError` if it is too long, or if other peers would refuse it."""
     wire = to_wire(recipe)
     try:
         _require_harmless(_bounded(wire))
@@ -99,19 +99,19 @@ def pack(recipe: Recipe) -> bytes:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """Inflate a stranger's bytes to a wire form, or raise a `RecipeError`; what follows is ignored."""
+    """Decompress a stranger's bytes to a wire form, or raise `RecipeError`; trailing bytes are ignored."""
     inflater = zlib.decompressobj()
     try:
         text = inflater.decompress(packed, MAX_RECIPE_BYTES)
         if len(packed) > MAX_PACKED_BYTES or not inflater.eof:
             raise ValueError("too long, or broken off")
-        return _bounded(json.loads(text))  # the version is `from_wire`'s to judge
+        return _bounded(json.loads(text))  # `from_wire` checks the version
     except (zlib.error, ValueError, RecursionError) as error:
         raise RecipeError("A peer published a recipe that is too long, or can't be read.") from error
 
 
 def _bounded(obj: Any) -> dict[str, Any]:
-    """Return `obj` as the three parts of the wire format, plain and small enough to look at, and to hash."""
+    """Return `obj` if it is a wire form of plain data within the limits; `RecipeError` if it is not."""
     parts = {"v", "shared", "suggested"}  # another version may have more
     is_whole = isinstance(obj, dict) and obj.keys() >= parts and (obj["v"] != WIRE_VERSION or len(obj) == 3)
     if not is_whole or not isinstance(obj["shared"], dict) or not isinstance(obj["suggested"], dict):
@@ -123,7 +123,7 @@ def _bounded(obj: Any) -> dict[str, Any]:
         texts = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
         is_plain = value is None or isinstance(value, str | list | dict)
         if isinstance(value, int | float):
-            is_plain = abs(value) <= LARGEST  # as NaN is not
+            is_plain = abs(value) <= LARGEST  # false for NaN
         if not is_plain or not all(isinstance(text, str) and is_text(text) for text in texts):
             what = f"has what is no list, no text and no number up to {LARGEST}"
             raise _refusal([("", what)])
@@ -138,7 +138,7 @@ def _bounded(obj: Any) -> dict[str, Any]:
 
 
 def _require_harmless(wire: dict[str, Any]) -> None:
-    """Refuse values that name a place here, or are this peer's own to choose."""
+    """Refuse values that name a place on this machine, and fields that are this peer's own choice."""
     wrong = []
     for part in ("shared", "suggested"):
         for location, value in leaves(wire[part], is_deep=True):
@@ -155,7 +155,7 @@ def _require_harmless(wire: dict[str, Any]) -> None:
 
 
 def _objection(location: Location, value: Any) -> str:
-    """Say what is wrong with one value of a stranger's, if anything is."""
+    """Return the objection to one value from a stranger, or ""."""
     if location == ("peft", "target_modules") and isinstance(value, str) and value != "all-linear":
         return "is a pattern, which a stranger could make run for ever; a list of names is not"
     if not isinstance(value, str) or COMPARED in marks_of(location):
@@ -171,7 +171,7 @@ def _objection(location: Location, value: Any) -> str:
 
 
 def _completed(shared: dict[str, Any], suggested: dict[str, Any]) -> dict[str, Any]:
-    """Return what is shared with what is suggested beside it; that replaces nothing."""
+    """Merge the suggestions into the shared fields; a suggestion never replaces a shared value."""
     both = {
         key: _completed(shared[key], value)
         for key, value in suggested.items()
@@ -181,7 +181,7 @@ def _completed(shared: dict[str, Any], suggested: dict[str, Any]) -> dict[str, A
 
 
 def _require_brought(recipe: Recipe, looked_in: Path | None) -> None:
-    """Raise a `RecipeError` where the recipe still names what only the starter has, and say what to bring."""
+    """Raise `RecipeError` if the recipe still names files that only the starter has; hints say which."""
     findings = []
     for location, value in leaves(recipe.to_data()):
         if location[-1] not in PATH_KEYS or not str(value).startswith(LOCAL):

@@ -1,7 +1,7 @@
-"""Errors in the rows of a dataset, whichever reader they come from; rows are counted from 1.
+"""Errors and warnings about the rows of a dataset, whichever reader they come from; rows are counted from 1.
 
-An error is certain damage: training would teach something that the row does not say. A warning may be meant
-so. Nothing here knows a tokenizer: `assets/samples.py` also asks the chat template.
+An error is certain damage: training would teach something that the row does not say. A warning is about rows
+that may be intended. No tokenizer is used here: `assets/samples.py` also applies the chat template.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.document import kind_of
 
 OPTIONAL = ("tools", "chat_template_kwargs")
-"""Columns that TRL hands to the chat template."""
+"""Columns that TRL passes to the chat template."""
 
 CHATML = ("role", "content")
 SHAREGPT = ("from", "value")
-"""Keys of a message in the two ways of writing conversations."""
+"""Keys of a message in the two formats of conversations."""
 
 KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
 
 ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's names of the roles that chat templates know; others are the same."""
+"""ShareGPT's role -> the role that chat templates know; other roles have the same names."""
 
 LISTED = 10
-"""The number of rows, problems, columns or classes that a message names."""
+"""The number of rows, problems, columns or classes that a message lists at most."""
 
 MEND_A_ROW = "Fix or remove that row."
 """The hint for a row that no trainer could read."""
@@ -36,7 +36,7 @@ LABEL_HINT = (
     "A label is one of these names, or its number from 0 unless names are numbers: mend the row, "
     "`seq_cls.labels`, or `seq_cls.dataset_label_field`."
 )
-"""The hint for a class that is none of the recipe's."""
+"""The hint for a class that is not in the recipe."""
 
 _KNOWN_ROLES = frozenset(
     "system developer user assistant tool function function_call observation ipython".split()
@@ -46,15 +46,15 @@ _INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thin
 
 @dataclass(frozen=True)
 class Form:
-    """The columns that a row must have, and the keys of a message in them; none if they hold texts."""
+    """The columns that a row must have, and the keys of a message in them (None if they hold texts)."""
 
     columns: tuple[str, ...]
     keys: tuple[str, str] | None
 
     def error(self, row: Mapping[str, Any], template: str | None = None) -> str:
-        """Return the error in a row, as words to follow its number, or nothing.
+        """Return the error in a row, as words to follow its number, or "".
 
-        A role that the chat `template` names is known; what only an unknown template could tell is a `doubt`.
+        A role that the chat `template` names is known. Without a template, unknown roles are left to `doubt`.
         """
         if "chat_template_kwargs" in row and row["chat_template_kwargs"] is None:
             return "has no 'chat_template_kwargs'"
@@ -64,7 +64,7 @@ class Form:
         return ""
 
     def doubt(self, row: Mapping[str, Any], template: str | None = None) -> str:
-        """Return what a row without an error has that not every chat template knows, or nothing."""
+        """Return a feature of an error-free row that some chat templates do not support, as words, or ""."""
         _, key = self.keys or CHATML
         for column, messages in self.conversations(row):
             for message in messages:
@@ -75,7 +75,7 @@ class Form:
         return ""
 
     def warning(self, row: Mapping[str, Any]) -> str:
-        """Return the doubt about a row without an error, as words to follow its number, or nothing."""
+        """Return the warning about a row without an error, as words to follow its number, or ""."""
         for column in self.columns:
             if self.keys is None and column != "prompt" and not row[column].strip():
                 return f"has an empty {column!r}"
@@ -93,7 +93,7 @@ class Form:
         return ""
 
     def conversations(self, row: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Yield each conversation of a sound row, as messages of role and content, and its last column."""
+        """Yield each conversation of a sound row: its last column, and its messages of role and content."""
         if self.keys is not None:
             prompt = row["prompt"] if "prompt" in self.columns else []
             for column in self.columns:
@@ -119,14 +119,14 @@ class Form:
 
 @dataclass
 class Tally:
-    """Errors in the rows of a dataset and doubts about them, each with its rows, counted from 1."""
+    """Errors and warnings about the rows of a dataset, each with its rows, counted from 1."""
 
     name: str
     errors: dict[str, list[int]] = field(default_factory=dict)
     warnings: dict[str, list[int]] = field(default_factory=dict)
 
     def add(self, row: int, error: str, warning: str) -> None:
-        """Note the problems of a row; an empty one is none."""
+        """Record the problems of a row; an empty text is no problem."""
         for found, problem in ((self.errors, error), (self.warnings, warning)):
             if problem:
                 found.setdefault(problem, []).append(row)
@@ -141,7 +141,7 @@ class Tally:
 
 
 def chatml(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with the keys and roles that chat templates know, whichever way it is written."""
+    """Return a message, from either format, with the keys and roles that chat templates know."""
     if message.get("role") is not None:
         return dict(message)
     named = {KEYS.get(key, key): value for key, value in message.items() if key not in CHATML}
@@ -149,21 +149,22 @@ def chatml(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Return the texts of a sound message: its content, or the texts of its parts; none without a content."""
+    """Return the texts of a sound message: its content, or the texts of its parts; empty without content."""
     content = message.get("content") or []
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
-    """Tell whether `value` is a list of messages; a message may have no content, as one that calls tools."""
+    """Tell whether `value` is a list of messages; a message that calls tools may have no content."""
     return _has_speakers(value, keys[0]) and any(keys[1] in message for message in value)
 
 
 def class_of(said: Any, labels: Sequence[str]) -> int | None:
-    """Return the number of the class that a row names, or None if the row names none for certain.
+    """Return the number of the class that a row names, or None if that is uncertain.
 
-    A class is written as its name, or as its number from 0. Where a name is a number, only names count: in
-    `labels: ["1", "2"]`, 1 is the first class. JSON's true and false are the names that read so.
+    A class is written as its name, or as its number from 0. If any name is a number, only names count: in
+    `labels: ["1", "2"]`, 1 is the first class. JSON's true and false mean the names `true` and `false`, in
+    small letters or capitals.
     """
     if isinstance(said, bool):
         named = [number for number, name in enumerate(labels) if name.lower() == str(said).lower()]
@@ -181,7 +182,7 @@ def class_of(said: Any, labels: Sequence[str]) -> int | None:
 
 
 def label_error(said: Any, labels: Sequence[str]) -> str:
-    """Return the error in a row's class, as words to follow the row's number, or nothing."""
+    """Return the error in a row's class, as words to follow the row's number, or ""."""
     if class_of(said, labels) is not None:
         return ""
     written = "no label" if said is None else f"the label {kind_of(said)}"
@@ -189,18 +190,18 @@ def label_error(said: Any, labels: Sequence[str]) -> str:
 
 
 def broken_row(name: str, row: int, problem: str, hint: str = MEND_A_ROW) -> AssetError:
-    """Make the error of a row, counted from 1, that a trainer could not read."""
+    """Make the error for a row, counted from 1, that a trainer could not read."""
     return AssetError(f"Row {row:,} of {name} {problem}.", hint)
 
 
 def listed(names: Iterable[str]) -> str:
-    """Write names for a message, the first ten of them."""
+    """Join names for a message; only the first ten are shown."""
     names = list(names)
     return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
 
 
 def _has_speakers(value: Any, key: str) -> bool:
-    """Tell whether `value` is a list of mappings, at least one, that all name a speaker."""
+    """Tell whether `value` is a non-empty list of mappings that all name a speaker."""
     is_list = isinstance(value, list) and bool(value)
     return is_list and all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value)
 

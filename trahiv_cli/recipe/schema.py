@@ -626,7 +626,7 @@ class OptSection(Section):
 
     next_chunk_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
     """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, at least
-    10. Raise it at "a groupmate left before it had returned its share"."""
+    10. Raise it at "sent nothing for too long"."""
 
     load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
     """Seconds without anything new of the swarm's state. Raise it at "nothing of the swarm's state came"."""

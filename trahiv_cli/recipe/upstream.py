@@ -1,4 +1,4 @@
-"""What upstream's libraries accept, found or said without importing them, which would take seconds."""
+"""Values that other libraries accept, found without importing these libraries, which would take seconds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from trahiv_cli.recipe.paths import closest
 
 _PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
-"""Tracker -> what pip calls it; the others have one name."""
+"""Tracker -> its package, if that has another name."""
 
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "constant": (),
@@ -33,16 +33,16 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
         "decay_type",
     ),
 }
-"""Each schedule of transformers, with the keywords that it takes."""
+"""Schedule of transformers -> the keywords that it takes."""
 
 BORDERLESS = frozenset({"biogpt", "bloom", "falcon_mamba", "mamba", "mpt", "openai-gpt", "opt", "rwkv"})
-"""Causal models in which a packed sample sees the ones before it, whatever positions it is given."""
+"""Causal models in which a packed sample depends on the samples before it, whatever its position ids."""
 
 _DTYPES = frozenset({"auto", "float", "half", "double", "float16", "bfloat16", "float32", "float64"})
 
 
 def _source(pattern: str) -> str:
-    """Return the source of transformers' files that fit `pattern`; nothing if there are none."""
+    """Return the source of transformers' files that match `pattern`; empty if there are none."""
     spec = find_spec("transformers")
     files = Path(spec.origin if spec and spec.origin else "").parent.glob(pattern)
     return "".join(file.read_text(encoding="utf-8") for file in files)
@@ -50,23 +50,23 @@ def _source(pattern: str) -> str:
 
 @cache
 def model_types() -> frozenset[str]:
-    """Return every model type that the installed transformers could know; nothing if that is not clear.
+    """Return every model type that the installed transformers could know; empty if that is unclear.
 
-    These are all texts in the files that list them: some are no model type, but all others are none.
+    The set has all texts in the files that list model types. Some are no model type, but none is missing.
     """
     texts = frozenset(re.findall(r"""["']([\w.-]+)["']""", _source("models/auto/*.py")))
-    return texts if "llama" in texts else frozenset()  # else the files are not what we take them for
+    return texts if "llama" in texts else frozenset()  # else the files have another form than expected
 
 
 @cache
 def _keys(file: str, table: str) -> frozenset[str]:
-    """Return the keys of a dict in a file of transformers; nothing if it is not written as expected."""
+    """Return the keys of a dict in a file of transformers; empty if it is not written as expected."""
     found = re.search(rf"^{table}\b[^\n]*{{\n(.*?)^}}", _source(file), re.MULTILINE | re.DOTALL)
     return frozenset(re.findall(r'^    "(\w+)":', found[1], re.MULTILINE)) if found else frozenset()
 
 
 def mistakes_in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield each field of a model's config that transformers would look up in vain: name, mistake, hint."""
+    """Yield each field of a model's config whose value transformers lacks: name, mistake, hint."""
     for field, word in config.items():
         known: frozenset[str] = frozenset()
         if field.endswith("hidden_act") or field in ("hidden_activation", "activation_function"):
@@ -87,9 +87,9 @@ def mistakes_in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, st
 
 
 def mistakes_in_schedule(name: str, keywords: Mapping[str, Any], rate: float) -> Iterator[tuple[str, str]]:
-    """Yield each mistake in a schedule's keywords: the keyword, or nothing, and the message.
+    """Yield each mistake in a schedule's keywords: the keyword, or "", and the message.
 
-    `rate` is the learning rate that the schedule begins with.
+    `rate` is the recipe's learning rate.
     """
     known = SCHEDULES[name]
     for keyword, value in keywords.items():
@@ -106,23 +106,23 @@ def mistakes_in_schedule(name: str, keywords: Mapping[str, Any], rate: float) ->
 
 
 def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
-    """Say that transformers has no such model type, and which was probably meant."""
+    """Return the message about a model type that transformers lacks, and a hint with the nearest one."""
     near = closest(name, filter(str.islower, known))
     hint = f"Did you mean {near!r}?" if near else "Use one of transformers' model types, for example 'llama'."
     return f"transformers knows no `model_type` {name!r}.", hint
 
 
 def without_tracker(name: str) -> tuple[str, str]:
-    """Say that a tracker can't be used here, and what to do about it."""
+    """Return the message about a tracker that can't be used here, and the hint."""
     said = f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up."
     return said, f"pip install {_PACKAGES.get(name, name)}, or --set training.report_to=[]"
 
 
 def mistake_in(template: str) -> str:
-    """Say what is wrong with a chat template's syntax, and on which of its lines, if anything is."""
+    """Return the error in a chat template's syntax, with its line, or "" if there is none."""
     from jinja2 import Environment, TemplateSyntaxError
 
-    # transformers' own tag, which marks what the assistant says, is read as one of Jinja's.
+    # transformers' own tag, which marks the assistant's text, is replaced by a tag of Jinja's.
     known = re.sub(r"({%[-+]?\s*)generation(\s*[-+]?%})", r"\1if true\2", template)
     known = re.sub(r"({%[-+]?\s*)endgeneration(\s*[-+]?%})", r"\1endif\2", known)
     try:

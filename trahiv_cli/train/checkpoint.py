@@ -206,13 +206,21 @@ class Checkpoint:
 
     @torch.no_grad()
     def load_own_steps(self, optimizer: SwarmOptimizer) -> None:
-        """Restore this peer's own steps, if the mode has local steps with the same number of fragments."""
+        """Restore this peer's own steps, if the mode has local steps with the same number of fragments.
+
+        Raises AssetError if the file can't be read or is of another model; nothing was changed then.
+        """
         own = self.state.own_steps
         method = optimizer.position.method
-        if own and isinstance(method, LocalSteps) and method.resume(own):
-            averager = optimizer.state_averager
-            trained = [*averager.weights, *averager.buffers.live.values()]
-            for value, kept in zip(trained, self._read(OWN).values(), strict=True):
+        if not own or not isinstance(method, LocalSteps):
+            return
+        averager = optimizer.state_averager
+        trained = [*averager.weights, *averager.buffers.live.values()]
+        values = list(self._read(OWN).values())
+        if [value.shape for value in values] != [value.shape for value in trained]:
+            raise self._damaged(OWN, "it is of another model")
+        if method.resume(own):
+            for value, kept in zip(trained, values, strict=True):
                 value.copy_(kept)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Peers behind routers of homes are connected with each other: dialled, punched or relayed."""
+"""Peers behind home routers connect with each other: dialled, punched or relayed."""
 
 import multiprocessing as mp
 from itertools import combinations
@@ -29,7 +29,7 @@ def forkserver() -> None:
 
 
 def way_between(one: Home, other: Home, seen: dict[str, dict[str, str]]) -> set[str]:
-    """How two nodes are connected, as both see it; nothing if either does not."""
+    """How two nodes are connected, as both see it; empty if either sees no connection."""
     there, back = seen[one.peer_id].get(other.peer_id), seen[other.peer_id].get(one.peer_id)
     return {there, back} if there and back else set()
 
@@ -40,7 +40,7 @@ def are_connected(*nodes: Home) -> bool:
 
 
 @pytest.mark.parametrize(("delay_ms", "loss"), [(0.0, 0.0), (100.0, 0.01)], ids=["near", "far"])
-def test_each_pair_of_eight_kinds_of_homes_is_connected(tmp_path, delay_ms, loss):
+def test_all_pairs_of_homes_connect(tmp_path, delay_ms, loss):
     seen: dict[str, dict[str, str]] = {}
 
     def all_pairs() -> dict[tuple[int, int], set[str]]:
@@ -69,7 +69,7 @@ def test_each_pair_of_eight_kinds_of_homes_is_connected(tmp_path, delay_ms, loss
     assert not unlike
 
 
-def test_two_homes_meet_where_one_router_forwards_a_port_which_is_given_back(tmp_path):
+def test_homes_meet_through_forwarded_port(tmp_path):
     with network("port", "symmetric", delay_ms=10.0) as wan:
         pipe, its = mp.Pipe()
         wan.spawn(0, be_gateway, (home_address_of(0), public_address_of(0), its))
@@ -90,7 +90,7 @@ def test_two_homes_meet_where_one_router_forwards_a_port_which_is_given_back(tmp
         pipe.send("done")
 
 
-def test_a_member_that_relays_and_is_killed_is_replaced(tmp_path):
+def test_killed_relay_is_replaced(tmp_path):
     with network("symmetric", "symmetric", "public", "public", delay_ms=10.0) as wan:
         relay = Home(wan, 2, tmp_path)
         pair = [Home(wan, host, tmp_path, relay.ask(addresses_of)) for host in (0, 1)]
@@ -106,7 +106,7 @@ def test_a_member_that_relays_and_is_killed_is_replaced(tmp_path):
         wait_until(is_replaced, REPLACED_S)
 
 
-def test_dead_connection_is_dialled_anew_within_seconds(tmp_path):
+def test_dead_connection_is_redialled_within_seconds(tmp_path):
     with network("public", "public", delay_ms=10.0) as wan:
         first = Home(wan, 0, tmp_path)
         second = Home(wan, 1, tmp_path, first.ask(addresses_of))

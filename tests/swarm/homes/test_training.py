@@ -1,4 +1,4 @@
-"""Peers behind routers of homes train together: each of them is in every round."""
+"""Peers behind home routers train together: each of them is in every round."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ pytestmark = [
 EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")
 FIVE = ("address", "port", "two", "no UDP", "symmetric")
 STEPS = 12
-PACE_S = 0.15  # of each peer: two cores carry a peer with a batch of each 0.15 s
+PACE_S = 0.15  # per peer: two cores carry one peer with a batch every 0.15 s
 END_S = 300.0
 
 
@@ -42,7 +42,7 @@ class Village:
 
 
 def recipe_of(folder: Path, peers: int) -> Path:
-    """A recipe of `STEPS` steps, the first of which waits for so many peers."""
+    """A recipe of `STEPS` steps, the first of which waits for this number of peers."""
     return write_tiny(
         folder,
         data={"datasets": [{"path": "builtin/trahiv"}]},
@@ -53,7 +53,7 @@ def recipe_of(folder: Path, peers: int) -> Path:
 
 
 def require_all_in_each_round(peers: list[Peer]) -> None:
-    """Whoever misses a round fetches what the others averaged, and says so by a smaller group."""
+    """A peer that misses a round fetches the others' average, and reports a smaller group."""
     for peer in peers:
         peer.wait_for("done", END_S)
     sizes = [[len(step["round"]["group"]) if step["round"] else 0 for step in peer.steps] for peer in peers]
@@ -65,7 +65,7 @@ def require_all_in_each_round(peers: list[Peer]) -> None:
     [(EIGHT, 20.0, 0.01, True), (FIVE, 80.0, 0.01, False), (FIVE, 200.0, 0.01, True)],
     ids=["near", "behind a bootstrap node", "far"],
 )
-def test_each_peer_is_in_each_round(tmp_path, workplace, kinds, delay_ms, loss, is_trained_by_public):
+def test_every_round_has_all_peers(tmp_path, workplace, kinds, delay_ms, loss, is_trained_by_public):
     hosts = kinds if kinds[0] == "public" else ("public", *kinds)
     peers = len(hosts) - (not is_trained_by_public)
     recipe = recipe_of(tmp_path, peers)
@@ -77,7 +77,7 @@ def test_each_peer_is_in_each_round(tmp_path, workplace, kinds, delay_ms, loss, 
         require_all_in_each_round(([first] if is_trained_by_public else []) + others)
 
 
-def test_two_homes_with_nobody_else_hear_why_they_can_not_meet(tmp_path, workplace):
+def test_join_to_unreachable_home_exits_4(tmp_path, workplace):
     recipe = recipe_of(tmp_path, 2)
     with network("port", "port", delay_ms=20.0) as wan, workplace:
         village = Village(workplace, wan, 2)

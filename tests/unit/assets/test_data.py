@@ -37,7 +37,7 @@ def encoded(texts):
     return list(chain.from_iterable([*(byte + 3 for byte in text.encode()), EOS] for text in texts if text))
 
 
-def test_packing_keeps_every_token_once_and_in_order(build):
+def test_packing_keeps_tokens_in_order(build):
     blocks, stream = ids(build(TEXTS, num_proc=2).train), encoded(TEXTS)
     assert {len(block) for block in blocks} == {16}
     assert len(blocks) == len(stream) // 16
@@ -45,7 +45,7 @@ def test_packing_keeps_every_token_once_and_in_order(build):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_stream_has_the_same_blocks_as_the_dataset_read_at_once_in_each_pass(build, shuffle):
+def test_stream_has_same_blocks_as_dataset(build, shuffle):
     at_once, streamed = (build(TEXTS, shuffle=shuffle, streaming=streaming) for streaming in (False, True))
     assert isinstance(streamed.train, IterableDataset) and streamed.eval is None
     next(iter(streamed.train))
@@ -54,7 +54,7 @@ def test_a_stream_has_the_same_blocks_as_the_dataset_read_at_once_in_each_pass(b
     assert ids(streamed.train) == theirs
 
 
-def test_a_stream_of_several_files_loses_no_token_when_shuffled(build, tmp_path):
+def test_shuffled_multi_file_stream_keeps_tokens(build, tmp_path):
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(f"{number}" * (100 + number))
     train = build(DatasetSection(path=str(tmp_path / "*.txt")), streaming=True, shuffle=True).train
@@ -66,7 +66,7 @@ def test_a_stream_of_several_files_loses_no_token_when_shuffled(build, tmp_path)
 
 
 @STREAMED
-def test_each_peer_reads_a_stream_in_an_order_of_its_own_and_divides_the_rest(build, streaming):
+def test_peer_seed_orders_only_streams(build, streaming):
     def order(peer_seed):
         return ids(build(TEXTS, shuffle=True, streaming=streaming, peer_seed=peer_seed).train)
 
@@ -76,7 +76,7 @@ def test_each_peer_reads_a_stream_in_an_order_of_its_own_and_divides_the_rest(bu
     assert ours == order(2**200 + 1)
 
 
-def test_all_peers_hold_out_the_same_documents_and_never_the_only_one(build):
+def test_peers_hold_out_same_documents(build):
     texts = [f"document number {number}" for number in range(50)]
     options = {"share": 0.1, "shuffle": True, "packing": False, "max_length": 64}
     ours, theirs = (build(texts, peer_seed=seed, **options) for seed in (1, 2))
@@ -92,19 +92,19 @@ def test_all_peers_hold_out_the_same_documents_and_never_the_only_one(build):
 
 
 @STREAMED
-def test_lines_of_json_that_are_not_utf8_are_found_when_they_are_read(tmp_path, build, streaming):
+def test_json_line_without_utf8_is_refused(tmp_path, build, streaming):
     (tmp_path / "rows.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "na\xefve"}\n')
     with pytest.raises(AssetError, match=r"rows\.jsonl could not be read: .*( byte 0xef|UTF-8)"):
         build(DatasetSection(path=str(tmp_path / "rows.jsonl")), max_length=2, streaming=streaming)
 
 
-def test_without_packing_a_document_is_a_sample_cut_to_length(build):
+def test_unpacked_document_is_truncated_sample(build):
     samples = ids(build(["abc", "", "abcdefgh"], packing=False, max_length=5).train)
     assert samples == [encoded(["abc"]), encoded(["abcdefgh"])[:5]]
 
 
 @STREAMED
-def test_too_little_text_for_one_sample_is_refused(build, streaming):
+def test_too_little_text_is_refused(build, streaming):
     with pytest.raises(AssetError, match="text has 4 tokens, and one sample has 16"):
         build(["abc"], streaming=streaming)
     with pytest.raises(AssetError, match=r"No row of .*rows\.jsonl' has a text"):
@@ -120,7 +120,7 @@ def test_too_little_text_for_one_sample_is_refused(build, streaming):
         ((1, 3), "a" * 7 + "b" * 20),  # the second is used up: 6.7 of the first
     ],
 )
-def test_a_mixture_has_the_shares_that_trl_would_give_it(write_rows, build, fractions, expected):
+def test_mixture_shares_match_trl(write_rows, build, fractions, expected):
     sources = [
         write_rows([{"text": f"a{n}"} for n in range(10)], "a.jsonl", fraction=fractions[0]),
         write_rows([{"text": f"b{n}"} for n in range(20)], "b.jsonl", fraction=fractions[1]),

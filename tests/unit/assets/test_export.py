@@ -1,4 +1,4 @@
-"""What a run leaves behind: a folder that is whole or as it was, its card, and a sample."""
+"""The result of a run: a folder that is written whole or stays as it was, its card, and a sample."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def names(folder):
     return {entry.name for entry in folder.iterdir()}
 
 
-def test_a_full_model_or_adapters_alone_are_read_back_as_they_were(tmp_path, byte_tokenizer):
+def test_exported_model_loads_back_equal(tmp_path, byte_tokenizer):
     model, folder = moved(built(recipe())).to(torch.bfloat16), tmp_path / "run" / "final"
     write_final(model, byte_tokenizer, folder, "a card")
     assert names(tmp_path / "run") == {"final"}
@@ -42,7 +42,7 @@ def test_a_full_model_or_adapters_alone_are_read_back_as_they_were(tmp_path, byt
     assert are_equal(PeftModel.from_pretrained(built(recipe()), folder), model)
 
 
-def test_what_was_there_is_replaced_or_if_writing_fails_left_as_it_was(tmp_path, byte_tokenizer, monkeypatch):
+def test_failed_export_keeps_old_folder(tmp_path, byte_tokenizer, monkeypatch):
     model = built(recipe())
     for leftover in (".final.new", ".final.old", "final"):
         (tmp_path / leftover).mkdir()
@@ -68,7 +68,7 @@ def test_what_was_there_is_replaced_or_if_writing_fails_left_as_it_was(tmp_path,
 @pytest.mark.parametrize(
     ("model", "dataset", "peft"), [(Path("owner/base"), "owner/corpus", LORA), (TINY_LLAMA, "rows.csv", None)]
 )
-def test_the_card_is_one_that_the_hub_reads(model, dataset, peft):
+def test_model_card_has_valid_metadata(model, dataset, peft):
     opt = {"opt": {"run_id": "run-1"}}
     data = {"datasets": [{"path": dataset}]}
     wanted = recipe(model=model, data=data, peft=peft, training={"max_steps": 1200}, hivemind_config=opt)
@@ -81,7 +81,7 @@ def test_the_card_is_one_that_the_hub_reads(model, dataset, peft):
 
 
 @pytest.mark.parametrize(("peft", "prompt"), [(None, ""), (ADAPTERS, "def ")], ids=["full", "lora"])
-def test_a_sample_is_the_seeds_and_leaves_no_trace(byte_tokenizer, peft, prompt):
+def test_sample_depends_only_on_seed(byte_tokenizer, peft, prompt):
     model, generator = built(recipe(peft=peft)), torch.get_rng_state()
     ids = byte_tokenizer(prompt, add_special_tokens=False)["input_ids"]
     text, again, other = (sample_text(model, byte_tokenizer, ids, 24, seed) for seed in (3, 3, 4))
@@ -94,7 +94,7 @@ NEW_HEADS = {"bert": None, "xlnet": {"target_modules": ["layer_1"]}}
 
 
 @pytest.mark.parametrize("kind", NEW_HEADS)
-def test_final_holds_a_new_head_beside_adapters(tmp_path, byte_tokenizer, bert_folder, kind):
+def test_export_keeps_new_head_beside_adapters(tmp_path, byte_tokenizer, bert_folder, kind):
     folder = bert_folder
     if kind == "xlnet":
         folder = tmp_path / "base"
@@ -126,7 +126,7 @@ PLAIN_CHATML = CHATML.partition("{% if add_generation_prompt %}")[0]
     ],
 )
 @pytest.mark.parametrize("template", [CHATML, PLAIN_CHATML], ids=["opens", "plain"])
-def test_turn_of_the_assistant_is_opened(row, shown, template):
+def test_assistant_turn_is_opened(row, shown, template):
     tokenizer = chat_tokenizer(template)
     prompt = open_turn(tokenizer, row, 500)
     if shown is None:
@@ -141,16 +141,16 @@ REFUSES_SYSTEM = "{% if messages[-1].role == 'system' %}{{ raise_exception('no u
 
 
 @pytest.mark.parametrize("before", [[], [{"role": "system", "content": "Be terse."}]])
-def test_answer_without_a_question_opens_no_turn(before):
+def test_answer_without_question_opens_no_turn(before):
     assert open_turn(chat_tokenizer(REFUSES_SYSTEM), {"messages": [*before, TALK[1]]}, 500) is None
 
 
-def test_parts_of_a_question_are_shown_as_text():
+def test_question_parts_are_shown_as_text():
     asked = {"role": "user", "content": [{"type": "text", "text": "Who"}, {"type": "text", "text": "?"}]}
     assert open_turn(chat_tokenizer(), {"messages": [asked, TALK[1]]}, 500).text == "Who?"
 
 
-def test_memorized_answer_is_the_reply(llama_folder):
+def test_memorized_answer_is_reply(llama_folder):
     wanted = recipe("sft", llama_folder)
     model, tokenizer = built(wanted), chat_tokenizer()
     ids = tokenizer.apply_chat_template(TALK, return_tensors="pt", return_dict=False)

@@ -1,4 +1,4 @@
-"""Whether the hub is asked, and what follows from its silence; nobody is called here."""
+"""Whether the hub is asked, and the fallback without its answer; no network is used here."""
 
 import contextlib
 import os
@@ -16,9 +16,9 @@ OF_THE_HUB = ("model.config=null", "model.model_name_or_path=a/model", "model.to
 
 @pytest.fixture
 def called(monkeypatch):
-    """Where the hub was called, which answers."""
+    """The addresses at which the hub was called; it answers."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT"):
-        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.setenv(name, "")  # so that the test restores it
     monkeypatch.setattr(urllib.request, "getproxies", dict)
     called = []
 
@@ -35,7 +35,7 @@ def said_of(*overrides):
     return hub.do_without_hub(load_recipe("quickstart", overrides).recipe)
 
 
-def test_the_hub_is_asked_only_for_what_it_has_and_unless_the_user_has_chosen(called, monkeypatch):
+def test_hub_is_asked_only_when_needed(called, monkeypatch):
     names = {"owner/name": True, "squad": True, "builtin/trahiv": False, "texts/*": False, None: False}
     assert {name: hub.is_of_hub(name) for name in names} == names
     for overrides in ((), OF_THE_HUB, ('data.datasets=[{"path": "owner/data"}]',)):
@@ -66,9 +66,7 @@ NO_NAME, NO_ANSWER = "The name of the hub {} could not be resolved.", "The hub {
     ],
     ids=["unknown", "the look-up takes long", "refused", "the hub is silent"],
 )
-def test_only_the_cache_is_used_without_an_answer_and_a_name_that_is_unknown_is_told_from_a_silent_hub(
-    monkeypatch, edge, error, said
-):
+def test_unreachable_hub_falls_back_to_cache(monkeypatch, edge, error, said):
     def fail(*_):
         if error is None:
             threading.Event().wait(0.5)

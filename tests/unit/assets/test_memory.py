@@ -1,4 +1,4 @@
-"""What a run is said to take, against what torch, bitsandbytes and a real pass take."""
+"""Estimates of a run's memory, compared with torch, bitsandbytes and a real pass."""
 
 from typing import get_args
 
@@ -25,11 +25,11 @@ from trahiv_cli.recipe.schema import OptimName, TrainingSection
 
 
 def copies(needed, num_bytes):
-    """How many float32 copies of the trained weights that is."""
+    """Bytes as a number of float32 copies of the trained weights."""
     return num_bytes / (FLOAT32_BYTES * needed.num_trainable)
 
 
-def test_adapters_take_less_than_training_every_weight():
+def test_adapters_need_less_memory():
     bf16 = {"model_section": {"dtype": "bfloat16"}}
     full, lora = require_memory(recipe(**bf16)), require_memory(recipe(**bf16, peft=LORA))
     assert full.num_frozen == full.frozen_bytes == 0
@@ -42,7 +42,7 @@ def test_adapters_take_less_than_training_every_weight():
 
 
 @pytest.mark.parametrize("quantization", [NF4, {"load_in_4bit": True}, INT8], ids=["nested", "nf4", "int8"])
-def test_a_quantized_base_is_counted_as_bitsandbytes_holds_it(llama_folder, quantization):
+def test_quantized_base_estimate_matches_bitsandbytes(llama_folder, quantization):
     wanted = recipe(model=llama_folder, peft=LORA, quantization=quantization)
     num_bytes = 0
     for weight in built(wanted).parameters():
@@ -58,7 +58,7 @@ def test_a_quantized_base_is_counted_as_bitsandbytes_holds_it(llama_folder, quan
 
 @pytest.fixture
 def _bitsandbytes_was_told_nothing():
-    """Its manager is one for the whole process, and remembers weights by identity and by place."""
+    """The manager is one for the whole process, and remembers weights by identity and by position."""
     GlobalOptimManager.get_instance().initialize()
     yield
     GlobalOptimManager.get_instance().initialize()
@@ -71,14 +71,14 @@ WITH_ARGUMENTS = [("sgd", "momentum=0.9"), ("rmsprop", "momentum=0.9,centered=tr
 @pytest.mark.parametrize(
     ("optim", "optim_args"), [*dict.fromkeys(get_args(OptimName)).items(), *WITH_ARGUMENTS]
 )
-def test_each_optimizer_is_counted_with_the_state_that_it_makes(tmp_path, optim, optim_args):
+def test_optimizer_state_estimate_is_exact(tmp_path, optim, optim_args):
     arguments = TrainingArguments(str(tmp_path), optim=optim, optim_args=optim_args, report_to=[])
     cls, keywords = Trainer.get_optimizer_cls_and_kwargs(arguments)
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7, 300), (3, 5, 400), (9,))]
     optimizer = cls(weights, **keywords)
     initialize_state(optimizer)
     training = TrainingSection(max_steps=1, optim=optim, optim_args=optim_args)
-    shared = ("qmap1", "qmap2")  # tables that all weights have together
+    shared = ("qmap1", "qmap2")  # tables that all weights share
     for weight in weights:
         made = [
             value.nbytes
@@ -89,16 +89,16 @@ def test_each_optimizer_is_counted_with_the_state_that_it_makes(tmp_path, optim,
     assert (optim in OFFLOADED_OPTIMIZERS) is not cls.__module__.startswith("bitsandbytes")
 
 
-def test_an_8_bit_optimizer_keeps_32_bits_for_embeddings():
+def test_8bit_optimizer_keeps_32bit_embeddings():
     model = TINY_LLAMA | {"tie_word_embeddings": True, "vocab_size": 4096}
     needed = require_memory(recipe(model=model, training={"optim": "adamw_8bit"}))
     assert needed.optimizer_bytes > 2 * FLOAT32_BYTES * 4096 * 32
 
 
-def test_a_cpu_peer_pays_for_everything_in_ram():
+def test_cpu_peer_holds_everything_in_ram():
     needed = require_memory(recipe(swarm={"mode": "sync"}))
     held = needed.held_on_device + needed.held_on_host - needed.libraries_bytes
-    # weights, accumulators, two moments, what is averaged, the last average
+    # weights, accumulators, two moments, averaged values, the last average
     assert copies(needed, held) == 6
     assert needed.total_bytes == needed.held_on_device + needed.held_on_host + needed.moment_bytes
     auto = require_memory(recipe())  # takes at most what its last mode takes
@@ -118,14 +118,14 @@ def test_a_cpu_peer_pays_for_everything_in_ram():
         ({"mode": "sync"}, {"grad_compression": "float16"}, 0, 1),
     ],
 )
-def test_a_gpu_peer_pays_there_and_in_ram_by_its_mode(monkeypatch, swarm, opt, on_device, on_host):
+def test_gpu_peer_memory_depends_on_mode(monkeypatch, swarm, opt, on_device, on_host):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     scaler = {"fp16": "grad_compression" in opt}
     needed = estimate(recipe(swarm=swarm, hivemind_config={"opt": opt}, training=scaler), length=16)
     assert copies(needed, needed.mode_device_bytes) == on_device
     assert copies(needed, needed.mode_host_bytes) == on_host
-    # guesses and local steps are taken where the model is
+    # guesses and local steps are computed on the model's device
     assert needed.is_offloaded is opt.get("offload_optimizer", swarm["mode"] == "sync")
     assert copies(needed, needed.copy_bytes) == needed.is_offloaded
     moments, what_codecs_lose = 2, swarm["mode"] == "auto" or "grad_compression" in opt
@@ -152,7 +152,7 @@ def rehearsed(task="clm", model=TINY_LLAMA, *, rows=2, length=32, dtype=torch.fl
         (None, False, torch.bfloat16),
     ],
 )
-def test_the_rehearsal_counts_what_the_real_pass_holds(peft, has_checkpoints, dtype):
+def test_activation_estimate_matches_real_pass(peft, has_checkpoints, dtype):
     deep = TINY_LLAMA | {"num_hidden_layers": 4, "tie_word_embeddings": True}
     training = {"activation_checkpointing": has_checkpoints}
     model = built(recipe(model=deep, peft=peft, training=training))
@@ -168,7 +168,7 @@ def test_the_rehearsal_counts_what_the_real_pass_holds(peft, has_checkpoints, dt
     assert said == pytest.approx(count.peak, rel=0.02)
 
 
-def test_a_tiled_head_holds_no_logits_but_tiles(monkeypatch):
+def test_tiled_head_holds_no_full_logits(monkeypatch):
     large = TINY_LLAMA | {"vocab_size": 200_000, "max_position_embeddings": 512}
     assert rehearsed("sft", large, rows=16, length=512) > 2**31
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # with Triton
@@ -176,7 +176,7 @@ def test_a_tiled_head_holds_no_logits_but_tiles(monkeypatch):
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo", "mlm", "seq-cls"])
-def test_every_task_can_be_rehearsed_also_with_another_attention(task, llama_folder, bert_folder):
+def test_every_task_has_activation_estimate(task, llama_folder, bert_folder):
     wanted = recipe(task, llama_folder if task in ("sft", "dpo") else bert_folder)
     outline, _ = build_outline(wanted)
     expected = activation_bytes(outline, wanted, 16, torch.float32)
@@ -184,11 +184,11 @@ def test_every_task_can_be_rehearsed_also_with_another_attention(task, llama_fol
     assert expected and activation_bytes(outline, wanted, 16, torch.float32) == expected
 
 
-def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unknown_sum(llama_folder):
+def test_preferences_double_activations(llama_folder):
     one, both = (rehearsed(task, llama_folder, length=64, peft=LORA) for task in ("sft", "dpo"))
     assert both == pytest.approx(2 * one, rel=0.2)
     needed = estimate(recipe(model=TINY_LLAMA | {"model_type": "mixtral"}), length=16)
-    has_fake = Version(torch.__version__).release >= (2, 14)  # newer ones have some of experts as well
+    has_fake = Version(torch.__version__).release >= (2, 14)  # newer ones have fakes of some experts as well
     assert needed.activation_bytes is None or has_fake
     known = needed.held_on_device + needed.moment_bytes + (needed.activation_bytes or 0)
     assert needed.device_bytes == known
@@ -203,7 +203,7 @@ def test_preferences_take_two_sequences_each_and_a_model_that_has_no_fake_an_unk
         (RuntimeError("CUDA error: out of memory"), "GPU"),
     ],
 )
-def test_running_out_of_memory_says_what_to_change_and_other_errors_pass_through(failure, where):
+def test_out_of_memory_is_translated_with_hint(failure, where):
     with pytest.raises(OutOfMemory, match=where) as caught, translated_out_of_memory():
         raise failure
     assert "activation_checkpointing" in caught.value.hint

@@ -1,4 +1,4 @@
-"""Tokenizers and models as a recipe asks for them, and what is said where they can't be had."""
+"""Tokenizers and models as a recipe asks for them, and errors where they are not available."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def word_tokenizer(folder, **special):
 
 
 def weights(model, *, trained):
-    """The weights that are trained, or those that are not, by name."""
+    """The trained or the untrained weights, by name."""
     return {name: one for name, one in model.named_parameters() if one.requires_grad is trained}
 
 
@@ -49,7 +49,7 @@ def dtypes(model, *, trained, among=""):
     return {one.dtype for name, one in weights(model, trained=trained).items() if among in name}
 
 
-def test_the_tokenizer_that_is_trained_writes_any_text_with_any_number_of_threads(tmp_path, monkeypatch):
+def test_trained_tokenizer_round_trips_any_text(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     tokenizer = build_tokenizer(recipe(model_section={"tokenizer_name_or_path": BPE}, model=BIG))
     assert (len(tokenizer), tokenizer.eos_token) == (NUM_TOKENS, END)
@@ -69,7 +69,7 @@ def test_the_tokenizer_that_is_trained_writes_any_text_with_any_number_of_thread
         ("seq-cls", {}, "no token to pad with", "`pad_token`"),
     ],
 )
-def test_a_tokenizer_without_a_token_that_the_task_needs_is_refused(tmp_path, task, special, message, hint):
+def test_tokenizer_lacking_required_token_is_refused(tmp_path, task, special, message, hint):
     wanted = recipe(task, model_section=word_tokenizer(tmp_path, **special))
     with pytest.raises(AssetError, match=message) as refused:
         build_tokenizer(wanted)
@@ -86,7 +86,7 @@ def test_a_tokenizer_without_a_token_that_the_task_needs_is_refused(tmp_path, ta
         ("seq-cls", "llama", "LlamaForSequenceClassification"),
     ],
 )
-def test_a_task_trains_its_kind_of_model(task, kind, name, request):
+def test_task_builds_its_model_class(task, kind, name, request):
     model = built(recipe(task, request.getfixturevalue(f"{kind}_folder")))
     assert type(model).__name__ == name
     if task == "seq-cls":
@@ -96,15 +96,15 @@ def test_a_task_trains_its_kind_of_model(task, kind, name, request):
 
 
 @pytest.mark.parametrize("task", ["clm", "sft", "seq-cls"], ids=["new", "checkpoint", "new head"])
-def test_the_seed_draws_the_weights(task, llama_folder, bert_folder):
+def test_seed_determines_weights(task, llama_folder, bert_folder):
     model = {"clm": TINY_LLAMA, "sft": llama_folder, "seq-cls": bert_folder}[task]
     ours = built(recipe(task, model, peft=LORA, training={"seed": 7}))
-    torch.rand(3)  # another peer's generator is somewhere else
+    torch.rand(3)  # another peer's generator is in another state
     assert are_equal(ours, built(recipe(task, model, peft=LORA, training={"seed": 7})))
     assert not are_equal(ours, built(recipe(task, model, peft=LORA, training={"seed": 8})))
 
 
-def test_what_is_trained_is_float32_and_the_rest_keeps_its_dtype(tmp_path):
+def test_only_trained_weights_become_float32(tmp_path):
     wanted = recipe(model_section={"dtype": "bfloat16"}, peft=LORA | {"modules_to_save": ["lm_head"]})
     model = built(wanted)
     assert isinstance(model, PeftModel) and model.training
@@ -117,7 +117,7 @@ def test_what_is_trained_is_float32_and_the_rest_keeps_its_dtype(tmp_path):
     assert dtypes(full, trained=True) == {torch.float32} and not weights(full, trained=False)
 
 
-def test_adapters_are_put_where_the_recipe_says_and_a_new_head_is_trained_in_full(llama_folder, bert_folder):
+def test_adapters_follow_recipe_targets(llama_folder, bert_folder):
     option = {"target_modules": ["q_proj", "v_proj"], "modules_to_save": ["embed_tokens"]}
     names = weights(built(recipe(model=llama_folder, peft=LORA | option)), trained=True)
     found = {name.split(".lora_A")[0].rpartition(".")[2] for name in names if "lora_A" in name}
@@ -130,7 +130,7 @@ def test_adapters_are_put_where_the_recipe_says_and_a_new_head_is_trained_in_ful
 @pytest.mark.parametrize(
     ("quantization", "dtype"), [(NF4, torch.uint8), (INT8, torch.int8), (None, torch.float32)]
 )
-def test_adapters_learn_through_a_base_that_stays_frozen_or_quantized(llama_folder, quantization, dtype):
+def test_adapters_learn_through_frozen_base(llama_folder, quantization, dtype):
     training = {"activation_checkpointing": True}
     model = built(recipe("sft", llama_folder, peft=LORA, quantization=quantization, training=training))
     assert dtypes(model, trained=True) == {torch.float32}
@@ -144,7 +144,7 @@ def test_adapters_learn_through_a_base_that_stays_frozen_or_quantized(llama_fold
     assert last and all(weight.grad is not None and weight.grad.any() for weight in last)
 
 
-def test_quantization_leaves_layers_out_and_computes_as_the_recipe_says(llama_folder):
+def test_quantization_follows_recipe_options(llama_folder):
     option = {"llm_int8_skip_modules": ["q_proj", "lm_head"], "bnb_4bit_compute_dtype": "bfloat16"}
     for more, expected in (({}, torch.float32), (option, torch.bfloat16)):
         model = built(recipe(model=llama_folder, peft=LORA, quantization=NF4 | more))
@@ -154,7 +154,7 @@ def test_quantization_leaves_layers_out_and_computes_as_the_recipe_says(llama_fo
     assert dtypes(model, trained=False, among="k_proj") == {torch.uint8}
 
 
-def test_quantizing_without_bitsandbytes_names_the_package(llama_folder, monkeypatch):
+def test_quantizing_without_bitsandbytes_names_package(llama_folder, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: find(name) if name == "peft" else None)
     for use in (built, require_memory):
@@ -199,7 +199,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("change", LOST)
-def test_checkpoint_without_the_models_weights_is_refused(tmp_path, change):
+def test_checkpoint_lacking_model_weights_is_refused(tmp_path, change):
     changed, message, hint = LOST[change]
     change_weights(write_llama(tmp_path), changed)
     with pytest.raises(AssetError, match=message) as refused:
@@ -207,7 +207,7 @@ def test_checkpoint_without_the_models_weights_is_refused(tmp_path, change):
     assert hint in refused.value.hint
 
 
-def test_encoder_gets_a_new_head(tmp_path, bert_folder):
+def test_encoder_gets_new_head(tmp_path, bert_folder):
     AutoModel.from_pretrained(bert_folder, add_pooling_layer=False).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(bert_folder).save_pretrained(tmp_path)
     assert built(recipe("mlm", tmp_path)) and built(recipe("seq-cls", tmp_path, peft=LORA))
@@ -215,7 +215,7 @@ def test_encoder_gets_a_new_head(tmp_path, bert_folder):
         built(recipe("mlm", tmp_path, peft=LORA))
 
 
-def test_missing_shard_is_about_the_folder(tmp_path):
+def test_missing_shard_asks_for_whole_folder(tmp_path):
     built(recipe()).save_pretrained(tmp_path, max_shard_size="50KB")
     min(tmp_path.glob("model-*.safetensors")).unlink()
     with pytest.raises(AssetError, match="No such file.*model-00001") as refused:
@@ -223,7 +223,7 @@ def test_missing_shard_is_about_the_folder(tmp_path):
     assert "Copy the whole folder" in refused.value.hint
 
 
-def test_new_model_ends_with_the_tokenizers_token(byte_tokenizer):
+def test_new_model_uses_tokenizer_eos(byte_tokenizer):
     model = built(recipe())
     assert model.generation_config.eos_token_id == byte_tokenizer.eos_token_id
     assert model.generation_config.bos_token_id is None
@@ -266,7 +266,7 @@ OTHER_KINDS = {"sft": "t5", "mlm": "llama", "seq-cls": "mamba2"}
         ),
     ],
 )
-def test_what_the_recipe_asks_for_in_vain_is_answered_with_what_to_write(build, sections, message, hint):
+def test_impossible_model_request_gets_hint(build, sections, message, hint):
     with pytest.raises(AssetError, match=message) as refused:
         build(recipe(**sections))
     assert hint in refused.value.hint
@@ -280,7 +280,7 @@ def test_what_the_recipe_asks_for_in_vain_is_answered_with_what_to_write(build, 
         (AutoConfig.for_model(**TINY_LLAMA).save_pretrained, r"could not be loaded: .*model\.safetensors"),
     ],
 )
-def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
+def test_folder_without_model_is_refused(tmp_path, prepare, message):
     folder = tmp_path / "folder"
     folder.mkdir()
     prepare(folder)
@@ -289,7 +289,7 @@ def test_a_folder_that_is_no_model_says_so(tmp_path, prepare, message):
 
 
 @pytest.mark.parametrize("name", ["attn_implementation", "experts_implementation", "output_attentions"])
-def test_a_hub_s_config_chooses_no_code(tmp_path, name):
+def test_hub_config_chooses_no_code(tmp_path, name):
     written = write_llama(tmp_path) / "config.json"
     value = True if name == "output_attentions" else "owner/kernels"
     written.write_text(json.dumps(json.loads(written.read_text()) | {name: value}))
@@ -298,7 +298,7 @@ def test_a_hub_s_config_chooses_no_code(tmp_path, name):
     assert model.config._experts_implementation in (None, "eager")
 
 
-def test_a_config_with_a_million_layers_is_refused(tmp_path):
+def test_config_with_million_layers_is_refused(tmp_path):
     written = write_llama(tmp_path) / "config.json"
     written.write_text(json.dumps(json.loads(written.read_text()) | {"num_hidden_layers": 10**6}))
     with pytest.raises(AssetError, match="asks for 1,000,000 `num_hidden_layers`"):
@@ -306,13 +306,13 @@ def test_a_config_with_a_million_layers_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size"])
-def test_sizes_beyond_all_memory_are_an_asset_error(field):
+def test_sizes_beyond_memory_raise_asset_error(field):
     with pytest.raises(AssetError, match="could not be loaded: .*long") as refused:
         require_memory(recipe(model=TINY_LLAMA | {field: 10**20}))
     assert "`model` section" in refused.value.hint
 
 
-def test_a_model_of_too_many_parts_is_not_built():
+def test_oversized_model_is_not_built():
     built_parts = []
     with bounded(8):
         torch.nn.Sequential(*(torch.nn.Linear(1, 1, bias=False) for _ in range(4)))
@@ -322,7 +322,7 @@ def test_a_model_of_too_many_parts_is_not_built():
     torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(9)))
 
 
-def test_memory_is_told_before_anything_is_loaded_and_a_gpu_holds_the_model_and_ram_the_rest(monkeypatch):
+def test_memory_is_checked_before_loading(monkeypatch):
     huge = {"hidden_size": 12288, "num_hidden_layers": 48, "num_attention_heads": 96}
     words = r"needs \d{3,}\.\d GiB of RAM before activations, and \d+\.\d GiB are free"
     with pytest.raises(OutOfMemory, match=words) as caught:

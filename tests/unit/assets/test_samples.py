@@ -1,6 +1,6 @@
 """Samples of masked models and classifiers, rows for TRL's trainers, batches; `clm` is in `test_data.py`.
 
-The words about columns that do not fit are in `tests/unit/cli/test_broken_recipes.py`.
+Messages about columns that do not fit are in `tests/unit/cli/test_broken_recipes.py`.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from trahiv_cli.recipe.schema import DatasetSection
 
 @pytest.fixture
 def build(bert_tokenizer):
-    """Build the splits of one dataset; those of `sft` and `dpo` of several."""
+    """Build the splits of one dataset, or of several for `sft` and `dpo`."""
     chatty = chat_tokenizer()
 
     def make(task, *sources, max_length=512, section=None, tokenizer=None, **options):
@@ -33,7 +33,7 @@ def build(bert_tokenizer):
 
 
 @STREAMED
-def test_a_document_with_something_to_hide_is_one_sample(write_rows, build, bert_tokenizer, streaming):
+def test_maskable_document_is_one_sample(write_rows, build, bert_tokenizer, streaming):
     source = write_rows([{"text": text} for text in ("ab", "abcdefgh", "", None, "[SEP][MASK]")])
     samples = list(build("mlm", source, max_length=6, streaming=streaming).train)
     assert [sample.keys() for sample in samples] == [{"input_ids"}] * 2
@@ -45,7 +45,7 @@ def test_a_document_with_something_to_hide_is_one_sample(write_rows, build, bert
 
 @STREAMED
 @pytest.mark.parametrize("said", [["bad", "good", "none"], [0.0, 1.0, 2.0]])
-def test_a_class_is_a_number_or_a_name(write_rows, build, said, streaming):
+def test_class_is_number_or_name(write_rows, build, said, streaming):
     rows = [{"text": f"text {label}", "label": label, "id": 7} for label in said]
     rows.insert(1, {"text": "", "label": said[0], "id": 7})  # without a text: left out with its class
     samples = list(build("seq-cls", write_rows(rows), streaming=streaming).train)
@@ -54,7 +54,7 @@ def test_a_class_is_a_number_or_a_name(write_rows, build, said, streaming):
 
 
 @pytest.mark.parametrize(("label", "how"), [(3, {"streaming": True}), ("god", {"num_proc": 2})])
-def test_a_label_that_is_none_names_its_row_in_another_process_too(write_rows, build, label, how):
+def test_unknown_label_names_its_row(write_rows, build, label, how):
     rows = [{"text": "a", "label": "bad" if isinstance(label, str) else 0} for _ in range(5)]
     rows[2]["label"] = label
     words = f"Row 3 of .* has the label {label!r}, and .* names 3 classes"
@@ -64,7 +64,7 @@ def test_a_label_that_is_none_names_its_row_in_another_process_too(write_rows, b
 
 
 @STREAMED
-def test_a_dataset_that_names_its_classes_is_read_by_name(tmp_path, build, streaming):
+def test_named_classes_are_matched_by_name(tmp_path, build, streaming):
     def labels_of(*names):
         """The labels of a dataset that has each of its classes once, and names them."""
         rows = [{"text": "a", "label": number} for number in range(len(names))]
@@ -101,11 +101,11 @@ PREFERRED = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": WORSE[1:]}
         ("dpo", {"chosen": CHAT, "rejected": WORSE, "messages": CHAT}, {"chosen": CHAT, "rejected": WORSE}),
     ],
 )
-def test_rows_keep_what_trl_reads(write_rows, build, task, row, expected, streaming):
+def test_rows_keep_only_trl_columns(write_rows, build, task, row, expected, streaming):
     assert list(build(task, write_rows([row] * 3), streaming=streaming).train) == [expected] * 3
 
 
-def test_columns_may_have_other_names_and_texts_need_no_chat_template(write_rows, build):
+def test_renamed_columns_and_plain_texts_are_read(write_rows, build):
     columns = {"instruction": "prompt", "output": "completion"}
     renamed = write_rows([{"instruction": "a", "output": "b", "input": ""}], columns=columns)
     assert list(build("sft", renamed).train) == [{"prompt": "a", "completion": "b"}]
@@ -126,7 +126,7 @@ def test_columns_may_have_other_names_and_texts_need_no_chat_template(write_rows
         ("sft", THINKING, {"chat_template_kwargs": None}, "Row 3 of .* has no 'chat_template_kwargs'"),
     ],
 )
-def test_a_row_that_trl_could_not_read_is_named(write_rows, build, task, row, broken, message, streaming):
+def test_row_unreadable_for_trl_is_named(write_rows, build, task, row, broken, message, streaming):
     source = write_rows([row, row, row | broken, row])
     with pytest.raises(AssetError, match=message) as caught:
         list(build(task, source, streaming=streaming).train)
@@ -141,28 +141,28 @@ KEEPS_THE_LAST = "{% set m = messages | last %}{{ m.role + ': ' + m.content }}"
 
 
 @STREAMED
-def test_a_row_that_the_template_refuses_is_named(write_rows, build, streaming):
+def test_row_refused_by_template_is_named(write_rows, build, streaming):
     asked = [{"role": "system", "content": "Be brief."}, *CHAT]
     source, plain = write_rows([{"messages": CHAT}] * 1200 + [{"messages": asked}]), chat_tokenizer(REFUSES)
     with pytest.raises(AssetError, match="Row 1,201 of .* by the chat template .*: no system role"):
         list(build("sft", source, tokenizer=plain, streaming=streaming).train)
 
 
-def test_a_sum_that_fails_in_the_template_names_its_row(write_rows, build):
+def test_template_arithmetic_error_names_row(write_rows, build):
     source = write_rows([{"messages": [*CHAT, *CHAT]}, {"messages": CHAT}])
     with pytest.raises(AssetError, match="Row 2 of .* by the chat template .*: .*by zero"):
         build("sft", source, tokenizer=chat_tokenizer("{{ 1 // (messages | length - 2) }}"))
 
 
 @STREAMED
-def test_a_message_that_the_template_loses_is_warned_of(write_rows, build, caplog, streaming):
+def test_message_dropped_by_template_warns(write_rows, build, caplog, streaming):
     source, tokenizer = write_rows([{"messages": CHAT}] * 3), chat_tokenizer(KEEPS_THE_LAST)
     assert len(list(build("sft", source, tokenizer=tokenizer, streaming=streaming).train)) == 3
     assert "Row 1 of" in caplog.text and "has a message of the user in 'messages' that" in caplog.text
     assert streaming or "(3 rows: 1, 2, 3)" in caplog.text
 
 
-def test_all_kinds_of_broken_rows_are_told_at_once(write_rows, build):
+def test_all_broken_rows_are_reported_together(write_rows, build):
     broken = [[*CHAT[:1], CHAT[1] | {"content": None}], [CHAT[0] | {"role": "human"}, CHAT[1]], CHAT[:1]]
     source = write_rows([{"messages": messages} for messages in (CHAT, *broken, broken[0])])
     with pytest.raises(AssetError) as caught:
@@ -172,7 +172,7 @@ def test_all_kinds_of_broken_rows_are_told_at_once(write_rows, build):
     assert "Row 3" in second and "'human'" in second and "Row 4" in third
 
 
-def test_rows_that_are_left_out_are_counted(write_rows, build, caplog):
+def test_skipped_rows_are_counted(write_rows, build, caplog):
     rows = [{"text": text, "label": 0} for text in ("a", "", None, "b")]
     assert len(build("seq-cls", write_rows(rows)).train) == 2
     assert "2 of 4 rows of" in caplog.text
@@ -186,7 +186,7 @@ OF_PARTS = (
 
 @STREAMED
 @pytest.mark.parametrize("written", [None, "part", "part | tojson", "part.text ~ part", "part.text | upper"])
-def test_parts_that_a_template_does_not_read_are_refused(write_rows, build, streaming, written):
+def test_content_parts_unread_by_template_are_refused(write_rows, build, streaming, written):
     whole = [CHAT[0], CHAT[1] | {"content": "Four."}]
     parts = [CHAT[0] | {"content": [{"type": "text", "text": "2 + two?"}]}, whole[1]]
     source = write_rows([{"messages": whole}, {"messages": parts}])
@@ -198,7 +198,7 @@ def test_parts_that_a_template_does_not_read_are_refused(write_rows, build, stre
 
 
 @STREAMED
-def test_parts_that_a_template_reads_are_trained(write_rows, build, streaming, caplog):
+def test_content_parts_read_by_template_are_kept(write_rows, build, streaming, caplog):
     asked = [{"type": "text", "text": " 2 + "}, {"type": "text", "text": "2?"}]
     talk = [{"role": "user", "content": asked}, {"role": "assistant", "content": "Four."}]
     source = write_rows([{"messages": talk}] * 2)
@@ -207,7 +207,7 @@ def test_parts_that_a_template_reads_are_trained(write_rows, build, streaming, c
     assert not caplog.text
 
 
-def test_content_in_the_quotes_of_json_is_kept(write_rows, build, caplog):
+def test_json_quoted_content_gives_no_warning(write_rows, build, caplog):
     source = write_rows([{"messages": [CHAT[0] | {"content": 'Say "é"\n'}, CHAT[1]]}])
     build(
         "sft", source, tokenizer=chat_tokenizer("{% for m in messages %}{{ m.content | tojson }}{% endfor %}")
@@ -216,14 +216,14 @@ def test_content_in_the_quotes_of_json_is_kept(write_rows, build, caplog):
 
 
 @pytest.mark.parametrize("role", ["user", "alice"])
-def test_roles_are_known_by_any_of_several_templates(write_rows, build, role):
+def test_roles_match_any_template(write_rows, build, role):
     source, tokenizer = write_rows([{"messages": [CHAT[0] | {"role": role}, CHAT[1]]}]), chat_tokenizer()
     tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ 'alice' }}"}
     assert len(build("sft", source, tokenizer=tokenizer).train) == 1
 
 
 @STREAMED
-def test_the_form_of_a_conversation_does_not_matter(write_rows, build, streaming, tmp_path):
+def test_conversation_forms_are_equivalent(write_rows, build, streaming, tmp_path):
     message = {"role": Value("large_string"), "content": Value("large_string")}
     large = Dataset.from_list([{"messages": CHAT}], features=Features({"messages": List(message)}))
     large.to_parquet(str(tmp_path / "large.parquet"))
@@ -249,7 +249,7 @@ def test_the_form_of_a_conversation_does_not_matter(write_rows, build, streaming
         ),
     ],
 )
-def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, message, streaming):
+def test_datasets_with_unlike_columns_are_refused(write_rows, build, other, message, streaming):
     sources = write_rows([{"messages": CHAT}], "a.jsonl"), write_rows([other], "b.jsonl")
     words = f"a\\.jsonl' and '.*b\\.jsonl' cannot be mixed: .*{message}"
     with pytest.raises(AssetError, match=words) as caught:
@@ -257,7 +257,7 @@ def test_datasets_with_other_columns_are_not_mixed(write_rows, build, other, mes
     assert "`data.datasets.1.columns`" in caught.value.hint
 
 
-def test_a_batch_pads_by_position_and_learns_the_end_of_text(byte_tokenizer):
+def test_batch_padding_keeps_eos_label(byte_tokenizer):
     collate = build_collator(recipe(clm={"packing": False}), byte_tokenizer)
     batch = collate([{"input_ids": [5, 0, 1]}, {"input_ids": [7]}])
     assert batch["input_ids"].tolist() == [[5, 0, 1], [7, 0, 0]]
@@ -268,7 +268,7 @@ def test_a_batch_pads_by_position_and_learns_the_end_of_text(byte_tokenizer):
     assert packed.keys() == {"input_ids", "labels"}, "all are of one length"
 
 
-def test_hidden_tokens_are_the_only_labels_and_differ_each_time(bert_tokenizer):
+def test_only_masked_tokens_are_labels(bert_tokenizer):
     collate = build_collator(recipe("mlm"), bert_tokenizer)
     samples = [{"input_ids": bert_tokenizer(text)["input_ids"]} for text in ("a long text " * 20, "short")]
     torch.manual_seed(0)

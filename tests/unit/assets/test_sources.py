@@ -1,4 +1,4 @@
-"""Rows of files of every kind, whole or as a stream, and what is said of those that can't be read."""
+"""Rows of files of every kind, whole or as a stream, and errors of unreadable files."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def write(file, texts=TEXTS):
-    """Write `texts` as `file.suffix` wants them; a text file takes the first alone."""
+    """Write `texts` in the format of `file.suffix`; a text file takes only the first."""
     rows = Dataset.from_list([{"text": text, "length": len(text)} for text in texts])
     writers = {".jsonl": rows.to_json, ".csv": rows.to_csv, ".parquet": rows.to_parquet}
     if file.suffix in writers:
@@ -47,7 +47,7 @@ def read(path, *, streaming=False, **fields):
 
 @STREAMED
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-def test_a_file_of_each_suffix_is_read_and_its_columns_renamed(tmp_path, suffix, streaming):
+def test_every_file_suffix_is_read(tmp_path, suffix, streaming):
     path = write(tmp_path / f"data{suffix}")
     assert read(path, streaming=streaming) == TEXTS
     there = opened(path, streaming=streaming, columns={"text": "prompt"})
@@ -56,7 +56,7 @@ def test_a_file_of_each_suffix_is_read_and_its_columns_renamed(tmp_path, suffix,
     assert [row["prompt"] for row in there.rows] == TEXTS
 
 
-def test_a_text_file_is_one_document_with_its_newlines_and_a_glob_reads_them_by_name(folder):
+def test_text_file_is_one_document(folder):
     for name in "ba":
         write(folder / f"{name}.txt", [f"{name}\n\ntwo\n"])
     assert read(folder / "a.txt") == ["a\n\ntwo\n"]
@@ -65,7 +65,7 @@ def test_a_text_file_is_one_document_with_its_newlines_and_a_glob_reads_them_by_
 
 
 @STREAMED
-def test_a_csv_is_read_as_it_is_written(folder, streaming):
+def test_csv_values_are_read_verbatim(folder, streaming):
     (folder / "data.csv").write_text("text,n\nNone,01\nNA,true\n,\n007,1.0\n")
     for path in (folder, folder / "data.csv"):
         rows = list(opened(path, streaming=streaming).rows)
@@ -74,7 +74,7 @@ def test_a_csv_is_read_as_it_is_written(folder, streaming):
 
 
 @STREAMED
-def test_numbers_may_be_followed_by_words(tmp_path, streaming):
+def test_csv_column_mixes_numbers_and_words(tmp_path, streaming):
     # pandas reads 10,000 rows at once, and would take the first ones for numbers.
     (tmp_path / "data.csv").write_text("text\n" + "1\n" * 10_000 + "a word\n")
     assert read(tmp_path / "data.csv", streaming=streaming)[-2:] == ["1", "a word"]
@@ -89,7 +89,7 @@ def test_csv_files_with_different_columns_are_refused(folder):
 
 @STREAMED
 @pytest.mark.parametrize("name", ["data [v2]", "q?*", "x::y", "run #1", "a%20b"])
-def test_no_name_is_taken_for_a_pattern(tmp_path, name, streaming):
+def test_special_characters_in_paths_are_literal(tmp_path, name, streaming):
     folder = tmp_path / name / "sub"
     folder.mkdir(parents=True)
     file = write(folder / "train [clean]::1.JSONL")
@@ -97,7 +97,7 @@ def test_no_name_is_taken_for_a_pattern(tmp_path, name, streaming):
         assert read(path, streaming=streaming) == TEXTS
 
 
-def test_configurations_may_have_other_columns(folder):
+def test_configurations_may_have_unlike_columns(folder):
     (folder / "en.csv").write_text("text\nNA\n")
     (folder / "fr.csv").write_text("text;n\noui;1\n")
     entries = "- {config_name: en, data_files: en.csv}\n- {config_name: fr, data_files: fr.csv, sep: ';'}\n"
@@ -105,7 +105,7 @@ def test_configurations_may_have_other_columns(folder):
     assert (read(folder, name="en"), read(folder, name="fr")) == (["NA"], ["oui"])
 
 
-def test_files_that_no_split_holds_are_warned_of(folder, caplog):
+def test_files_outside_splits_warn(folder, caplog):
     write(folder / "train.jsonl", ["learn"])
     write(folder / "extra.jsonl", ["more"])
     assert read(folder) == ["learn"]
@@ -128,7 +128,7 @@ INFO = {"text": {"dtype": "string", "_type": "Value"}, "label": {"names": ["b", 
         ("dataset_infos.json", json.dumps({"default": {"features": INFO}})),
     ],
 )
-def test_a_folder_that_describes_its_columns_keeps_them(folder, name, content, streaming):
+def test_folder_metadata_sets_column_types(folder, name, content, streaming):
     (folder / "train.csv").write_text("text,label\nfine,1\n")
     (folder / name).write_text(content)
     there = opened(folder, streaming=streaming)
@@ -138,7 +138,7 @@ def test_a_folder_that_describes_its_columns_keeps_them(folder, name, content, s
 @pytest.mark.parametrize(
     ("split", "texts"), [("train", ["a", "b"]), ("train[:50%]", ["a"]), ("test+train[:1]", ["c", "a"])]
 )
-def test_files_of_other_splits_are_not_read(folder, split, texts):
+def test_files_of_other_splits_are_ignored(folder, split, texts):
     (folder / "train.csv").write_text("text\na\nb\n")
     (folder / "test.csv").write_text("text\nc\n")
     (folder / "dev.csv").write_bytes("text;n\nc;1\n".encode("utf-16"))
@@ -147,21 +147,21 @@ def test_files_of_other_splits_are_not_read(folder, split, texts):
     assert read(folder, split=split) == texts
 
 
-def test_a_broken_file_is_named_if_it_is_read(folder):
+def test_broken_file_of_split_is_named(folder):
     (folder / "dev.csv").write_text("text;n\nc;1\n")
     (folder / "train.csv").write_text("text\na,b\n")
     with pytest.raises(AssetError, match=r"Row 1 of .*train\.csv"):
         read(folder)
 
 
-def test_a_folder_of_texts_is_its_data_files_alone(folder):
+def test_text_folder_ignores_license_and_readme(folder):
     write(folder / "a.txt", ["a text"])
     (folder / "LICENSE").write_text("no data")
     (folder / "README.md").write_text("# A dataset")
     assert read(folder) == ["a text"]
 
 
-def test_a_name_that_chooses_nothing_is_refused(folder):
+def test_useless_configuration_name_is_refused(folder):
     write(folder / "a.jsonl")
     with pytest.raises(AssetError, match="chooses a configuration") as caught:
         read(folder, name="en")
@@ -169,7 +169,7 @@ def test_a_name_that_chooses_nothing_is_refused(folder):
     assert read(folder, name="default") == TEXTS
 
 
-def test_a_folder_keeps_the_splits_of_its_files_or_data_files_choose_inside_it(folder):
+def test_folder_files_are_chosen_by_split(folder):
     write(folder / "train.jsonl", ["learn"])
     write(folder / "test.jsonl", ["measure"])
     assert read(folder) == ["learn"]
@@ -179,7 +179,7 @@ def test_a_folder_keeps_the_splits_of_its_files_or_data_files_choose_inside_it(f
         read(folder, split="tset")
 
 
-def test_the_built_in_text_is_our_own_source_and_documentation():
+def test_builtin_text_has_source_and_docs():
     texts = read(TEXT)
     assert Path(sources.__file__).read_text(encoding="utf-8") in texts
     assert any(text.startswith("# Running for days") for text in texts)
@@ -188,7 +188,7 @@ def test_the_built_in_text_is_our_own_source_and_documentation():
     assert TEXT in caught.value.hint
 
 
-def test_a_folder_of_several_kinds_is_refused_unless_it_sorts_them_itself(folder):
+def test_folder_with_mixed_suffixes_is_refused(folder):
     write(folder / "data.jsonl", ["of json"])
     write(folder / "data.csv", ["of csv"])
     for path in (folder, folder / "*"):
@@ -200,7 +200,7 @@ def test_a_folder_of_several_kinds_is_refused_unless_it_sorts_them_itself(folder
 
 
 @STREAMED
-def test_a_column_that_holds_no_text_later_is_refused(write_rows, streaming):
+def test_mixed_type_column_is_refused(write_rows, streaming):
     there = opened(write_rows([{"mixed": "a"}, {"mixed": 5}]).path, streaming=streaming)
     with pytest.raises(AssetError, match="'mixed' of .* holds several kinds of values, not text"):
         require_text(there, "mixed", "clm.dataset_text_field")
@@ -209,7 +209,7 @@ def test_a_column_that_holds_no_text_later_is_refused(write_rows, streaming):
 ROW = '{"text": "fine"}\n'
 PARQUET = b"PAR1" + bytes(500) + b"PAR1"
 OLD = "(Invalid octet in UTF-8|Expected object)"
-"""What the reader of JSON says in `datasets` 4."""
+"""The message of the JSON reader of `datasets` 4."""
 
 
 @STREAMED
@@ -241,7 +241,7 @@ OLD = "(Invalid octet in UTF-8|Expected object)"
         ),
     ],
 )
-def test_a_broken_file_is_named_in_the_words_of_its_reader(tmp_path, name, content, message, hint, streaming):
+def test_broken_file_is_refused_with_hint(tmp_path, name, content, message, hint, streaming):
     file = tmp_path / name
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(AssetError, match=message) as caught:
@@ -249,14 +249,14 @@ def test_a_broken_file_is_named_in_the_words_of_its_reader(tmp_path, name, conte
     assert re.search(hint, caught.value.hint)
 
 
-def test_a_broken_file_is_found_among_sound_ones(folder):
+def test_broken_file_among_others_is_found(folder):
     for name, content in {"a": "", "b": ROW, "c": ROW + '{"text', "d": ROW}.items():
         (folder / f"{name}.jsonl").write_text(content)
     with pytest.raises(AssetError, match=r"Row 2 of .*c\.jsonl' is no JSON"):
         read(folder)
 
 
-def test_a_stream_stops_at_the_broken_place_when_it_is_reached(tmp_path):
+def test_stream_fails_at_broken_row(tmp_path):
     # pandas reads 10,000 rows at once: the first ones are sound.
     file = tmp_path / "data.csv"
     file.write_text("text,n\n" + "a,1\n" * 12_000 + "b,2,3\n")
@@ -266,7 +266,7 @@ def test_a_stream_stops_at_the_broken_place_when_it_is_reached(tmp_path):
         list(rows)
 
 
-def test_workers_share_the_files_of_a_stream(tmp_path, monkeypatch):
+def test_workers_divide_stream_files(tmp_path, monkeypatch):
     for name in "abc":
         write(tmp_path / f"{name}.jsonl", [f"{name}1", f"{name}2"])
     rows = opened(tmp_path / "*.jsonl", streaming=True).rows
@@ -280,7 +280,7 @@ def test_workers_share_the_files_of_a_stream(tmp_path, monkeypatch):
     assert sorted(seen[0] | seen[1]) == ["a1", "a2", "b1", "b2", "c1", "c2"]
 
 
-def test_a_hub_that_cannot_be_reached_or_has_no_such_dataset_says_what_was_wanted(monkeypatch):
+def test_missing_hub_dataset_is_named(monkeypatch):
     for streaming in (False, True):
         with pytest.raises(AssetError, match="not be reached for the dataset 'nobody/nothing'") as caught:
             read("nobody/nothing", streaming=streaming)

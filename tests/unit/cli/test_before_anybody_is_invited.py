@@ -1,7 +1,7 @@
-"""What `init` and `join` say of this machine, of data that only the libraries can judge, of runs and recipes.
+"""Errors of `init` and `join` about this machine, data that only the libraries can judge, runs and recipes.
 
-They say so after a node has started, of which there is a stand-in here, and before anybody is invited.
-What `trahiv check` knows is in `test_broken_recipes.py`, some of this with real processes in
+They come after a node has started, which is a stand-in here, and before an invitation is written.
+The checks of `trahiv check` are in `test_broken_recipes.py`, some of these errors with real processes in
 `tests/swarm/test_exit_codes.py`.
 """
 
@@ -57,7 +57,7 @@ SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
         ({"training__report_to": ["kubeflow"]}, "'kubeflow' .* is not installed here, or not set up", "pip"),
     ],
 )
-def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, changes, message, hint):
+def test_init_refuses_before_inviting(events, tmp_path, monkeypatch, changes, message, hint):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(trainer_optimizer, "is_bitsandbytes_available", lambda: False)
     monkeypatch.setattr(peer, "start_node", lambda *_, **__: FakeNode())
@@ -66,7 +66,7 @@ def test_init_says_it_before_it_invites_anybody(events, tmp_path, monkeypatch, c
     require_error(events("init", write_tiny(tmp_path, **changes)), 3, message, hint)
 
 
-def test_large_data_files_are_not_read_in_silence(events, tmp_path, monkeypatch):
+def test_slow_data_read_is_announced(events, tmp_path, monkeypatch):
     read = content.content_of
     monkeypatch.setattr(telemetry, "SAY_AFTER_S", 0.01)
     monkeypatch.setattr(content, "content_of", lambda dataset: time.sleep(0.1) or read(dataset))
@@ -77,7 +77,7 @@ def test_large_data_files_are_not_read_in_silence(events, tmp_path, monkeypatch)
 
 @pytest.fixture
 def without_daemon(monkeypatch):
-    """Let a node be started but for its daemon, of which nothing here may have need."""
+    """Fail if a node's daemon is started, which no test here may need."""
     monkeypatch.setattr(
         CorrectedDHT, "start", lambda *_, **__: pytest.fail("a daemon would have been started")
     )
@@ -88,14 +88,14 @@ def bytes_of(folder):
 
 
 def trained(run):
-    """Make the folder of a run of the tiny recipe that has reached step 1; all that it holds."""
+    """Make the folder of a run of the tiny recipe at step 1, and return its contents."""
     run.mkdir(parents=True)
     (run / "recipe.json").write_text(json.dumps(resolve(load_recipe("tiny.yaml").recipe).to_data()))
     Checkpoints(run / CHECKPOINTS).save(CheckpointData(State(History(step=1)), {}))
     return bytes_of(run)
 
 
-def test_a_finished_run_has_nothing_to_do(trahiv, tmp_path, without_daemon):
+def test_finished_run_has_nothing_to_do(trahiv, tmp_path, without_daemon):
     write_tiny(tmp_path, training__max_steps=1)
     trained(tmp_path / "run")
     (tmp_path / "run" / "final").mkdir()
@@ -103,7 +103,7 @@ def test_a_finished_run_has_nothing_to_do(trahiv, tmp_path, without_daemon):
     assert trahiv("init", "tiny.yaml", "--output-dir", "run") == (0, said, "")
 
 
-def test_data_that_was_edited_makes_another_run_which_is_said(events, tmp_path, monkeypatch):
+def test_edited_data_starts_another_run(events, tmp_path, monkeypatch):
     def leave(*_, **__):
         raise Left
 
@@ -125,7 +125,7 @@ def test_data_that_was_edited_makes_another_run_which_is_said(events, tmp_path, 
     assert not saved_in(another), "it begins anew"
 
 
-def test_a_run_with_a_name_of_its_own_does_not_take_edited_data(events, tmp_path, without_daemon):
+def test_named_run_refuses_edited_data(events, tmp_path, without_daemon):
     write_tiny(tmp_path, data={"datasets": [{"path": "text.txt"}]}, hivemind_config__opt__run_id="mine")
     run = Path("runs/mine")
     kept = trained(run)
@@ -154,13 +154,13 @@ def publish(here, nothing_starts, monkeypatch):
 
 
 @pytest.mark.usefixtures("publish")
-def test_a_swarm_that_trains_nothing_has_no_recipe_to_give(events):
+def test_swarm_without_recipe_is_refused(events):
     code, (error,) = events("join", "--peer", ADDRESS, "--yes")
     assert (code, error["code"]) == (4, "nothing-published")
     assert "nobody publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
 
 
-def test_a_swarm_that_speaks_another_protocol_is_not_joined_with_a_recipe_or_without(events, publish, here):
+def test_swarm_with_other_protocol_is_refused(events, publish, here):
     publish(protocol=PROTOCOL + 1, version="9.0")
     for recipe in ((), (write_tiny(here),)):
         code, (error,) = events("join", *recipe, "--peer", ADDRESS, "--yes")
@@ -171,14 +171,14 @@ def test_a_swarm_that_speaks_another_protocol_is_not_joined_with_a_recipe_or_wit
         assert error["hint"] == "pip install trahiv==9.0"
 
 
-def test_what_is_wrong_with_a_value_of_ones_own_is_not_said_of_the_swarm(events, publish, here):
+def test_wrong_own_value_names_own_option(events, publish, here):
     publish()
     own = ["--set", "training.report_to=[azure]"]
     code, (error,) = events("join", "--peer", ADDRESS, "--yes", "--files", here, *own)
     assert (code, error["path"], error["file"]) == (2, "training.report_to.0", " ".join(own))
 
 
-def test_a_recipe_that_differs_is_refused_field_by_field(trahiv, events, publish, here):
+def test_different_recipe_lists_differing_fields(trahiv, events, publish, here):
     publish()
     recipe = write_tiny(here, training__learning_rate=0.5)
     code, (error,) = events("join", recipe, "--peer", ADDRESS, "--yes")

@@ -1,8 +1,8 @@
-"""Recipes that contradict their data or this machine: `check` says it, and `init` invites nobody to it.
+"""Recipes that contradict their data or this machine: `check` reports it, and `init` refuses them.
 
-A row is a recipe that works with one thing changed. Each must be told what is wrong, where, what to do about
-it, and with which exit code, before a socket is opened. What is wrong with a recipe alone is in
-`tests/unit/recipe/mistakes.txt`; what only the libraries find, in `test_before_anybody_is_invited.py`.
+A row is a working recipe with one change. The error must have the mistake, its place, a hint and an exit
+code, before a socket is opened. Mistakes of a recipe alone are in `tests/unit/recipe/mistakes.txt`; those
+that only the libraries find, in `test_before_anybody_is_invited.py`.
 """
 
 import json
@@ -72,7 +72,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("task", "row", "setting", "message", "hint"), BROKEN)
-def test_check_and_init_say_what_is_wrong(write, events, here, task, row, setting, message, hint):
+def test_check_and_init_report_mistake(write, events, here, task, row, setting, message, hint):
     file = write(task, row if isinstance(row, list) else [row] * 8)
     before = set(here.iterdir())
     path = DATA if setting.startswith((COLUMNS, "sft")) or not setting else setting.partition("=")[0]
@@ -84,7 +84,7 @@ def test_check_and_init_say_what_is_wrong(write, events, here, task, row, settin
     assert set(here.iterdir()) == before
 
 
-def test_every_kind_of_broken_row_is_an_error(write, events):
+def test_each_broken_row_kind_is_reported(write, events):
     broken = [TALK[0], {"role": "assistant", "value": "Yes."}], TALK[:1]
     file = write("sft", [{"messages": messages} for messages in (TALK, *broken, TALK, *broken)])
     code, told = events("check", file)
@@ -92,7 +92,7 @@ def test_every_kind_of_broken_row_is_an_error(write, events):
     assert all(re.search(r"\(2 rows: \d, \d\)", event["message"]) for event in told)
 
 
-def test_doubtful_rows_are_a_warning(write, events):
+def test_doubtful_rows_warn(write, events):
     rows = [TALK, [TALK[0], {**TALK[1], "content": ""}], TALK[::-1]]
     code, told = events("check", write("sft", [{"messages": messages} for messages in rows]))
     assert (code, [event["event"] for event in told]) == (0, ["warning", "warning", "checked"])
@@ -105,14 +105,14 @@ def test_doubtful_rows_are_a_warning(write, events):
     assert code == 0 and "rows.jsonl' has no 'text' and is left out" in warning["message"]
 
 
-def test_one_budget_bounds_what_is_read_of_a_dataset(write, events, here):
+def test_one_budget_bounds_dataset_reading(write, events, here):
     file = write("clm", [{"text": "a" * 2**25}], data={"datasets": [{"path": "*.jsonl"}]})
     for content, code in ((b"{\n", 0), ("{\n".encode("utf-16"), 2)):
         (here / "s.jsonl").write_bytes(content)
         assert events("check", file)[0] == code
 
 
-def test_a_row_that_may_not_be_trained_on_is_not_judged(write, events):
+def test_possibly_unused_row_is_not_judged(write, events):
     file = write("sft", [{"text": "a"}, {"text": None}])
     whole, half = "{path: rows.jsonl}", "{path: rows.jsonl, fraction: 0.5}"
     for entries, code in {
@@ -125,7 +125,7 @@ def test_a_row_that_may_not_be_trained_on_is_not_judged(write, events):
     assert events("check", file)[0] == 0
 
 
-def test_data_that_is_not_here_is_an_error_where_it_is_trained(write, events):
+def test_missing_data_fails_init(write, events):
     file = write("clm", [{"text": "a"}], data={"datasets": [{"path": "rows.jsonl"}, {"path": "rowz.jsonl"}]})
     code, (event,) = events("init", file)
     assert (code, event["event"], event["path"]) == (3, "error", "data.datasets.1.path")
@@ -134,7 +134,7 @@ def test_data_that_is_not_here_is_an_error_where_it_is_trained(write, events):
     assert (code, len(told)) == (2, 2), "what is wrong with a recipe is more than what is not here"
 
 
-def test_all_that_is_wrong_is_said_at_once_and_at_its_place(write, events, here):
+def test_all_mistakes_are_reported_with_places(write, events, here):
     file = write("clm", [{"body": "a"}])
     code, told = events("check", file, "--set", "clm.max_length=129")
     assert (code, [event["path"] for event in told]) == (2, [DATA, "clm.max_length"])
@@ -146,10 +146,10 @@ def test_all_that_is_wrong_is_said_at_once_and_at_its_place(write, events, here)
     assert (code, event["file"]) == (2, "--set clm.max_length=9") and "context of 8" in event["message"]
 
 
-def test_a_local_model_s_context_ends_where_its_table_does(write, events, here):
+def test_context_limit_comes_from_position_table(write, events, here):
     (here / "base").mkdir()
     for model_type, packing, context, is_right in (
-        *(("llama", True, 16, True), ("gpt2", False, 16, True)),  # positions are turned; a short text fits
+        *(("llama", True, 16, True), ("gpt2", False, 16, True)),  # rotary positions; a short text fits
         *(("gpt2", True, 1024, True), ("gpt2", True, 1023, False)),
     ):
         (here / "base/config.json").write_text(f'{{"model_type": "{model_type}", "n_positions": {context}}}')

@@ -1,4 +1,4 @@
-"""What `trahiv doctor` makes of checks: lines, a verdict, an exit code. The rooms that look are stand-ins."""
+"""`trahiv doctor` turns checks into lines, a verdict, an exit code. The modules that look are stand-ins."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def bad(name):
 
 
 class Looks:
-    """What is found where, and with which DHT section and invitation it was looked for."""
+    """The findings of each module, and the DHT section and invitation that were examined."""
 
     def __init__(self):
         self.machine, self.ports, self.members, self.network = [], FINE, FINE, []
@@ -61,9 +61,7 @@ def looks(here, monkeypatch):
         ({"machine": [bad("disk"), bad("memory")]}, 3, "see disk, memory."),
     ],
 )
-def test_the_last_line_says_whether_a_peer_can_train_and_the_exit_code_what_is_wrong(
-    events, looks, found, code, verdict
-):
+def test_verdict_and_exit_code_follow_checks(events, looks, found, code, verdict):
     vars(looks).update({"network": [BOTH], **found})
     left, (*checks, last) = events("doctor", "--peer", ADDRESS)
     assert (left, last["exit_code"], last["event"]) == (code, code, "verdict")
@@ -73,7 +71,7 @@ def test_the_last_line_says_whether_a_peer_can_train_and_the_exit_code_what_is_w
     assert (looks.entered is not None) == is_entered
 
 
-def test_a_check_is_a_line_with_what_to_do_where_it_is_not_enough_and_an_event(trahiv, events, looks):
+def test_check_is_shown_with_fix(trahiv, events, looks):
     looks.machine, looks.network = [FINE, POOR, bad("memory")], [Network({ALICE: "punched"}, (BOB,))]
     *told, verdict = events("doctor")[1]
     assert bad("memory") == Check(**{key: told[2][key] for key in Check._fields})
@@ -90,7 +88,7 @@ def test_a_check_is_a_line_with_what_to_do_where_it_is_not_enough_and_an_event(t
     assert out.endswith("\n\nYou can't train here yet: see memory.\n")
 
 
-def test_it_looks_at_what_the_recipe_and_the_command_line_say(trahiv, looks, here):
+def test_doctor_uses_recipe_and_options(trahiv, looks, here):
     recipe = write_tiny(here, hivemind_config__dht__client_mode=True)
     listens = "--host-maddr", "/ip4/0.0.0.0/tcp/9", "--announce-maddr", "/ip4/5.5.5.1/tcp/9"
     more = "--set", "training.max_steps=9", "--output-dir", "there"
@@ -102,7 +100,7 @@ def test_it_looks_at_what_the_recipe_and_the_command_line_say(trahiv, looks, her
     assert (looks.recipe.training.max_steps, str(looks.folder)) == (9, "there")
 
 
-def test_without_a_line_the_members_are_not_looked_for_and_a_broken_recipe_comes_first(events, looks, here):
+def test_doctor_without_line_skips_members(events, looks, here):
     looks.members = bad("members")
     assert events("doctor")[0] == 0 and looks.entered[0].addresses == ()
     code, told = events("doctor", write_tiny(here, training__max_steps=-1))

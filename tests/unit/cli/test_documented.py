@@ -1,4 +1,4 @@
-"""Commands of the README and the pages that need no process of their own; the others: `tests/swarm`."""
+"""Commands of the README and the pages that need no process of their own; the others are in `tests/swarm`."""
 
 import re
 
@@ -13,7 +13,7 @@ HUB = {"Qwen/Qwen3-0.6B-Base": "./model", "trl-lib/Capybara": "./chats.jsonl"}
 
 @with_todays_typer
 @pytest.mark.usefixtures("nothing_starts")
-def test_commands_about_recipes_and_their_errors_are_as_shown(trahiv, here):
+def test_documented_recipe_commands_work_as_shown(trahiv, here):
     script, shown = Script("one process"), {one.line: one.output for one in shown_in(CODES)}
 
     def run(line, code=0):

@@ -1,4 +1,4 @@
-"""`init --dry-run` and `check --deep`: what a run will cost, said before it starts."""
+"""`init --dry-run` and `check --deep`: the cost of a run, shown before it starts."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def drawn(nothing_starts, here, trahiv):
     return drawn
 
 
-def test_programs_get_bytes_by_purpose_and_seconds_by_speed(nothing_starts, here, events):
+def test_json_estimate_has_bytes_and_seconds(nothing_starts, here, events):
     file = write_tiny(here, swarm__mode="sync")
     code, (checked, event) = events("check", file, "--deep")
     assert (code, checked["event"], event["event"]) == (0, "checked", "estimate")
@@ -55,7 +55,7 @@ OF_AUTO = [f"{name}, many" for name in (*CODECS_BY_LOSS, "a fragment")]
         ("auto", ["a step, 2 peers", "a step, many peers", *OF_AUTO]),
     ],
 )
-def test_a_dry_run_is_drawn_as_a_mode_takes_it(drawn, mode, rounds):
+def test_dry_run_table_follows_mode(drawn, mode, rounds):
     text = drawn(
         r"trained weights +[\d.]+ KiB +[\d.]+k, float32",
         r"activations +[\d.]+ .iB +2 x 32 tokens",
@@ -67,7 +67,7 @@ def test_a_dry_run_is_drawn_as_a_mode_takes_it(drawn, mode, rounds):
     assert [re.split(r" {2,}", line)[0] for line in told] == [*rounds, "to join"]
 
 
-def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
+def test_gpu_has_own_column(drawn, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**34, 2**34))
@@ -81,7 +81,7 @@ def test_a_gpu_has_a_column_of_its_own(drawn, monkeypatch):
     )
 
 
-def test_a_deep_check_tells_each_doubt_once(nothing_starts, here, events):
+def test_deep_check_reports_doubt_once(nothing_starts, here, events):
     rows = [{"prompt": "a", "completion": "b" * (n != 1)} for n in range(8)]
     (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"datasets": [{"path": "rows.jsonl"}]}
@@ -92,7 +92,7 @@ def test_a_deep_check_tells_each_doubt_once(nothing_starts, here, events):
     assert code == 0 and len(doubts) == 1
 
 
-def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahiv, monkeypatch):
+def test_oversized_run_is_shown_and_refused(nothing_starts, here, trahiv, monkeypatch):
     monkeypatch.setattr("trahiv_cli.assets.model.free_bytes", lambda: {"RAM": 2**20})
     words = ("--format", "plain", "--wait", "5m", "--host-maddr", "/ip4/127.0.0.1/tcp/0")
     code, out, err = trahiv("init", write_tiny(here), "--dry-run", *words)
@@ -101,13 +101,13 @@ def test_what_does_not_fit_is_shown_and_then_refused(nothing_starts, here, trahi
     assert re.search(r"error: Training needs \d\.\d GiB of RAM, and 0\.0 GiB are free", err)
 
 
-def test_what_a_joiner_takes_is_added_in_ram():
+def test_joiner_memory_is_counted_in_ram():
     needed = replace(require_memory(recipe()), joiner_bytes=2**50)
     table = "\n".join(memory_table(recipe(), needed, {"RAM": 2**30}, 8))
     assert re.search(r"^when a peer joins +104857[67] GiB$", table, re.MULTILINE), table
 
 
-def test_sizes_and_times_have_a_unit_that_fits():
+def test_sizes_and_times_have_fitting_units():
     sizes = {0: "0.0 KiB", 512: "0.5 KiB", int(2**20 * 99.96): "100 MiB", int(2**30 * 7.25): "7.2 GiB"}
     assert [size(num_bytes) for num_bytes in sizes] == list(sizes.values())
     times = {0.04: "0.0 s", 9.6: "9.6 s", 119: "2.0 min", 7200: "2.0 h", 10**7: "116 days"}
@@ -118,8 +118,8 @@ def test_sizes_and_times_have_a_unit_that_fits():
     ("mode", "steps", "fragments", "copies_to_join"),
     [("sync", 1, 1, 3), ("auto", 1, 1, 4), ("diloco", 50, 1, 2.5), ("streaming", 13, 4, 2.5)],
 )
-def test_modes_with_local_steps_exchange_less_and_give_a_joiner_more(mode, steps, fragments, copies_to_join):
-    """With local steps it gets momentum, too, and statistics in 8 bits."""
+def test_traffic_depends_on_mode(mode, steps, fragments, copies_to_join):
+    """With local steps a joiner gets momentum, too, and statistics in 8 bits."""
     opt = {"opt": {"grad_compression": "none"}}
     wanted = recipe(swarm={"mode": mode}, hivemind_config=opt, peft=LORA)
     needed = require_memory(wanted)

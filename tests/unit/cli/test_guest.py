@@ -1,4 +1,4 @@
-"""What `pause`, `resume` and `finish` say, by a peer's events; real ones: `tests/swarm/test_guest.py`."""
+"""Output of `pause`, `resume` and `finish` by a peer's events; real peers: `tests/swarm/test_guest.py`."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def run(here, monkeypatch):
     record.close()
 
 
-def test_what_the_peer_says_of_it_is_shown_and_the_wish_stands(trahiv, run):
+def test_commands_show_peer_answer_and_keep_wish(trahiv, run):
     folder, events = run
     events.emit("step", step=4)
     assert trahiv("pause") == (0, "", "runs/run-1: it pauses when its present local step is over.\n")
@@ -48,14 +48,14 @@ def test_what_the_peer_says_of_it_is_shown_and_the_wish_stands(trahiv, run):
     assert "done at step 5 (finish): step-5" in trahiv("finish")[1]
 
 
-def test_programs_get_the_peer_s_own_event(events, run):
+def test_json_output_is_peer_event(events, run):
     run[1].emit("paused", step=4, why=BY_ITS_USER)
     code, [told] = events("pause")
     assert code == 0 and (told["event"], told["step"], told["why"]) == ("paused", 4, BY_ITS_USER)
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "finish"])
-def test_where_nobody_trains_nothing_is_wished(trahiv, here, command):
+def test_wish_without_running_peer_is_refused(trahiv, here, command):
     code, out, err = trahiv(command)
     assert (code, out) == (3, "") and "No peer trains in runs/ here." in err
     (here / "old").mkdir()
@@ -63,7 +63,7 @@ def test_where_nobody_trains_nothing_is_wished(trahiv, here, command):
     assert (code, out) == (3, "") and "No peer trains in old; nothing was changed." in err
 
 
-def test_the_newest_run_whose_peer_runs_is_meant(trahiv, run, monkeypatch):
+def test_newest_running_peer_is_chosen(trahiv, run, monkeypatch):
     newer = run[0].with_name("run-2")
     newer.mkdir()
     (newer / RESOLVED).write_text("{}")

@@ -29,19 +29,19 @@ PYTHON = ["python", "-X", "dev", "-m", "trahiv_cli"]
         ("/home/ip4/recipe.yaml by me@example.org", []),
     ],
 )
-def test_what_to_join_by_is_found_in_what_was_pasted(text, peers):
+def test_invitations_are_found_in_pasted_text(text, peers):
     assert peers_in(text) == peers
 
 
 @pytest.mark.parametrize("gap", [" ", "\n", "\n> ", "\r\n  ", "\u200b"])
-def test_an_invitation_may_be_wrapped_anywhere_and_twice(gap):
+def test_wrapped_invitation_is_read(gap):
     for at in range(LINE.index(":") + 1, len(LINE)):
         assert peers_in(f"{LINE[:at]}{gap}{LINE[at : at + 9]}{gap}{LINE[at + 9 :]}{gap}--yes") == [ONE]
 
 
 @pytest.fixture
 def typed(monkeypatch):
-    """`typed("join", ...)`: what this process goes on with, and the command line that would replace it."""
+    """`typed("join", ...)`: the arguments that this process keeps, and the command that would replace it."""
     monkeypatch.setenv(PEER_VARIABLE, "")
 
     def typed(*words):
@@ -71,7 +71,7 @@ def typed(monkeypatch):
         *(([name, "--peer", ONE], [name]) for name in ("members", "status", "doctor", "watch")),
     ],
 )
-def test_an_invitation_moves_into_the_environment(typed, monkeypatch, words, meant):
+def test_invitation_moves_into_environment(typed, monkeypatch, words, meant):
     monkeypatch.setenv(PEER_VARIABLE, "trahiv join --peer trahiv1:xyz")
     assert typed(*words) == (meant, [(sys.executable, [*PYTHON, *meant])])
     assert taken_peers() == ["trahiv1:xyz", ONE], "what was there before stays"
@@ -85,9 +85,9 @@ def test_an_invitation_moves_into_the_environment(typed, monkeypatch, words, mea
         *((words, words) for words in (["--help"], [], ["join", "trahiv"])),
         (["trahiv", "init", "quickstart"], ["init", "quickstart"]),
         (["join", "trahiv", "join", "--peer", ADDRESS], ["join", "--peer", ADDRESS]),
-        # A command that takes no invitation does not get to repeat it.
+        # A command that takes no invitation must not repeat it.
         (["kick", "--peer", ONE, f"in {ONE}."], ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]),
     ],
 )
-def test_all_else_is_run_as_it_was_meant(typed, words, meant):
+def test_other_command_lines_stay_in_process(typed, words, meant):
     assert typed(*words) == (meant, [])

@@ -28,7 +28,7 @@ ROOM = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
 
 
 def shown(monkeypatch, tmp_path, last_sample=2, **environment):
-    """What a terminal of that environment has on it after a run, its control sequences included."""
+    """The contents of a terminal with this environment after a run, with control sequences."""
     file = tmp_path / "invitation"
     file.write_text(INVITATION + "\n")
     screen = io.StringIO()
@@ -51,7 +51,7 @@ def shown(monkeypatch, tmp_path, last_sample=2, **environment):
 
 
 @pytest.mark.parametrize("last_sample", [1, 2])
-def test_the_live_view_is_between_the_join_line_and_how_the_run_ended(monkeypatch, tmp_path, last_sample):
+def test_live_view_leaves_join_line_and_result(monkeypatch, tmp_path, last_sample):
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(monkeypatch, tmp_path, last_sample, **ROOM))
     above, *_, last = plain.split("╭─ run-1")
     assert "waiting for the libraries to load: 5 s so far" in above and plain.count("5 s so far") == 1
@@ -66,7 +66,7 @@ def test_the_live_view_is_between_the_join_line_and_how_the_run_ended(monkeypatc
 
 
 @pytest.mark.parametrize("lacking", [{"TERM": "dumb"}, {"COLUMNS": "59"}, {"LINES": "19"}])
-def test_a_terminal_without_room_gets_plain_lines(monkeypatch, tmp_path, lacking):
+def test_limited_terminal_gets_plain_lines(monkeypatch, tmp_path, lacking):
     screen = shown(monkeypatch, tmp_path, **(ROOM | lacking))
     assert "\x1b" not in screen and "╭" not in screen
     lines = screen.splitlines()
@@ -75,7 +75,7 @@ def test_a_terminal_without_room_gets_plain_lines(monkeypatch, tmp_path, lacking
     assert lines[-2:] == ["done at step 2 (signal): run-1/final", "to go on: trahiv init r"]
 
 
-def test_libraries_find_no_package_of_hub_kernels(tmp_path):
+def test_hub_kernels_cannot_be_imported(tmp_path):
     (tmp_path / "kernels.py").touch()
     code = "from trahiv_cli.cli.output import quiet_libraries; quiet_libraries(); import kernels"
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

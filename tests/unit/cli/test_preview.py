@@ -1,4 +1,4 @@
-"""`trahiv preview`: what it says of data and how that looks, and which data is refused before a run."""
+"""`trahiv preview`: its findings about data and their look, and data that is refused before a run."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ PICTURE = Path(__file__).with_name("preview.txt")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Folders of models, by the tasks that they are for."""
+    """Folders of models, by task."""
     folder = tmp_path_factory.mktemp("models")
     llama, bert = write_llama(folder / "llama", chat_template=CHATML_MARKED), write_bert(folder / "bert")
     return {"sft": llama, "dpo": llama, "clm": llama, "mlm": bert, "seq-cls": bert}
@@ -89,12 +89,12 @@ LOOKS = {
 """Options and rows of each task."""
 
 
-def test_previews_look_as_they_did(trahiv, usual):
+def test_previews_match_picture(trahiv, usual):
     """For a new picture: TRAHIV_REWRITE=1 pytest tests/unit/cli/test_preview.py, then look at it."""
     shown = []
     for command in ("sft", "sft --set sft.packing=true", "dpo", "clm", "mlm -n 1", "seq-cls"):
         task, *options = command.split()
-        torch.seed()  # what `mlm` hides is drawn by the recipe's seed alone
+        torch.seed()  # the masks of `mlm` are drawn by the recipe's seed alone
         code, out, _ = trahiv("preview", usual(task), *options)
         assert code == 0
         shown.append(f"$ trahiv preview {command}\n{out}")
@@ -118,7 +118,7 @@ def test_json_is_one_preview_event(events, usual):
     ]
 
 
-def test_what_trains_nothing_is_warned_of(trahiv, events, usual):
+def test_untrainable_samples_warn(trahiv, events, usual):
     too_short = ("preview", usual("dpo"), "--set", "dpo.max_length=2")
     code, out, err = trahiv(*too_short, "-n", "1")
     assert code == 0 and "left out  3 that would train nothing" in out
@@ -127,13 +127,13 @@ def test_what_trains_nothing_is_warned_of(trahiv, events, usual):
     assert (code, [event["event"] for event in told]) == (0, ["preview", "warning"])
 
 
-def test_nothing_in_a_text_steers_the_terminal():
+def test_control_characters_are_escaped():
     assert readable("a\tb\n\x1b[31m\r\u202e\u2028") == "a⇥   b↵\n\\x1b[31m\\r\\u202e\\u2028"
     assert readable("👩\u200d🚀 é\xa0ü") == "👩\u200d🚀 é\xa0ü"
 
 
 @pytest.mark.parametrize("unwanted", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colour_is_for_terminals_that_want_it(trahiv, usual, monkeypatch, unwanted):
+def test_only_willing_terminals_get_colour(trahiv, usual, monkeypatch, unwanted):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     for name, value in unwanted.items():
@@ -145,18 +145,18 @@ def test_colour_is_for_terminals_that_want_it(trahiv, usual, monkeypatch, unwant
 
 
 @pytest.mark.parametrize("tokenizer", [chat_tokenizer(), ByT5Tokenizer()])
-def test_characters_stay_whole_wherever_training_begins(tokenizer):
+def test_pieces_keep_characters_whole(tokenizer):
     text = "so é 🙂 z"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     for untrained in range(1, 12):
         pieces = pieces_of(tokenizer, [(token, place >= untrained) for place, token in enumerate(ids)])
         assert "".join(piece.text for piece in pieces) == text and "\ufffd" not in pieces[0].text
-        if untrained in (3, 4):  # a byte of two belongs to the later piece
+        if untrained in (3, 4):  # a character of two bytes belongs to the later piece
             assert [piece.text for piece in pieces] == ["so ", "é 🙂 z"]
 
 
 @pytest.mark.parametrize(("task", "is_stream", "total"), [("sft", True, "a stream"), ("clm", False, "5")])
-def test_only_the_first_samples_are_looked_at(trahiv, write, monkeypatch, task, is_stream, total):
+def test_only_first_samples_are_examined(trahiv, write, monkeypatch, task, is_stream, total):
     monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
     recipe = write(task, [{"text": "is a text"}] * 5, data={"streaming": is_stream}, packing=False)
     _, out, _ = trahiv("preview", recipe, "-n", "9")
@@ -184,14 +184,14 @@ ONLY = {"assistant_only_loss": True}
     ],
     ids=["unmarked", "no answer", "refused by the template", "broken in the template"],
 )
-def test_what_trl_refuses_is_said(write, row, template, section, message, hint):
+def test_trl_refusal_is_explained(write, row, template, section, message, hint):
     recipe = load_recipe(write("sft", [row], data={"chat_template": template}, **section)).recipe
     with pytest.raises(AssetError) as refused:
         build_preview(recipe, 3)
     assert re.search(message, refused.value.message) and hint in refused.value.hint
 
 
-def test_what_trl_warns_of_is_passed_on_once_and_a_mistake_of_ours_is_not_taken_for_the_data_s():
+def test_trl_warning_is_passed_on_once():
     warned = []
     with heeding(lambda *said: warned.append(said)):
         for text in ("[RANK 0] it may not learn to stop", "[RANK 0] it may not learn to stop", "another"):
@@ -218,7 +218,7 @@ SIX, PACKED = {"max_length": 6}, {"packing": True, "max_length": 6}
         ("dpo", {"prompt": "abcdefgh", "chosen": "i", "rejected": "j"}, SIX, True),
     ],
 )
-def test_data_that_trains_nothing_once_it_is_cut_is_refused(write, task, row, section, is_refused):
+def test_data_without_trained_tokens_is_refused(write, task, row, section, is_refused):
     recipe = load_recipe(write(task, [], **section)).recipe
     splits, meant = Splits(Dataset.from_list([row] * 8), None), "none of the first 8 samples trains a token"
     with pytest.raises(AssetError, match=meant) if is_refused else contextlib.nullcontext() as refused:

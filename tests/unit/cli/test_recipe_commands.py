@@ -1,4 +1,4 @@
-"""`new`, `check`, `show`, `schema`: what is said, where, and with which exit code."""
+"""`new`, `check`, `show`, `schema`: their output, its places and exit codes."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def folder(here):
     return here
 
 
-def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, events):
+def test_check_lists_mistakes_with_places(trahiv, events):
     code, out, err = trahiv("check", "quickstart")
     assert (code, err) == (0, "")
     assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
@@ -54,7 +54,7 @@ def test_check_says_what_a_recipe_is_or_every_mistake_with_its_place(trahiv, eve
     assert (code, event["code"], event["message"]) == (2, "recipe", "there is no recipe 'nowhere.yaml'")
 
 
-def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(trahiv, events, folder):
+def test_check_and_show_warn_about_missing_data(trahiv, events, folder):
     (folder / "chats.jsonl").write_text("{}")
     code, out, err = trahiv("check", "sft.yaml")
     assert (code, out.count("depends on the data")) == (0, 2)
@@ -69,7 +69,7 @@ def test_check_and_show_of_a_recipe_whose_data_is_not_here_warn_and_exit_with_0(
     assert out.startswith("# fingerprint depends on the data\n")
 
 
-def test_a_run_is_known_by_its_data_which_must_be_unchanged_to_train_and_not_to_be_shown(trahiv, folder):
+def test_check_refuses_run_with_changed_data(trahiv, folder):
     (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     shown = trahiv("show", "sft.yaml")[1]
     assert re.search(r"^        num_bytes: \d+ +# the files$", shown, re.MULTILINE)
@@ -84,7 +84,7 @@ def test_a_run_is_known_by_its_data_which_must_be_unchanged_to_train_and_not_to_
     assert code == 0 and re.search(r"^        num_bytes: \d+ +# recipe.json:\d+$", out, re.MULTILINE)
 
 
-def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
+def test_finding_is_rendered_for_terminal(trahiv, folder):
     _, _, err = trahiv("check", "quickstart", "--set", "training.max_steps=0")
     assert err.startswith(
         "--set training.max_steps=0: training.max_steps: should be greater than or equal to 1, got 0\n"
@@ -98,7 +98,7 @@ def test_a_finding_is_rendered_for_a_terminal(trahiv, folder):
     assert "\x1b" not in err and "?[31mkey: unknown key" in err, "a stranger's text cannot steer the terminal"
 
 
-def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
+def test_traceback_is_shown_only_on_request(trahiv, monkeypatch):
     def broken(*_args, **_kwargs):
         raise ZeroDivisionError("a bug")
 
@@ -110,7 +110,7 @@ def test_no_traceback_is_shown_unless_asked_for(trahiv, monkeypatch):
     assert "Traceback" in trahiv("check", "quickstart")[2]
 
 
-def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
+def test_show_prints_loadable_recipe_with_origins(trahiv, folder):
     changes = ("--set", "training.max_steps=7")
     code, out, _ = trahiv("show", "quickstart", *changes)
     assert code == 0 and re.match(r"# fingerprint [0-9a-f]{64}\n", out)
@@ -122,7 +122,7 @@ def test_show_prints_a_recipe_that_loads_again_with_origins(trahiv, folder):
     assert shown.recipe.training == loaded.recipe.training
 
 
-def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahiv):
+def test_new_lists_and_suggests_builtin_recipes(trahiv):
     code, out, _ = trahiv("new")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == list(builtin_recipes())
@@ -133,7 +133,7 @@ def test_new_lists_the_builtin_recipes_and_suggests_the_one_that_was_meant(trahi
         assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
 
 
-def test_new_writes_a_complete_recipe_and_what_it_may_say_is_printed_as_is_the_version(trahiv, folder):
+def test_new_writes_valid_recipe(trahiv, folder):
     for name in builtin_recipes():
         code, out, err = trahiv("new", name, "-o", "mine.yaml", "--force")
         assert (code, out, "wrote mine.yaml" in err) == (0, "", True)
@@ -143,7 +143,7 @@ def test_new_writes_a_complete_recipe_and_what_it_may_say_is_printed_as_is_the_v
     assert re.fullmatch(r"trahiv \S+\n", trahiv("--version")[1])
 
 
-def test_new_never_overwrites_in_silence(trahiv, folder):
+def test_new_refuses_silent_overwrite(trahiv, folder):
     code, _, err = trahiv("new", "quickstart", "-o", "broken.yaml")
     assert (code, err.splitlines()[0]) == (2, "error: broken.yaml exists; nothing was written")
     assert (folder / "broken.yaml").read_text() == BROKEN

@@ -1,9 +1,9 @@
-"""`trahiv report`: which run, where to, and what is said of it."""
+"""`trahiv report`: the run, the place of the archive, and the message."""
 
 import tarfile
 
 
-def test_the_newest_run_is_packed_and_a_person_is_told_to_look_into_it(trahiv, events, here):
+def test_report_packs_newest_run(trahiv, events, here):
     assert trahiv("report")[0] == 3
     for name in ("old", "new"):
         folder = here / "runs" / name

@@ -1,4 +1,4 @@
-"""What `trahiv status` shows of a swarm, whose records are a dict here."""
+"""Output of `trahiv status` for a swarm whose records are a dict."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from trahiv_cli.train.folder import owned
 
 @pytest.fixture
 def swarm(here, monkeypatch):
-    """`swarm(QmA=[...])` has peers publish what they do; one without is just there."""
+    """`swarm(QmA=[...])` has peers publish their status; a peer without one is only present."""
     node = FakeNode("QmVisitor")
     monkeypatch.setattr(owning, "visiting", lambda *_: contextlib.nullcontext(node))
     monkeypatch.setattr(clock, "swarm_time", lambda: 1000.0)
@@ -48,7 +48,7 @@ def status(step, reached="direct", round_at=988, run="run-1", max_steps=40, **mo
     }
 
 
-def test_a_run_and_its_peers_are_shown_the_furthest_first_and_those_that_train_nothing_last(trahiv, swarm):
+def test_status_lists_peers_by_progress(trahiv, swarm):
     paused = {"state": "paused", "name": "Dee \u202e", "waits_for": "a game to end"}
     swarm(QmC=None, QmA=status(6, "relayed"), QmB=status(7, "punched"), QmD=status(7, **paused))
     swarm(QmE={**status(9), "protocol": PROTOCOL + 1}, QmF=["run-1", 3, 4, "direct", 0])
@@ -65,7 +65,7 @@ def test_a_run_and_its_peers_are_shown_the_furthest_first_and_those_that_train_n
     )
 
 
-def test_programs_get_the_same_as_events(events, swarm):
+def test_json_status_has_run_and_peers(events, swarm):
     swarm(QmA=status(3, "alone", round_at=0), QmB=None)
     _, told = events("status", "--peer", ADDRESS)
     assert [{key: event[key] for key in event.keys() - {"v", "t", "event"}} for event in told] == [
@@ -89,14 +89,14 @@ def test_programs_get_the_same_as_events(events, swarm):
         ({"QmA": status(5, "by magic")}, "  QmA  tells of no run\n"),
     ],
 )
-def test_what_one_peer_says_is_not_what_all_do(trahiv, swarm, peers, said):
+def test_status_ignores_outlier_reports(trahiv, swarm, peers, said):
     swarm(**peers)
     code, out, err = trahiv("status", "--peer", ADDRESS)
     assert code == 0 and said in out
     assert ("nothing is being trained in this swarm" in err) == out.startswith("  ")
 
 
-def test_without_a_line_the_newest_run_says_where_its_peers_are(trahiv, swarm, here):
+def test_status_without_line_uses_newest_run(trahiv, swarm, here):
     swarm(QmA=status(5))
     code, out, err = trahiv("status")
     assert (code, out) == (3, "") and "no run of yours in runs/" in err and "--output-dir" in err
@@ -111,8 +111,8 @@ def test_without_a_line_the_newest_run_says_where_its_peers_are(trahiv, swarm, h
         assert trahiv("status", *more)[1].startswith("run-1: step 5 of 40")
 
 
-def test_who_may_not_visit_is_told_what_its_own_peer_has_seen_lately(trahiv, swarm, here, monkeypatch):
-    """As one that joined by an invitation for one: a visitor has another name."""
+def test_refused_visitor_uses_own_peers_record(trahiv, swarm, here, monkeypatch):
+    """As for a peer that joined by a single-use invitation: a visitor has another identity."""
 
     def refuse(*_):
         raise NotAdmitted("The swarm does not take this peer for a member: its invitation was used before.")
@@ -140,7 +140,7 @@ def test_who_may_not_visit_is_told_what_its_own_peer_has_seen_lately(trahiv, swa
         assert trahiv("status")[0] == 5
 
 
-def test_it_looks_again_and_again_until_it_is_told_to_end(trahiv, events, swarm, monkeypatch):
+def test_follow_repeats_until_signal(trahiv, events, swarm, monkeypatch):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     swarm(QmA=status(5))
     looks = iter(2 * [None, None, signal.SIGTERM])

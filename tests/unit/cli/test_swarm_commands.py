@@ -1,4 +1,4 @@
-"""What commands say of words that they can't use, how a peer starts itself again, and what `kick` says."""
+"""Errors for unusable arguments, how a peer restarts itself, and the output of `kick`."""
 
 import atexit
 import os
@@ -49,14 +49,14 @@ def nothing_is_left(nothing_starts, tmp_path):
         (("invite", "--watch", "--once"), "--once: who watches leaves no trace: give a time, --expires 1d"),
     ],
 )
-def test_words_that_make_no_sense_are_a_usage_error(trahiv, words, said):
+def test_senseless_options_are_usage_errors(trahiv, words, said):
     code, out, err = trahiv(*words)
     assert (code, out) == (2, "")
     assert said in " ".join(err.split())
 
 
 @pytest.mark.parametrize("answer", ["n", "", "what?"])
-def test_init_without_a_recipe_says_what_it_would_do_and_asks(trahiv, monkeypatch, answer):
+def test_init_without_recipe_asks_first(trahiv, monkeypatch, answer):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer + "\n", raising=False)
     code, out, err = trahiv("init")
@@ -65,7 +65,7 @@ def test_init_without_a_recipe_says_what_it_would_do_and_asks(trahiv, monkeypatc
     assert "trahiv init quickstart" in err and err.endswith("Start a bootstrap node? [y/N] ")
 
 
-def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, monkeypatch):
+def test_help_fits_in_80_columns(trahiv, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = trahiv("--help")
     commands = out.partition("Commands:\n")[2].splitlines()
@@ -75,7 +75,7 @@ def test_help_has_whole_lines_in_80_columns_and_is_asked_for_by_h_too(trahiv, mo
         assert trahiv(name, "-h")[1].startswith(f"Usage: trahiv {name} ")
 
 
-def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes(monkeypatch):
+def test_restarts_are_limited_per_ten_minutes(monkeypatch):
     begun, failure = [], PeerBroken("The DHT's process has ended.", hint="look into the log")
     monkeypatch.setattr(os, "execv", lambda *command: begun.append(command))
     monkeypatch.setattr(atexit, "_run_exitfuncs", lambda: None)
@@ -91,7 +91,7 @@ def test_the_same_command_line_runs_again_at_most_three_times_within_ten_minutes
 
 
 @pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "paused"])
-def test_a_restart_carries_what_was_spent(monkeypatch, is_broken):
+def test_restart_carries_spent_budget(monkeypatch, is_broken):
     def run_peer(recipe, text, options, events, leaving):
         leaving.spent = Budget(7.0, 40, 3)
         if is_broken:
@@ -111,15 +111,15 @@ def test_a_restart_carries_what_was_spent(monkeypatch, is_broken):
     assert spent_before() == (140, 8)
 
 
-def test_the_time_before_a_restart_counts_towards_a_budget(monkeypatch):
+def test_time_before_restart_counts_for_budget(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: psutil.Process().create_time() + 60.0)
-    for before, seconds in ((None, 0.0), ("300", 60.0), ("", 60.0)):  # the last time for a pause
+    for before, seconds in ((None, 0.0), ("300", 60.0), ("", 60.0)):  # the last one is a restart for a pause
         if before is not None:
             monkeypatch.setenv(RESTARTS_VARIABLE, before)
         assert seconds_spent() == pytest.approx(seconds)
 
 
-def test_kick_says_whether_it_closed_an_invitation_and_what_to_do_next(trahiv, tmp_path_factory, monkeypatch):
+def test_kick_reports_closed_invitation(trahiv, tmp_path_factory, monkeypatch):
     def nobody_answers(*_):
         raise Unreachable("No peer could be reached.")
 

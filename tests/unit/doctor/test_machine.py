@@ -1,4 +1,4 @@
-"""What is said of packages, GPU, memory, disk and hub of a machine, of which the tests say what it has."""
+"""Checks of packages, GPU, memory, disk and hub, on a machine that the tests define."""
 
 import contextlib
 import shutil
@@ -28,7 +28,7 @@ OF_THE_HUB = ("model.config=null", "model.model_name_or_path=a/model", "model.to
         ({"here": "1.0"}, "here is 1.0, and <3,>=2 is wanted; beta is missing."),
     ],
 )
-def test_a_package_that_is_missing_or_of_another_version_is_named(monkeypatch, installed, said):
+def test_missing_or_wrong_package_is_named(monkeypatch, installed, said):
     def version(name):
         if name not in installed:
             raise metadata.PackageNotFoundError(name)
@@ -55,9 +55,7 @@ BUILT = ["sm_75", "sm_80", "compute_90"]
         ("file", "0", "12.8", (7, 5), "fine", "H1, compute capability 7.5, CUDA 12.8"),
     ],
 )
-def test_what_keeps_torch_from_using_a_gpu_is_said(
-    monkeypatch, tmp_path, driver, visible, cuda, capability, verdict, words
-):
+def test_unusable_gpu_is_explained(monkeypatch, tmp_path, driver, visible, cuda, capability, verdict, words):
     file = tmp_path / "version"
     if driver == "file":
         file.touch()
@@ -79,7 +77,7 @@ def test_what_keeps_torch_from_using_a_gpu_is_said(
     ("free", "room", "verdict"),
     [(GIB, 0, "fine"), (GIB - 1, 0, "bad"), (2 * GIB, 3 * GIB, "bad"), (3 * GIB, 3 * GIB, "fine")],
 )
-def test_a_disk_has_room_for_checkpoints_or_is_said_to_be_full(monkeypatch, tmp_path, free, room, verdict):
+def test_disk_check_requires_checkpoint_room(monkeypatch, tmp_path, free, room, verdict):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     check = disk(tmp_path / "runs" / "run-1", room)
     assert check.verdict == verdict and str(tmp_path) in check.found and "run-1" not in check.found
@@ -95,9 +93,7 @@ def test_a_disk_has_room_for_checkpoints_or_is_said_to_be_full(monkeypatch, tmp_
         (GIB, None, "fine", "1.0 GiB of RAM are free"),
     ],
 )
-def test_the_memory_that_a_recipe_needs_is_compared_with_what_is_free(
-    monkeypatch, tmp_path, ram, overrides, verdict, words
-):
+def test_recipe_memory_is_compared_with_free(monkeypatch, tmp_path, ram, overrides, verdict, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for room in (machine, model):
         monkeypatch.setattr(room, "free_bytes", lambda: {"RAM": ram})
@@ -109,7 +105,7 @@ def test_the_memory_that_a_recipe_needs_is_compared_with_what_is_free(
     assert [one.name for one in checks] == ["packages", "gpu", "memory", "disk"]
 
 
-def test_a_hub_that_can_not_be_had_is_poor_and_never_bad(monkeypatch):
+def test_unreachable_hub_is_only_poor(monkeypatch):
     def fail(*_):
         raise socket.gaierror(-2, "Name or service not known")
 

@@ -1,6 +1,6 @@
-"""What is said of ports, of members' addresses, and of how a node is reached, for which there is a stand-in.
+"""Checks of ports, of members' addresses, and of the reachability of a node, which is a stand-in.
 
-What routers and firewalls do is in `tests/swarm/test_doctor.py`.
+Routers and firewalls are tested in `tests/swarm/test_doctor.py`.
 """
 
 import itertools
@@ -31,14 +31,14 @@ NAMES = [PeerID(b"\x12\x20" + bytes(31) + bytes([number])).to_base58() for numbe
         ("", NAMES[1:], "You are connected with nobody. Not connected in time: {1}, {2}."),
     ],
 )
-def test_how_one_would_train_is_one_sentence(ways, missed, said):
+def test_connection_ways_make_one_sentence(ways, missed, said):
     found = Network(dict(zip(NAMES, ways.split(), strict=False)), tuple(missed))
     assert found.sentence == said.format(*(f"...{name[-6:]}" for name in NAMES))
 
 
 @pytest.fixture
 def listening():
-    """A port of 127.0.0.1 at which somebody listens."""
+    """A port of 127.0.0.1 with a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -47,7 +47,7 @@ def address(port):
     return f"/ip4/127.0.0.1/tcp/{port}/p2p/{NAMES[0]}"
 
 
-def test_a_port_that_is_taken_is_bad(listening):
+def test_taken_port_is_bad(listening):
     taken = examine_ports(DhtSection(host_maddrs=[f"/ip4/127.0.0.1/tcp/{listening}"]))
     assert taken.verdict == "bad" and f"port {listening} is already in use" in taken.found
     assert "--host-maddr" in taken.fix
@@ -58,13 +58,13 @@ def test_a_port_that_is_taken_is_bad(listening):
     assert noted.verdict == "fine" and ". /ip4" in noted.found and ".." not in noted.found
 
 
-def test_an_address_that_can_t_be_announced_is_bad():
+def test_unusable_announced_address_is_bad():
     section = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=["/ip4/203.0.113.7"])
     assert examine_ports(section).verdict == "bad"
 
 
-def test_one_member_that_answers_is_enough(listening):
-    with socket.socket() as probe:  # that does not listen
+def test_one_answering_member_is_enough(listening):
+    with socket.socket() as probe:  # bound, but without a listener
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         found = examine_members(Invitation(addresses=(address(port), address(listening))))
@@ -75,7 +75,7 @@ def test_one_member_that_answers_is_enough(listening):
 
 
 class Visitor(FakeNode):
-    """A node that has entered a swarm in which nobody is connected."""
+    """A node that has entered a swarm without connections."""
 
     def __init__(self, reach):
         super().__init__()
@@ -90,7 +90,7 @@ class Visitor(FakeNode):
 
 @pytest.fixture
 def entered(monkeypatch):
-    """`entered(reach)` says what is found, by name, of a node that is reached so, or fails so."""
+    """`entered(reach)` gives the checks, by name, of a node with this reach or this failure."""
 
     def entered(reach, ahead_s=0.0, announced=()):
         def enter(*_, **__):
@@ -127,7 +127,7 @@ def looked(*places, carries=True):
         (Reach("alone", "Nobody is there."), "9.9.9.9", {"inbound": "Nobody is there."}),
     ],
 )
-def test_each_thing_that_members_say_of_a_router_has_its_line(entered, reach, announced, wrong):
+def test_router_problem_has_own_check(entered, reach, announced, wrong):
     found = entered(reach, announced=[f"/ip4/{announced}/tcp/4001"] if announced else ())
     assert {name for name, check in found.items() if check.verdict != "fine"} == set(wrong)
     assert all(words in found[name].found and found[name].fix for name, words in wrong.items())
@@ -138,12 +138,12 @@ def test_each_thing_that_members_say_of_a_router_has_its_line(entered, reach, an
     ("ahead_s", "said"),
     [(-59.0, ""), (3600.0, "3600 s behind the swarm's"), (-60.0, "60 s ahead of the swarm's")],
 )
-def test_a_clock_that_is_off_is_poor(entered, ahead_s, said):
+def test_wrong_clock_is_poor(entered, ahead_s, said):
     check = entered(DIALLED, ahead_s)["clock"]
     assert (check.verdict == "poor") == bool(said) and said in check.found
 
 
-def test_a_swarm_that_can_not_be_entered_is_one_check(entered):
+def test_refused_entry_is_one_check(entered):
     for error, name in ((NotAdmitted("Out."), "membership"), (Unreachable("Gone."), "swarm")):
         found = entered(error)
         assert set(found) == {name} and (found[name].verdict, found[name].found) == ("bad", error.message)

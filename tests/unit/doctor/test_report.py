@@ -1,4 +1,4 @@
-"""The archive for somebody who helps: what is in it, and what is not."""
+"""The archive for a helper: what it contains, and what it leaves out."""
 
 import base64
 import json
@@ -24,7 +24,7 @@ ADDRESS = "/ip4/1.2.3.4/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """The folder of an owner's run, in whose files all its secrets have been written, in several ways."""
+    """The folder of an owner's run, whose files contain all its secrets in several forms."""
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "ann"))
     folder = tmp_path / "home" / "ann" / "runs" / "run-1"
     ensure_identity(folder / IDENTITY_FILE)
@@ -47,7 +47,7 @@ def run(tmp_path, monkeypatch):
     return folder, [text.strip() for text in texts]
 
 
-def test_it_has_what_tells_of_a_run_and_no_secret_and_no_path_of_home(run, tmp_path):
+def test_report_has_no_secret_or_home(run, tmp_path):
     folder, secrets = run
     archive = tmp_path / "report.tar.gz"
     names = write_report(folder, archive)
@@ -92,7 +92,7 @@ def test_it_has_what_tells_of_a_run_and_no_secret_and_no_path_of_home(run, tmp_p
         ("ghp_0123456789abc xoxb-0123456789 hf_a0123456789", "(left out) (left out) (left out)"),
     ],
 )
-def test_what_looks_like_a_secret_is_left_out_and_nothing_else(text, left):
+def test_only_secrets_are_removed(text, left):
     assert left in cleaned(text, [])
     assert "tokens: 12, pad_token: <pad>" in cleaned(text, []) or "pad_token" not in text
 
@@ -109,7 +109,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("is_one_word", [False, True])
-def test_no_quoting_lets_a_command_s_secret_out(command, is_one_word):
+def test_quoted_command_secrets_are_removed(command, is_one_word):
     words = [f"--on-event={command}"] if is_one_word else ["--on-event", command]
     words = ["trahiv", "init", "x", *words, "--yes", *words, "--name", "it's me"]
     resume = shlex.join(words)
@@ -122,14 +122,14 @@ def test_no_quoting_lets_a_command_s_secret_out(command, is_one_word):
         assert "S3CRET" not in text and "curl" not in text and "--on-event" in text
 
 
-def test_a_secret_of_the_environment_is_found_in_json():
+def test_environment_secret_is_removed_from_json():
     assert (
         cleaned(json.dumps({"message": 'my "secret" word'}), ['my "secret" word'])
         == '{"message": "(left out)"}'
     )
 
 
-def test_a_home_is_found_however_it_is_written(monkeypatch, tmp_path):
+def test_every_form_of_home_is_replaced(monkeypatch, tmp_path):
     (tmp_path / "real").mkdir()
     home = tmp_path / "josé"
     home.symlink_to(tmp_path / "real")
@@ -138,7 +138,7 @@ def test_a_home_is_found_however_it_is_written(monkeypatch, tmp_path):
         assert cleaned(text, []) in ("~/x", '"~/x"')
 
 
-def test_a_file_that_is_there_is_replaced_whole_or_stays(run, tmp_path):
+def test_existing_report_is_replaced_whole(run, tmp_path):
     archive = tmp_path / "report.tar.gz"
     archive.write_text("mine")
     archive.chmod(0o644)
@@ -149,7 +149,7 @@ def test_a_file_that_is_there_is_replaced_whole_or_stays(run, tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_what_is_no_run_or_can_t_be_written_is_said(run, tmp_path):
+def test_missing_run_or_folder_is_refused(run, tmp_path):
     with pytest.raises(SetupError, match="holds no run"):
         write_report(tmp_path, tmp_path / "report.tar.gz")
     with pytest.raises(SetupError, match="can't be written: No such file"):

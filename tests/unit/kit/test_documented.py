@@ -22,7 +22,7 @@ print("trahiv new")
 """
 
 
-def test_lines_of_bash_and_what_follows_a_prompt_are_commands(tmp_path):
+def test_bash_and_prompt_lines_are_commands(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     assert shown_in(page) == [
@@ -46,5 +46,5 @@ def test_lines_of_bash_and_what_follows_a_prompt_are_commands(tmp_path):
         ("ab", "a b", False),
     ],
 )
-def test_an_output_is_as_shown_but_for_ids_numbers_and_gaps(output, shown, is_like):
+def test_output_matches_despite_ids_and_numbers(output, shown, is_like):
     assert looks_like(output, shown) is is_like

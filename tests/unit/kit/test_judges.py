@@ -1,4 +1,4 @@
-"""What judges runs and links in tests and benchmarks finds what is wrong: else all would pass for nothing."""
+"""Judges of runs and links in tests and benchmarks find errors: else all would pass for nothing."""
 
 import json
 
@@ -25,7 +25,7 @@ def ready(peer):
 
 
 def step(digest, parent, number, **changes):
-    """A step of peers A and B, of 8 samples each, as A tells it."""
+    """A step of peers A and B, of 8 samples each, as A reports it."""
     place = {"step": number, "digest": digest, "weights": f"w{digest}", "samples": 16 * number}
     brought = {"step_samples": 16, "my_samples": 8, "held": 8, "contributed": {"A": 8, "B": 8}}
     return {"event": "step", "parent": parent, "left_out": {}} | place | brought | changes
@@ -47,13 +47,13 @@ STEPS = [step("1", "0", 1), step("2", "1", 2)]
         ("b", {"samples": 40}, "step 2 does not add 16"),
     ],
 )
-def test_a_promise_that_is_broken_is_found(peers, last, broken):
+def test_broken_promise_is_found(peers, last, broken):
     everything = {"a": [ready("A"), *STEPS], "b": [ready("B"), STEPS[0], STEPS[1] | last]}
     told = find_broken_promises({peer: everything[peer] for peer in peers})
     assert any(one.startswith(broken) for one in told) if broken else told == []
 
 
-def test_a_step_beside_the_longest_history_is_lost():
+def test_step_beside_longest_history_is_lost():
     assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), *STEPS]}) == {}
     assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), step("x", "0", 1)]}) == {"x": ["b"]}
 
@@ -62,7 +62,7 @@ def taken(number, t=0.0, group=("a", "b"), lost=0):
     return {"event": "step", "step": number, "t": t, "round": {"group": list(group)}, "data": {"lost": lost}}
 
 
-def test_steps_that_were_taken_before_are_falls_and_lost_leases_are_counted_in_all_lives():
+def test_repeated_steps_are_falls():
     fresh, swarm = ({"event": "joined", "source": source} for source in ("fresh", "swarm"))
     assert not find_falls([[fresh, taken(1), swarm, taken(2)], [taken(2), taken(4)]])
     assert find_falls([[taken(1)], [taken(2), swarm, taken(2)]]) == ["peer 1 takes step 2 after step 2"]
@@ -71,7 +71,7 @@ def test_steps_that_were_taken_before_are_falls_and_lost_leases_are_counted_in_a
     assert (back_after(events, 10.0), back_after(events, 30.0), total_lost(events)) == (5.0, None, 4)
 
 
-def test_losses_and_checkpoints_after_the_same_step_must_be_the_same(tmp_path):
+def test_unlike_losses_and_checkpoints_are_found(tmp_path):
     first, equal, different = (
         {"event": "eval", "step": at, "eval_loss": loss} for at, loss in ((10, 2.0), (20, 1.0), (20, 1.001))
     )
@@ -96,12 +96,12 @@ def test_losses_and_checkpoints_after_the_same_step_must_be_the_same(tmp_path):
         (((0, 250),), 4, ["4 samples were trained twice, 3 leases were lost"]),
     ],
 )
-def test_a_pass_must_be_whole_and_only_lost_leases_trained_twice(spans, duplicates, wrong):
+def test_incomplete_passes_and_duplicates_are_found(spans, duplicates, wrong):
     assert judge_data(Ledger(Spans(spans), duplicates), num_samples=100, leases_lost=3) == wrong
 
 
 def told(key, at, samples, weight=0.0, held=0, calls=(), is_share=False):
-    """What a peer tells of its only step."""
+    """A peer's report of its only step."""
     return Told(calls=calls, committed={key: Committed(at, key, samples, is_share, held, (weight,) * 3)})
 
 
@@ -114,23 +114,23 @@ def told(key, at, samples, weight=0.0, held=0, calls=(), is_share=False):
         ("a", 2 * LEARNING_RATE, True, []),  # of two models
     ],
 )
-def test_a_step_counts_when_both_have_committed_it_and_from_then_on(others, weight, is_share, joint):
+def test_joint_step_needs_both_commits(others, weight, is_share, joint):
     ours, theirs = told("a", 1.0, 48, is_share=is_share), told(others, 1.5, 51, weight, is_share=is_share)
     assert [(one.at, one.samples) for one in find_joint([ours, theirs])] == joint
 
 
-def test_samples_computed_until_the_others_have_committed_are_held():
+def test_samples_before_last_commit_are_held():
     early = told("a", 1.0, 100, held=3, calls=[(1.0, 0.2), (1.2, 0.01), (1.4, 0.01), (1.6, 0.01)])
     late = told("a", 1.5, 100, held=4, calls=[(1.5, 0.4)])
     assert find_joint([early, late])[0].held == 3 + 2 + 4
-    # hivemind tells of its step within `step()`; the sample of that call is in the step.
+    # hivemind reports its step within `step()`; the sample of that call is in the step.
     early = told("3", 1.0, 50, calls=[(1.3, 0.8), (1.5, 0.01)], is_share=True)
     late = told("3", 1.5, 50, calls=[(1.6, 0.8)], is_share=True)
     assert find_joint([early, late])[0].held == 1
 
 
 def every(seconds, count, held=0):
-    """Steps of 100 samples, of which each finds ten more held than the one before."""
+    """Steps of 100 samples, each with ten more held samples than the one before."""
     return [Joint(20.0 + number * seconds, 100, held + 10 * number) for number in range(count)]
 
 
@@ -139,18 +139,18 @@ def every(seconds, count, held=0):
     [
         (every(7.0, 10), True, (20.0, 41.0, 330, 3)),  # whole cycles, and the one that is under way
         (every(7.0, 4), True, (20.0, 41.0, 330, 3)),  # whatever comes after it
-        (every(7.0, 2, held=30), False, (20.0, 100.0, 70, 1)),  # that stops pays for the time, and loses
+        (every(7.0, 2, held=30), False, (20.0, 100.0, 70, 1)),  # a stop counts as time, and loses
         ([], False, (3.0, 100.0, 0, 0)),
     ],
 )
-def test_the_window_opens_with_a_joint_step_and_closes_with_one(joint, is_closed, window):
+def test_window_spans_whole_joint_steps(joint, is_closed, window):
     found, is_over = find_window(joint, 20.0, 3.0, 100.0)
     assert is_over == is_closed
     assert (found.start, found.end, found.samples, found.steps) == window
     assert utilisation(found, [0.5, 0.5]) == pytest.approx(found.samples / (found.end - found.start) / 4)
 
 
-def test_packets_leave_at_the_rate_that_holds_when_they_come_and_a_full_queue_drops_the_last():
+def test_line_delays_and_drops_by_rate():
     line, num_bytes = Line(10), 1250  # a packet takes a millisecond
     assert [line.take(at, num_bytes) for at in (5.0, 5.0, 7.0)] == pytest.approx([5.001, 5.002, 7.001])
     line.set_rate(5)

@@ -1,4 +1,4 @@
-"""What a router of a home makes of packets: else tests of peers behind one would prove nothing."""
+"""How a home router translates packets: else tests of peers behind one would prove nothing."""
 
 import itertools
 import socket
@@ -14,7 +14,7 @@ SITE, PORT_NEXT_DOOR, STRANGER = ("5.5.5.7", 443), ("5.5.5.7", 444), ("5.5.5.8",
 
 
 def summed(content):
-    """The checksum of RFC 1071, word by word: 0 of what has a right one in it."""
+    """The checksum of RFC 1071, word by word: 0 for data with a correct checksum in it."""
     total = sum(struct.unpack(f">{len(content) // 2}H", content))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
@@ -22,13 +22,13 @@ def summed(content):
 
 
 def covered(packet):
-    """What the checksum of TCP or UDP is of: a pseudo header, and all behind the IPv4 header."""
+    """The data under a TCP or UDP checksum: a pseudo header, and all behind the IPv4 header."""
     body = packet[(packet[0] & 15) * 4 :]
     return packet[12:20] + struct.pack(">HH", packet[9], len(body)) + body + b"\0" * (len(body) % 2)
 
 
 def packet(source, target, protocol=TCP, options=b"", payload=b"payload"):
-    """An IPv4 packet with right checksums."""
+    """An IPv4 packet with correct checksums."""
     rest = bytes(16) if protocol == TCP else struct.pack(">HH", 8 + len(payload), 0)
     body = struct.pack(">HH", source[1], target[1]) + rest + payload
     head = bytearray(struct.pack(">BBHHHBBH", 0x45 + len(options) // 4, 0, 0, 7, 0, 64, protocol, 0))
@@ -48,7 +48,7 @@ def ends(packet):
 
 
 def sent(nat, source=HOST, target=SITE, protocol=TCP):
-    """From where a packet leaves the home."""
+    """The source with which a packet leaves the home."""
     found = ends(nat.out(packet(source, target, protocol)))
     assert found is None or found[1] == target
     return found and found[0]
@@ -60,7 +60,7 @@ def got(nat, source, port, protocol=TCP):
     return found and found[1]
 
 
-def test_a_cone_has_one_port_for_each_inside_and_its_own_where_it_is_free():
+def test_cone_router_keeps_port_per_host():
     nat = Nat(PUBLIC)
     for target in (SITE, STRANGER, SITE):
         assert sent(nat, target=target) == (PUBLIC, 4001)
@@ -69,7 +69,7 @@ def test_a_cone_has_one_port_for_each_inside_and_its_own_where_it_is_free():
     assert got(nat, SITE, 4001) == HOST and got(nat, SITE, 4002) == got(nat, SITE, 4001, UDP) == OTHER
 
 
-def test_a_symmetric_router_has_another_port_for_each_destination():
+def test_symmetric_router_maps_port_per_destination():
     nat = Nat(PUBLIC, maps="symmetric")
     targets = [SITE, PORT_NEXT_DOOR, STRANGER, SITE]
     ports = [sent(nat, target=target)[1] for target in targets]
@@ -81,7 +81,7 @@ def test_a_symmetric_router_has_another_port_for_each_destination():
     ("filters", "let_in"),
     [("all", [SITE, PORT_NEXT_DOOR, STRANGER]), ("address", [SITE, PORT_NEXT_DOOR]), ("port", [SITE])],
 )
-def test_a_router_lets_in_who_was_sent_to_as_its_filter_says(filters, let_in):
+def test_filter_admits_contacted_hosts(filters, let_in):
     nat = Nat(PUBLIC, filters=filters)
     everybody = [SITE, PORT_NEXT_DOOR, STRANGER]
     assert [got(nat, one, 4001) for one in everybody] == [None] * 3, "nobody was sent to"
@@ -92,7 +92,7 @@ def test_a_router_lets_in_who_was_sent_to_as_its_filter_says(filters, let_in):
     assert [got(nat, one, 4001) for one in everybody] == [None] * 3
 
 
-def test_everybody_is_let_in_at_a_port_that_is_forwarded_also_after_a_restart():
+def test_forwarded_port_admits_strangers_after_restart():
     nat = Nat(PUBLIC)
     nat.forward(TCP, 4001, (socket.inet_aton(HOST[0]), 31337))
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_everybody_is_let_in_at_a_port_that_is_forwarded_also_after_a_restart():
         ({"blocked": (TCP,), "only": (80, 444)}, [(UDP, 444)]),
     ],
 )
-def test_nothing_leaves_that_a_router_blocks_nor_what_is_neither_tcp_nor_udp(how, let_out):
+def test_blocked_packets_stay_inside(how, let_out):
     nat = Nat(PUBLIC, **how)
     tried = itertools.product((TCP, UDP, ICMP), (443, 444))
     assert [one for one in tried if sent(nat, target=(SITE[0], one[1]), protocol=one[0])] == let_out
@@ -118,7 +118,7 @@ def test_nothing_leaves_that_a_router_blocks_nor_what_is_neither_tcp_nor_udp(how
 @pytest.mark.parametrize("protocol", [TCP, UDP])
 @pytest.mark.parametrize("options", [b"", b"\x94\x04\0\0"])
 @pytest.mark.parametrize("payload", [b"odd", b"even", b"\xff" * 1400])
-def test_checksums_are_right_on_the_way_out_and_in_and_the_rest_is_as_it_was(protocol, options, payload):
+def test_translated_packets_keep_valid_checksums(protocol, options, payload):
     nat = Nat("255.254.253.252")
     nat.forward(protocol, 1, (socket.inet_aton("1.2.3.4"), 0xFFFE))
     before = packet(HOST, SITE, protocol, options, payload)
@@ -130,7 +130,7 @@ def test_checksums_are_right_on_the_way_out_and_in_and_the_rest_is_as_it_was(pro
     assert ends(there)[0] == ("255.254.253.252", 4001) and ends(back)[1] == ("1.2.3.4", 0xFFFE)
 
 
-def test_a_datagram_without_a_checksum_has_none_afterwards():
+def test_datagram_without_checksum_keeps_none():
     bare = bytearray(packet(HOST, SITE, UDP))
     bare[26:28] = b"\0\0"
     there = Nat(PUBLIC).out(bytes(bare))

@@ -1,4 +1,4 @@
-"""One exchange among members in one event loop: all end with the same bits, or with none."""
+"""An exchange among members in one event loop: all end with identical averages, or with none."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ LIMIT_S = 5.0
 
 
 def tensors_of(name):
-    """What a member brings: two tensors."""
+    """Return a member's contribution: two tensors."""
     generator = torch.Generator().manual_seed(ord(name))
     return [torch.randn(300, generator=generator), torch.randn(5, 3, generator=generator)]
 
@@ -48,12 +48,12 @@ def exchange(
     pause_s=0.0,
     **options,
 ):
-    """Hold one exchange of a group, of which some are there; `tamper` changes what C returns.
+    """Run one exchange of a group in which only `there` take part; `tamper` changes the averages of C.
 
-    `buffers` are a tensor of each, by name. C waits `pause_s` before each part.
+    `buffers` maps each name to a tensor. C waits `pause_s` before each part.
 
     Returns:
-        Of each that is there its averages, or the exception that ended it; its runner.
+        For each member in `there`, its averages or the exception that ended its exchange, and its runner.
     """
     norms = {name: float(torch.cat([one.flatten() for one in tensors_of(name)]).norm()) for name in group}
     options = {"part_size_bytes": 400, "sender_timeout": LIMIT_S} | options
@@ -92,7 +92,7 @@ def exchange(
         if name == "C":
             runner._generate_input_for_peer = partial(slowly, runner._generate_input_for_peer)
         await runner.add_p2p_handlers(p2p, namespace="run")
-        await asyncio.sleep(0.1)  # until all are there
+        await asyncio.sleep(0.1)  # until all have registered
         try:
             return [average async for average in runner], runner
         except AllreduceException as error:
@@ -107,7 +107,7 @@ def exchange(
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_all_members_hold_the_same_bits_which_are_the_mean_and_what_was_lost_makes_up_for_the_rest(name):
+def test_members_hold_identical_averages(name):
     ends = exchange(codec=name)
     for averages, runner in ends.values():
         assert all(map(torch.equal, averages, ends["A"][0]))
@@ -126,7 +126,7 @@ def test_all_members_hold_the_same_bits_which_are_the_mean_and_what_was_lost_mak
 
 
 @pytest.mark.parametrize("name", ["none", "float16", "blockwise4"])
-def test_buffers_travel_verbatim_and_count_in_no_norm(name):
+def test_buffers_travel_uncompressed(name):
     buffers = {one: torch.tensor([ord(one) * 1e6, 0.1, 1 / 3]) for one in "ABC"}
     for averages, _ in (ends := exchange(codec=name, buffers=buffers)).values():
         assert len(averages) == 3 and all(map(torch.equal, averages, ends["A"][0]))
@@ -136,12 +136,12 @@ def test_buffers_travel_verbatim_and_count_in_no_norm(name):
 
 @pytest.mark.parametrize("robust", [False, True])
 @pytest.mark.parametrize("name", CODECS)
-def test_members_without_trained_tokens_average_to_zero(name, robust):
+def test_average_without_trained_tokens_is_zero(name, robust):
     for averages, runner in exchange(codec=name, weights=dict.fromkeys("ABC", 0.0), robust=robust).values():
         assert runner.failure is None and not any(average.any() for average in averages)
 
 
-def test_the_only_member_with_trained_tokens_decides_the_average():
+def test_only_trained_member_decides_average():
     for averages, _ in exchange(weights={"A": 0.0, "B": 1.0, "C": 0.0}).values():
         assert all(map(torch.equal, averages, tensors_of("B")))
 
@@ -152,7 +152,7 @@ def damaged(number, message):
 
 
 def filled(value, shape=None, cut=None):
-    """Put such values in place of an average, with their checksum."""
+    """Replace an average by a constant `value`, with a valid checksum."""
 
     def tamper(number, message):
         tensor = torch.full(shape or tuple(message.tensor_part.size), value)
@@ -176,13 +176,13 @@ def filled(value, shape=None, cut=None):
         (lambda number, message: [] if number else [message], "sent 1 parts of its share", False),
     ],
 )
-def test_an_average_that_nobody_can_use_fails_the_round_and_its_reducer_is_named(tamper, words, is_sure):
+def test_unusable_average_blames_its_reducer(tamper, words, is_sure):
     failure, runner = exchange("AC", group="AC", tamper=tamper, part_size_bytes=200)["A"]
     assert str(PEERS["C"]) in str(failure) and words in str(failure)
     assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), is_sure)
 
 
-def test_a_too_large_average_of_buffers_fails_the_round():
+def test_oversized_buffer_average_fails_round():
     def lie(number, message):
         is_of_buffers = tuple(message.tensor_part.size) == (3,)
         return filled(1e30)(number, message) if is_of_buffers else [message]
@@ -192,13 +192,13 @@ def test_a_too_large_average_of_buffers_fails_the_round():
     assert "buffers that are too large" in str(failure) and runner.blamed == PEERS["C"].to_base58()
 
 
-def test_a_member_that_is_not_there_fails_the_round_for_all_and_is_named():
+def test_absent_member_is_blamed_by_all():
     for failure, runner in exchange("AB", sender_timeout=0.2).values():
         assert str(failure) == f"peer {PEERS['C']} can't be reached"
         assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
 
 
-def test_slow_sender_is_blamed_at_the_limit():
+def test_slow_sender_is_blamed_at_limit():
     ends = exchange(pause_s=0.9 * LIMIT_S, part_size_bytes=100)
     for name in "AB":
         failure, runner = ends[name]
@@ -206,7 +206,7 @@ def test_slow_sender_is_blamed_at_the_limit():
         assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
 
 
-def test_slow_sender_makes_up_the_longest_wait():
+def test_longest_wait_measures_slow_sender():
     ends = exchange(pause_s=0.5, part_size_bytes=200)
     for name in "AB":
         _, runner = ends[name]
@@ -218,9 +218,9 @@ def claims(*norms):
 
 
 def reduce(parts, claimed, left_out=(), robust=False, num_buffers=0):
-    """Give a reducer `parts[sender][index]`, numbers; return its averages (or errors) and its notes.
+    """Feed a reducer the numbers `parts[sender][index]`; return its averages (or errors) and its notes.
 
-    The last `num_buffers` parts are of buffers.
+    The last `num_buffers` parts belong to buffers.
     """
 
     async def scene():
@@ -250,10 +250,10 @@ CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enume
     ("parts", "claimed", "averages", "notes"),
     [
         ([[0.0, 4.0], [4.0, 0.0], [9.0, 0.0]], CLAIMS, [3.0, 1.0], {}),
-        ([[0.0], [4.0]], claims(0.0, 4.0), [2.0], {}),  # a gradient of zeros is a contribution
-        ([[1.0], [1.2]], claims(1.0, 1.0), [1.1], {}),  # what a codec adds to a norm is forgiven
+        ([[0.0], [4.0]], claims(0.0, 4.0), [2.0], {}),  # a zero gradient is a contribution
+        ([[1.0], [1.2]], claims(1.0, 1.0), [1.1], {}),  # a small excess, as a codec may add, is tolerated
         ([[1.0], [1.3]], claims(1.0, 1.0), [1.0], {"p1": TOO_LARGE.format(1)}),
-        # From then on:
+        # Left out from the part that exceeds the claim on:
         ([[1.0, 1.0], [1.0, 99.0], [4.0, 4.0]], claims(2, 2, 6), [2.0, 2.5], {"p1": TOO_LARGE.format(2)}),
         ([[0.5, 0.5], [NAN, 7.0]], claims(9.0, 9.0), [0.5, 0.5], {"p1": "its parts are not finite"}),
         *(
@@ -262,26 +262,26 @@ CLAIMS = {f"p{index}": Claim(weight=weight, norm=9.0) for index, weight in enume
         ),
     ],
 )
-def test_senders_count_by_their_weight_as_long_as_they_keep_their_word(parts, claimed, averages, notes):
+def test_senders_breaking_claims_are_left_out(parts, claimed, averages, notes):
     found, noted = reduce(parts, claimed)
     assert found == pytest.approx(averages)
     assert noted.keys() == notes.keys() and all(words in noted[peer] for peer, words in notes.items())
 
 
-def test_a_sender_of_unusable_buffers_does_not_count():
+def test_sender_of_unusable_buffers_is_ignored():
     for bad in (NAN, math.inf, 1e30):
         averages, notes = reduce([[1.0, 4.0], [3.0, bad]], claims(2.0, 4.0), num_buffers=1)
         assert averages == [2.0, 4.0] and notes == {"p1": "its parts are not finite"}
 
 
-def test_buffers_have_a_weighted_mean_or_a_median():
+def test_buffers_use_weighted_mean_or_median():
     parts, claimed = [[0.0, 1e9], [4.0, 1.0], [9.0, 3.0]], CLAIMS | {"p2": Claim(weight=4.0, norm=9.0)}
     averages, notes = reduce(parts, claimed, num_buffers=1)
     assert averages == pytest.approx([6.0, (1e9 + 3 * 1 + 4 * 3) / 8]) and notes == {}
     assert reduce(parts, claimed, robust=True, num_buffers=1)[0][1] == 3.0
 
 
-def test_no_mean_of_buffers_is_below_the_lowest():
+def test_buffer_mean_stays_above_minimum():
     chance = torch.Generator().manual_seed(0)
     values = torch.rand(3, 1000, generator=chance) * torch.tensor([[1e-9], [1e9], [1.0]])
     parts = [one.tolist() for one in values]
@@ -289,9 +289,9 @@ def test_no_mean_of_buffers_is_below_the_lowest():
     assert (torch.tensor(averages) >= values.amin(dim=0)).all()
 
 
-def test_those_who_are_left_out_do_not_count_and_somebody_must():
+def test_left_out_senders_are_ignored():
     parts, claimed = [[1.0], [3.0], [1e6]], claims(1.0, 3.0, 1e6)
-    for robust in (False, True):  # a robust mean is of more than two
+    for robust in (False, True):  # a robust mean needs more than two
         assert reduce(parts, claimed, left_out=["p2"], robust=robust)[0] == [2.0]
     assert reduce(parts, claimed, robust=True)[0][0] < 100.0
     for parts, left_out in ([[1.0], [1.0]], ["p0", "p1"]), ([[NAN], [NAN]], []):
@@ -299,18 +299,18 @@ def test_those_who_are_left_out_do_not_count_and_somebody_must():
         assert isinstance(error, AllreduceException) and "nobody's contribution" in str(error)
 
 
-def test_round_without_samples_is_not_averaged():
+def test_round_without_samples_fails():
     [error], _ = reduce([[0.0], [0.0]], {name: Claim(samples=0, weight=0.0) for name in ("p0", "p1")})
     assert isinstance(error, AllreduceException)
 
 
-def test_damaged_contribution_does_not_make_a_round_empty():
+def test_damaged_only_contribution_fails_round():
     claimed = {"p0": Claim(samples=4, weight=0.0), "p1": Claim(samples=4, weight=2.0, norm=1.0)}
     [error], notes = reduce([[0.0], [NAN]], claimed)
     assert isinstance(error, AllreduceException) and "p1" in notes
 
 
-def test_a_sender_that_fails_half_way_or_sends_too_much_fails_what_is_not_averaged_yet():
+def test_failed_sender_fails_remaining_parts():
     async def scene(end, words):
         reducer = SoundReducer(
             [torch.Size()] * 2, ["p0", "p1"], claims(2.0, 2.0), {}, robust=False, num_gradients=2
@@ -330,7 +330,7 @@ def test_a_sender_that_fails_half_way_or_sends_too_much_fails_what_is_not_averag
     asyncio.run(scene(SoundReducer.finalize, "is over"))
 
 
-def test_a_mean_is_weighted_and_float32_and_leaves_the_parts_alone():
+def test_weighted_mean_is_float32():
     part, other = (torch.full((2, 2), value, dtype=torch.bfloat16) for value in (1.0, 4.0))
     assert weighted_mean([(part, 2.0), (other, 1.0)]).tolist() == [[2.0, 2.0]] * 2
     centered_clipping([part, other, part])
@@ -343,11 +343,11 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize(("count", "liars"), [(5, 1), (5, 2), (9, 4)])
-def test_a_minority_of_liars_moves_the_robust_mean_little(count, liars):
+def test_robust_mean_resists_minority_of_liars(count, liars):
     chance = torch.Generator().manual_seed(0)
     true = torch.randn(400, generator=chance)
     gradients = [true + 0.5 * torch.randn(400, generator=chance) for _ in range(count)]
     assert distance(centered_clipping(gradients), weighted_mean([(one, 1.0) for one in gradients])) < 0.05
     for lie in (-10 * true, 1e6 * torch.ones_like(true), 0 * true):
-        # Not farther than one honest gradient may be, whatever the size of the lie.
+        # No farther away than an honest gradient may be, whatever the size of the lie.
         assert distance(centered_clipping([*[lie] * liars, *gradients[liars:]]), true) < 1.0

@@ -1,4 +1,4 @@
-"""What becomes of `hivemind_config.opt`: refusals, defaults, and an optimizer state made without a step."""
+"""How `hivemind_config.opt` is used: refusals, defaults, and optimizer state created without a step."""
 
 from types import SimpleNamespace
 from typing import get_args
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not support
 
 
 def upstream_s(name, optim_args=None):
-    """A factory of the optimizer that transformers makes of a name."""
+    """Return a factory of the optimizer that transformers makes for a name."""
 
     def make(groups):
         if name == "stable_adamw":
@@ -57,7 +57,7 @@ each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 @pytest.fixture(autouse=True)
 def _bitsandbytes_was_told_nothing():
-    """Its manager is one for the whole process, and remembers weights by identity and by place."""
+    """Reset its manager: there is one per process, and it remembers weights by identity and by position."""
     GlobalOptimManager.get_instance().initialize()
 
 
@@ -73,8 +73,8 @@ def made(name):
 
 
 @each_optimizer
-def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monkeypatch):
-    if name == "stable_adamw":  # which is to do without Triton on a CPU
+def test_initialized_optimizer_steps_like_fresh_one(name, monkeypatch):
+    if name == "stable_adamw":  # it must work without Triton on a CPU
         monkeypatch.setattr(pytest.importorskip("optimi.utils"), "HAS_TRITON", True)
     (ours, initialized), (theirs, untouched) = made(name), made(name)
     ours[0].grad = torch.ones_like(ours[0])
@@ -98,7 +98,7 @@ def test_an_initialized_optimizer_takes_the_steps_of_an_untouched_one(name, monk
 
 @pytest.fixture
 def keywords_for(monkeypatch):
-    """Return the keywords that the swarm's optimizer would be made with."""
+    """Return the keyword arguments that the swarm's optimizer would be created with."""
 
     def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, only_dials=False, settings=(), **options):
         return build_optimizer(
@@ -116,7 +116,7 @@ def keywords_for(monkeypatch):
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))
-def test_what_the_trainer_or_the_mode_decides_is_refused_unless_it_is_off(keywords_for, key):
+def test_managed_options_are_refused_unless_off(keywords_for, key):
     with pytest.raises(RecipeError, match=f"hivemind_config.opt.{key} can't be used") as refused:
         keywords_for(**{key: object()})
     assert "swarm.mode" in refused.value.message and refused.value.exit_code == 2
@@ -132,14 +132,14 @@ def test_what_the_trainer_or_the_mode_decides_is_refused_unless_it_is_off(keywor
         ({"settings": {"pace": Pace("diloco")}, "offload_optimizer": True}, "wait for the CPU", "sync"),
     ],
 )
-def test_options_that_can_t_be_are_refused(keywords_for, options, message, hint):
+def test_impossible_options_are_refused(keywords_for, options, message, hint):
     with pytest.raises(RecipeError, match=message) as refused:
         keywords_for(**options)
     assert hint in refused.value.hint
 
 
 @pytest.mark.parametrize("only_dials", [True, False])
-def test_what_was_said_goes_over_our_defaults(keywords_for, only_dials):
+def test_given_options_override_defaults(keywords_for, only_dials):
     told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
     run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
     keywords = keywords_for(only_dials=only_dials, delay_state_averaging=True, settings=told | run)
@@ -158,7 +158,7 @@ def test_what_was_said_goes_over_our_defaults(keywords_for, only_dials):
     assert options["averager_opts"] == {"min_group_size": 3}, "options are read and not changed"
 
 
-def test_codecs_are_taken_by_their_names_and_ours_stand_in_for_all_of_hivemind_s(keywords_for):
+def test_codec_names_map_to_own_codecs(keywords_for):
     assert sorted({*UPSTREAM.values(), "blockwise4"}) == sorted(CODECS)
     schema = OptSection.model_json_schema()["properties"]["grad_compression"]
     assert set(schema["anyOf"][0]["enum"]) == set(CODECS), "a recipe may say every codec and no other"
@@ -174,7 +174,7 @@ def test_codecs_are_taken_by_their_names_and_ours_stand_in_for_all_of_hivemind_s
     assert type(by_size.greater_equal) is CODECS["float16"]
     own = type("Own", (compression.NoCompression,), {})()
     assert taken(own) is own
-    # Only a choice by role compresses the optimizer's state in a download.
+    # In a download, only a codec chosen by role compresses the optimizer's state.
     by_role = compression.RoleAdaptiveCompression(optimizer=half)
     for choice, role in ((by_role, TensorRole.OPTIMIZER), (half, TensorRole.PARAMETER)):
         chosen = taken(choice, "load_state_compression").role_compressions
@@ -184,7 +184,7 @@ def test_codecs_are_taken_by_their_names_and_ours_stand_in_for_all_of_hivemind_s
     assert type(chosen[TensorRole.OPTIMIZER]) is EightBitStatistics and len({*map(type, chosen.values())}) > 1
 
 
-def test_auto_begins_with_its_own_codec_and_keeps_one_that_is_named(keywords_for):
+def test_auto_mode_keeps_named_codec(keywords_for):
     assert keywords_for(settings=AUTO)["settings"].pace == Pace("overlap", START_CODEC, fragments=3)
     for given in ("float16", compression.Float16Compression()):
         keywords = keywords_for(grad_compression=given, settings=AUTO)
@@ -198,19 +198,19 @@ class OnGpu(torch.nn.Parameter):
 
 
 @each_optimizer
-def test_every_optimizer_that_a_recipe_may_name_is_built_with_its_state(keywords_for, name):
+def test_each_optimizer_is_built_with_state(keywords_for, name):
     inner = keywords_for(OPTIMIZERS[name])["optimizer"]([{"params": parameters()}])
     assert len(inner.state) == (0 if name == "sgd" else 3)
     assert keywords_for(OPTIMIZERS[name], offload_optimizer=True)["offload_optimizer"] is True
     on_gpu = [OnGpu(torch.zeros(1))]
-    is_small = type(inner).__module__.startswith("bitsandbytes")  # it is in 8 bits, or paged
+    is_small = type(inner).__module__.startswith("bitsandbytes")  # its state is 8-bit or paged
     assert keywords_for(OPTIMIZERS[name], on_gpu)["offload_optimizer"] is not is_small
     for settings in (AUTO, {"pace": Pace("overlap")}):
         assert keywords_for(OPTIMIZERS[name], on_gpu, settings=settings)["offload_optimizer"] is False
 
 
 def holding(value):
-    """A factory of an optimizer that has something under its param group's `memory`."""
+    """Return a factory of an optimizer with `value` as `memory` in its param group."""
 
     def make(groups):
         optimizer = torch.optim.SGD(groups, lr=0.1)
@@ -231,14 +231,14 @@ def holding(value):
     ],
     ids=["dict", "other tensor", "numpy", "function", "dict in a list", "dampening"],
 )
-def test_an_optimizer_that_a_joiner_could_not_go_on_with_is_refused(keywords_for, factory, message):
+def test_unshareable_optimizer_state_is_refused(keywords_for, factory, message):
     for value in (torch.ones(2), 3, 0.5, "linear", None, True, [1, torch.ones(1)], (0.9, 0.99)):
         keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
     with pytest.raises(RecipeError, match=message):
         keywords_for(factory)["optimizer"]([{"params": parameters()}])
 
 
-def test_an_offloaded_copy_of_an_embedding_has_state_of_32_bits_as_the_embedding_has(keywords_for):
+def test_offloaded_embedding_keeps_32_bit_state(keywords_for):
     embedding = torch.nn.Embedding(64, 96)
     # As the Trainer does.
     GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})

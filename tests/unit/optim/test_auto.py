@@ -1,4 +1,4 @@
-"""Which pace a swarm goes over to, from what its members measured; and what a pace means."""
+"""Which pace a swarm adopts given its members' measurements, and what a pace means."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +27,7 @@ BYTES_A_VALUE = {"float16": 2.0, "uniform8": 1.004, "blockwise4": 0.531}
 
 
 def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
-    """What a peer measures whose exchanges go as fast as a link of so many Mbit/s allows."""
+    """Return the measurement of a peer whose exchanges are as fast as a link of `mbit` Mbit/s allows."""
     each_way = 2 * (num_peers - 1) / num_peers * VALUES / pace.num_fragments
     sent = round(each_way * BYTES_A_VALUE[pace.codec])
     seconds = ROUND_TRIPS_S + 8 * sent / (mbit * 1e6)
@@ -35,7 +35,7 @@ def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
 
 
 def chosen(*measured, present=START, samples=None):
-    """What follows from these claims of peers that trained until they had what was due, or brought that."""
+    """Return the choice for these measurements of peers that brought their due samples, or `samples`."""
     said = {f"Qm{number}": one for number, one in enumerate(measured)}
     speeds = {peer: one.samples_per_second for peer, one in said.items()}
     due = TARGET * present.steps_per_round / (sum(speeds.values()) or 1.0)
@@ -45,11 +45,11 @@ def chosen(*measured, present=START, samples=None):
 
 
 def after(pace, *mbits):
-    """The pace that follows one that was measured on these links."""
+    """Return the pace chosen after `pace` was measured on links of these speeds."""
     return chosen(*(link(mbit, pace, num_peers=len(mbits)) for mbit in mbits), present=pace)[0]
 
 
-# A step of two peers takes 10 s: 100 samples, at 5 a second each.
+# A step of two peers takes 10 s: 100 samples at 5 per second each.
 @pytest.mark.parametrize(
     ("mbit", "start", "mode", "codec"),
     [
@@ -61,7 +61,7 @@ def after(pace, *mbits):
         (5, Pace("overlap", "float16", keeps_codec=True), "streaming", "float16"),
     ],
 )
-def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, start, mode, codec):
+def test_swarm_settles_on_least_harmful_pace(mbit, start, mode, codec):
     pace = start
     for _ in range(3):
         pace = after(pace, mbit, mbit)
@@ -69,7 +69,7 @@ def test_a_swarm_comes_to_the_least_harmful_pace_that_its_link_carries(mbit, sta
     assert after(pace, mbit, mbit) == pace, "and stays there"
 
 
-SLOW = Measured(samples_per_second=0.02)  # and without samples: it can't keep up
+SLOW = Measured(samples_per_second=0.02)  # with no samples, it can't keep up
 
 
 @pytest.mark.parametrize(
@@ -77,27 +77,27 @@ SLOW = Measured(samples_per_second=0.02)  # and without samples: it can't keep u
     [([5.0, 5.0], [50, 50, 0], True), ([4.0, 3.0, 3.0], [40, 30, 30, 0], False)],
     ids=["one of three", "one of four"],
 )
-def test_peers_that_cannot_keep_up_call_for_local_steps(speeds, samples, is_local):
+def test_slow_peers_call_for_local_steps(speeds, samples, is_local):
     fast = [link(100, samples_per_second=speed, num_peers=3) for speed in speeds]
     pace, _ = chosen(*fast, SLOW, samples=samples)
     assert pace.has_local_steps is is_local
     assert not is_local or pace.steps_per_round * 10.0 >= 2 / SLOW.samples_per_second, "a step takes 10 s"
 
 
-def test_member_that_only_downloaded_is_not_slow():
+def test_downloading_member_is_not_slow():
     rates = {"A": 5.0, "B": 5.0, "C": 4.0, "D": 0.5}
     measured = {peer: Measured(samples_per_second=rate) for peer, rate in rates.items()}
     samples = {"A": 50, "B": 50, "C": 0, "D": 0}
     assert idle_members(Outcome(samples, tuple(rates), {}, {}, proof=b"", measured=measured)) == {"D"}
 
 
-def test_peer_without_own_steps_does_not_lengthen_rounds():
+def test_peer_without_steps_keeps_round_length():
     pace = Pace("streaming", "uniform8", local_steps=10)
     fast = [link(100, pace, num_peers=3)] * 2
     assert chosen(*fast, SLOW, present=pace, samples=[150, 150, 0])[0].local_steps == 10
 
 
-def test_two_on_one_desk_or_with_steps_of_minutes_wait_for_each_other():
+def test_negligible_exchange_time_chooses_sync():
     for each in (Measured(5.0, 0.1, VALUES, VALUES, VALUES / 0.1), link(1000, samples_per_second=0.1)):
         assert chosen(each, each)[0] == replace(START, mode="sync", codec="float16")
 
@@ -117,7 +117,7 @@ def test_two_on_one_desk_or_with_steps_of_minutes_wait_for_each_other():
 @pytest.mark.parametrize(
     "pace", [START, Pace("overlap", "float16"), LIGHTEST, Pace("streaming", "uniform8", 50)]
 )
-def test_one_of_four_does_not_choose_for_the_others(lie, samples, pace):
+def test_single_liar_leaves_choice_unchanged(lie, samples, pace):
     honest = [link(20, pace, samples_per_second=2.5, num_peers=4)] * 3
     due = TARGET // 4 * pace.steps_per_round
     truth, _ = chosen(*honest, honest[0], present=pace, samples=[due] * 4)
@@ -127,7 +127,7 @@ def test_one_of_four_does_not_choose_for_the_others(lie, samples, pace):
     assert usual_rate([honest[0], lie, honest[0]]) == honest[0].rate and usual_rate([Measured()]) == 0.0
 
 
-def test_how_long_a_step_takes_follows_from_peers_of_unlike_speed_and_from_late_rounds():
+def test_step_time_accounts_for_unlike_speeds():
     unlike = [link(20, samples_per_second=speed, num_peers=3) for speed in (10.0, 1.0, 0.5)]
     assert "A step of 100 samples takes 8.7 s" in chosen(*unlike)[1]
     late, reason = chosen(link(5), link(100), samples=[100, 100])
@@ -135,9 +135,9 @@ def test_how_long_a_step_takes_follows_from_peers_of_unlike_speed_and_from_late_
     assert "5.0 Mbit/s" in reason and "Mode overlap, codec blockwise4" in reason
 
 
-def test_local_steps_come_only_after_the_lightest_pace_without_was_measured_and_never_go():
+def test_local_steps_follow_lightest_pace():
     assert after(START, 1, 1) == after(Pace("sync", "float16"), 1, 1) == LIGHTEST
-    before = [link(1, START)] * 2  # of the round in which the codec was changed
+    before = [link(1, START)] * 2  # measured in the round that changed the codec
     assert chosen(*before, present=LIGHTEST)[0] == LIGHTEST
     own = replace(LIGHTEST, outer_learning_rate=0.3, outer_momentum=0.1, fragments=2)
     local = after(own, 1, 1)
@@ -148,7 +148,7 @@ def test_local_steps_come_only_after_the_lightest_pace_without_was_measured_and_
     assert after(slowest, 1e-5, 1e-5) == slowest
 
 
-def test_a_link_that_falls_is_answered_at_once_and_one_that_rises_with_room_and_after_several_exchanges():
+def test_pace_falls_at_once_and_rises_slowly():
     fast = after(START, 100, 100)
     assert fast.codec == "float16" and after(fast, 5, 100) == after(fast, 100, 5) == LIGHTEST
     assert chosen(replace(link(5), lowest_rate=link(100).rate), link(100))[0] == LIGHTEST
@@ -170,11 +170,11 @@ def test_a_link_that_falls_is_answered_at_once_and_one_that_rises_with_room_and_
         [link(20, num_peers=3), Measured(5.0, 1e6, 1, 1), Measured()],
     ],
 )
-def test_nothing_changes_before_most_members_have_figures(measured):
+def test_pace_waits_for_majority_of_measurements(measured):
     assert chosen(*measured) == (START, "")
 
 
-def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
+def test_pace_change_is_announced_and_applied():
     peer, _ = of_one_weight(with_b(), pace=Pace("sync", "float16"), auto_share=0.05)
     slow = Measured(1.0, 1000.0, 10, 10, lowest_rate=0.01)
     peer.gradients.end = commits(measured={"QmMe": slow, "QmB": slow})
@@ -184,7 +184,7 @@ def test_a_pace_that_changes_is_said_and_taken_up_by_the_round_after():
     assert said["mode"] == "overlap" and said["message"].startswith("From step 1 on: A step of 8 samples")
 
 
-def test_an_exchange_beside_a_download_is_no_measure_of_the_link_unless_downloads_never_end():
+def test_exchange_during_download_is_not_measured():
     peer, _ = of_one_weight(with_b())
     adaptation, noted = peer.parts.adaptation, []
     adaptation.begin_batch()
@@ -209,7 +209,7 @@ SIZES = [
 
 @pytest.mark.parametrize("num_fragments", range(1, 8))
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} tensors")
-def test_every_tensor_is_in_one_fragment_and_none_is_much_larger_than_its_share(sizes, num_fragments):
+def test_fragments_divide_tensors_evenly(sizes, num_fragments):
     fragments = divide(sizes, num_fragments)
     assert len(fragments) == min(num_fragments, len(sizes)) and all(fragments)
     assert list(itertools.chain(*fragments)) == list(range(len(sizes))), "in order, each once"
@@ -229,7 +229,7 @@ NO_PACE = [{"mode": "fast"}, {"local_steps": 0}, {"fragments": 2.5}, {"keeps_cod
         (PACE, [PACE.to_wire() | change for change in (*NO_PACE, {"outer_momentum": 1e7})]),
     ],
 )
-def test_a_measurement_and_a_pace_arrive_and_what_is_none_is_refused(sound, lies):
+def test_wire_format_round_trips_and_rejects_garbage(sound, lies):
     assert sound.from_wire(sound.to_wire()) == sound
     for lie in lies:
         with pytest.raises(ValueError, match="not a"):

@@ -1,4 +1,4 @@
-"""How a group decides whether its round happened: what follows from votes, and how members hear of them."""
+"""How a group decides whether its round is committed: how votes are counted, and how they spread."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ PEERS = {name: id_of(name) for name in "ABCD"}
         ([Vote(), Vote(), Vote()], 2, False, []),
     ],
 )
-def test_a_member_commits_with_most_of_its_group(votes, quorum, committed, words):
+def test_member_commits_with_majority(votes, quorum, committed, words):
     group = GROUP[: len(votes)]
     known = {peer: vote for peer, vote in zip(group, votes, strict=True) if vote}
     decision = decide("a", group, known | dict.fromkeys("xyz", HELD), quorum)  # strangers do not count
@@ -55,7 +55,7 @@ def test_a_member_commits_with_most_of_its_group(votes, quorum, committed, words
 
 
 @pytest.mark.parametrize("size", range(2, 7))
-def test_no_two_averages_are_committed_nor_is_one_because_votes_were_missed(size):
+def test_at_most_one_average_is_committed(size):
     group = GROUP[:size]
     for held in itertools.product([b"x", b"y", b""], repeat=size):
         votes = {peer: Vote(digest) for peer, digest in zip(group, held, strict=True)}
@@ -66,13 +66,13 @@ def test_no_two_averages_are_committed_nor_is_one_because_votes_were_missed(size
             assert not decide("a", group, known, 2).is_committed or held[0] in committed
 
 
-def test_what_a_member_says_arrives_as_it_was_sent_but_for_long_reasons():
+def test_votes_round_trip_with_truncated_reasons():
     for vote in (HELD, Vote(bytes(32), "why", {"QmA": "not finite"}, "QmB", True, True)):
         assert Vote.parse(vote.to_bytes()) == vote
     long = Vote.parse(MSGPackSerializer.dumps([b"", "x" * 9999, {"QmA": "x" * 9999}, "", False, False]))
     assert len(long.reason) == len(long.notes["QmA"]) == LONGEST_REASON
     assert len(Vote.parse(Vote(b"", "x" * 9999).to_bytes()).reason) == LONGEST_REASON
-    # From process to process:
+    # Between processes:
     error = pickle.loads(pickle.dumps(ballots.NotCommitted("too few", b"proof", 12)))
     assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
 
@@ -83,7 +83,7 @@ def _late_votes_are_waited_for_a_moment(monkeypatch):
 
 
 def group_of(names, group_id=b"group"):
-    """A group in which each member has said something."""
+    """Return a group in which each member has stated a claim."""
     claims = tuple(claim_of(name) for name in names)
     return GroupInfo(group_id, tuple(PEERS[name] for name in names), claims)
 
@@ -98,12 +98,12 @@ def ballot_of(names, limit_s=0.6, clients=()):
 
 
 def statement_of(name, vote, names="ABC"):
-    """A member's vote in the round of a group, as it signs it."""
+    """Return a member's signed vote in the round of a group."""
     return sign(key_of(name), ballot_of(names).about, vote.to_bytes(), has_key=False)
 
 
 async def hold(members, name, vote, quorum=2, cut=()):
-    """Have a member vote; those that are not there, or in `cut` with it, can't be reached."""
+    """Have a member vote; absent members, and those that `cut` separates from it, can't be reached."""
 
     async def ask(peer, call):
         other = next(other for other in PEERS if PEERS[other] == peer)
@@ -121,12 +121,12 @@ async def hold(members, name, vote, quorum=2, cut=()):
         ({"A": HELD, "B": HELD}, 2, (), "AB", "C"),  # C died before its vote
         ({"A": HELD, "B": HELD}, 3, (), "", "C"),
         ({"A": HELD}, 2, (), "", "BC"),
-        ({"A": HELD, "B": HELD, "C": HELD}, 3, ["AB"], "ABC", ""),  # C tells them of each other's votes
+        ({"A": HELD, "B": HELD, "C": HELD}, 3, ["AB"], "ABC", ""),  # C passes on their votes
         ({"A": HELD, "B": HELD, "C": FULL}, 2, (), "AB", ""),
         ({"A": HELD, "B": FULL}, 2, (), "", "C"),
     ],
 )
-def test_members_come_to_one_decision_whoever_reaches_whom(votes, quorum, cut, committed, unheard):
+def test_members_agree_despite_cut_links(votes, quorum, cut, committed, unheard):
     async def scene():
         held = (hold(members, name, votes[name], quorum, cut) for name in votes)
         return dict(zip(votes, await asyncio.gather(*held), strict=True))
@@ -142,19 +142,19 @@ def test_members_come_to_one_decision_whoever_reaches_whom(votes, quorum, cut, c
 
 
 @pytest.mark.parametrize("clients", ["B", ""])
-def test_a_client_that_asks_and_can_t_be_asked_is_waited_for_whether_known_to_be_one(clients, monkeypatch):
+def test_client_vote_is_waited_for(clients, monkeypatch):
     async def scene():
         server, client = ballot_of("AB", 5.0, clients), ballot_of("AB", 5.0)
         waiting = asyncio.create_task(hold({"A": server}, "A", HELD))
-        await asyncio.sleep(0.01)  # the client has its average a moment later
+        await asyncio.sleep(0.01)  # the client finishes its average a little later
         return await asyncio.gather(waiting, hold({"A": server, "B": client}, "B", HELD))
 
     monkeypatch.setattr(ballots, "VOTE_GRACE_S", 5.0)
     assert all(decision.is_committed for decision in asyncio.run(scene()))
 
 
-def test_a_member_that_votes_for_two_averages_makes_no_second_history():
-    """It returned one average to A and another to B: with its two votes each would be most of the group."""
+def test_double_vote_commits_nothing():
+    """C returned one average to A and another to B: with its two votes, each would have a majority."""
 
     async def scene():
         return await asyncio.gather(hold(members, "A", HELD), hold(members, "B", OTHER))
@@ -166,25 +166,25 @@ def test_a_member_that_votes_for_two_averages_makes_no_second_history():
     assert all(ballot.votes[PEERS["C"]] is TWO_VOTES for ballot in members.values())
 
 
-def test_a_vote_counts_only_as_its_member_signed_it_for_this_round():
+def test_improperly_signed_vote_is_refused():
     ballot = ballot_of("ABC")
     for name, statement in [
         ("B", HELD.to_bytes()),  # not signed
-        ("B", statement_of("C", HELD)),  # another one's
+        ("B", statement_of("C", HELD)),  # of another member
         ("B", statement_of("B", HELD, "BCA")),  # of another round
-        ("D", statement_of("D", HELD, "ABCD")),  # of no member
-        ("B", sign(key_of("B"), b"", bytes(9999))),  # longer than a vote is
+        ("D", statement_of("D", HELD, "ABCD")),  # of a non-member
+        ("B", sign(key_of("B"), b"", bytes(9999))),  # longer than any vote
     ]:
         with pytest.raises(ValueError):
             ballot.cast(PEERS[name], statement)
     assert not ballot.votes
-    for _ in range(2):  # signed twice, and the same
+    for _ in range(2):  # the same vote, signed twice
         ballot.cast(PEERS["B"], statement_of("B", HELD))
     assert ballot.votes == {PEERS["B"]: HELD}
 
 
-def test_a_vote_that_its_member_may_have_given_up_counts_no_more_nor_does_one_that_was_undone(monkeypatch):
-    """A is late: B and C have waited for its vote, undone the round, and may have committed another one."""
+def test_expired_vote_is_ignored(monkeypatch):
+    """A is late: B and C waited for its vote, undid the round, and may have committed another one."""
     now, held, failed = [0.0], statement_of("B", HELD), statement_of("C", FULL)
     monkeypatch.setattr(ballots, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -204,7 +204,7 @@ def test_a_vote_that_its_member_may_have_given_up_counts_no_more_nor_does_one_th
     assert "its disk is full" in decision.reason and counts == [False, False, True]
 
 
-def test_votes_travel_only_to_members_that_lack_them():
+def test_votes_are_sent_only_on_request():
     num_bytes = []
 
     async def scene():
@@ -225,7 +225,7 @@ def test_votes_travel_only_to_members_that_lack_them():
     assert heard.votes == {PEERS["B"]: HELD}
 
 
-def test_who_asks_early_waits_for_its_round_with_one_question_at_a_time():
+def test_early_question_waits_for_ballot():
     async def scene():
         known = ballots.Ballots()
         early = asyncio.create_task(known.find(b"group", PEERS["C"], 5.0))
@@ -243,7 +243,7 @@ def test_who_asks_early_waits_for_its_round_with_one_question_at_a_time():
     asyncio.run(scene())
 
 
-def test_a_digest_is_of_values_shapes_dtypes_order_what_members_said_and_the_agreement():
+def test_digest_covers_values_shapes_and_dtypes():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0])
     others = [values + 2**-21, values.flip(0), values.view(2, 2), values.double(), values[:3]]
     others += [values.bfloat16()]

@@ -1,6 +1,6 @@
-"""Buffers that training moves: which these are, and what a round does to them.
+"""Buffers that training changes: which ones count as moving, and what a round does to them.
 
-Numbers are powers of two, or sums of such: what is expected is exact.
+Numbers are powers of two or sums of them, so expected values are exact.
 """
 
 import math
@@ -31,7 +31,7 @@ def of(*paces):
 
 
 class Holding(nn.Module):
-    """A module with such buffers; names that begin with `temporary` are not saved."""
+    """A module with the given buffers; names that begin with `temporary` are not saved."""
 
     def __init__(self, **buffers):
         super().__init__()
@@ -67,12 +67,12 @@ LOWEST = torch.finfo(torch.float32).min
         (lambda: Holding(weight=torch.ones(2, 2).to(torch.float8_e4m3fn), scale=1.0), set()),
     ],
 )
-def test_statistics_and_counts_move_and_constants_do_not(make, moving):
+def test_moving_buffers_exclude_constants(make, moving):
     found = moving_buffers(nn.ModuleDict({"layer": make()}))
     assert found.keys() == {f"layer.{name}" for name in moving}
 
 
-def test_scales_of_quantized_weights_are_left_alone():
+def test_persistent_buffers_exclude_quantization_scales():
     layer = Holding(qweight=torch.ones(2, 2, dtype=torch.uint8), scales=torch.ones(2))
     assert persistent_buffers(nn.Sequential(layer, nn.BatchNorm1d(1))).keys() == {
         "1.running_mean",
@@ -81,7 +81,7 @@ def test_scales_of_quantized_weights_are_left_alone():
     }
 
 
-def test_a_buffer_that_a_module_replaces_is_found_again():
+def test_replaced_buffer_is_found_again():
     model = Holding(average=[1.0])
     buffers = Buffers(model)
     model.average = model.average * 3
@@ -92,7 +92,7 @@ def test_a_buffer_that_a_module_replaces_is_found_again():
 
 
 class Statistics(Holding):
-    """What a peer trains here: a mean, a variance and a count."""
+    """The model that a peer trains here: a mean, a variance and a count."""
 
     def __init__(self):
         super().__init__(mean=torch.zeros(2), variance=torch.ones(2), count=0)
@@ -113,7 +113,7 @@ def peer_of(model, pace, end=None, **settings):
 
 
 def play(peer):
-    """Have a peer train and go through a round, to its end."""
+    """Have a peer train and complete a round."""
     peer.train()
     if (running := peer.stepper._running) is not None:
         wait([running], LIMIT_S)
@@ -121,7 +121,7 @@ def play(peer):
 
 
 def averages(*values):
-    """A round with QmB whose buffers average to these values."""
+    """Return the end of a round with QmB in which the buffers average to these values."""
     commit = commits(moves_buffers=True)
 
     def end(averager):
@@ -136,7 +136,7 @@ AGREED = ([2.0, 2.0], [8.0, 8.0], 5)
 
 
 @of(*PACES)
-def test_after_a_round_the_model_holds_the_average(pace):
+def test_committed_round_sets_averaged_buffers(pace):
     model = Statistics()
     peer = peer_of(model, pace, averages(*AVERAGE))
     model.move(1.0, 4.0, 3)
@@ -147,7 +147,7 @@ def test_after_a_round_the_model_holds_the_average(pace):
 
 
 @of(*PACES)
-def test_a_round_that_fails_changes_no_buffer(pace):
+def test_failed_round_keeps_buffers(pace):
     model = Statistics()
     peer = peer_of(model, pace, fails, averaging_s=0.0)
     model.move(1.0, 4.0, 3)
@@ -160,7 +160,7 @@ def test_a_round_that_fails_changes_no_buffer(pace):
 
 
 @of(*PACES)
-def test_a_peer_alone_agrees_with_itself(pace):
+def test_lone_peer_agrees_on_own_buffers(pace):
     model = Statistics()
     peer = peer_of(model, pace)
     model.move(0.5, 0.1, 7)
@@ -170,7 +170,7 @@ def test_a_peer_alone_agrees_with_itself(pace):
     assert peer.state.common_tensors()[1].tolist() == [*before[0], *before[1], before[2]]
 
 
-def test_a_peer_brings_its_buffers_of_the_rounds_start():
+def test_buffers_are_snapshotted_at_round_start():
     model = Statistics()
     buffers = Buffers(model)
     model.move(1.0, 4.0, 3)
@@ -192,7 +192,7 @@ def applied(keeps_own, average=AVERAGE, aside=(1.0, 4.0, 3), now=(1.5, 3.0, 5)):
     return model, buffers
 
 
-def test_what_moved_during_a_round_stays_for_the_next():
+def test_movement_during_round_carries_over():
     model, buffers = applied(keeps_own=True)
     assert model.values == ([2.5, 2.5], [7.0, 7.0], 7)
     assert [tuple(one.tolist()) for one in buffers.common] == [AVERAGE]
@@ -201,12 +201,12 @@ def test_what_moved_during_a_round_stays_for_the_next():
     assert applied(keeps_own=False)[0].values == AGREED
 
 
-def test_no_variance_becomes_negative():
+def test_variance_stays_positive():
     model, _ = applied(True, average=(0.0, 0.0, 2.0, 0.5, 1.0), aside=(1.0, 8.0, 1), now=(1.0, 1.0, 1))
     assert model.variance.tolist() == [1.0, 0.5]
 
 
-def test_the_last_round_leaves_agreed_buffers():
+def test_last_round_leaves_agreed_buffers():
     model = Statistics()
     peer = peer_of(model, Pace("overlap"), averages(*AVERAGE), max_steps=1)
     model.move(1.0, 4.0, 3)
@@ -219,7 +219,7 @@ def test_the_last_round_leaves_agreed_buffers():
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
-def test_the_agreed_value_replaces_an_unusable_one(poison):
+def test_agreed_value_replaces_unusable_one(poison):
     model = Statistics()
     buffers = Buffers(model)
     model.move(2.0, 4.0, 1)
@@ -229,7 +229,7 @@ def test_the_agreed_value_replaces_an_unusable_one(poison):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
-def test_peers_agree_on_values_that_the_model_can_hold(dtype):
+def test_agreed_values_are_rounded_to_dtype(dtype):
     model = Holding(value=torch.zeros((), dtype=dtype))
     buffers = Buffers(model)
     buffers.exchanged[0].fill_(2.30078125001)
@@ -238,7 +238,7 @@ def test_peers_agree_on_values_that_the_model_can_hold(dtype):
     assert abs(model.value.item() - 2.3) < (0.5 if dtype == torch.int64 else 0.01)
 
 
-def test_models_without_such_buffers_claim_what_they_did():
+def test_claim_omits_buffer_flag_without_buffers():
     peer = peer_of(nn.LayerNorm(2), Pace(), commits())
     peer.train()
     [claim] = peer.gradients.claims
@@ -251,7 +251,7 @@ def moved(claim):
     return Claim(**vars(claim) | {"moves_buffers": True})
 
 
-def test_buffers_that_stand_still_are_not_exchanged():
+def test_unmoved_buffers_are_not_exchanged():
     peer = peer_of(Holding(scale=3.0), Pace(), commits())
     peer.train()
     [claim] = peer.gradients.claims
@@ -259,7 +259,7 @@ def test_buffers_that_stand_still_are_not_exchanged():
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])
-def test_a_joiner_adopts_its_donor_s_buffers(download, has_local_steps):
+def test_joiner_adopts_donors_agreed_buffers(download, has_local_steps):
     ahead = History(3, 30, b"b" * 16)
     donor = giving_averager(ahead, fill=2.0, has_local_steps=has_local_steps)
     joiner = giving_averager(History(), has_local_steps=has_local_steps)

@@ -1,4 +1,4 @@
-"""A peer goes through rounds that it missed; else it asks others for the state, and whether to believe it."""
+"""A peer replays missed rounds, or else loads the state from others and checks it with them."""
 
 import concurrent.futures
 import threading
@@ -20,7 +20,7 @@ class Behind(Tracker):
 
 
 def behind(*averages, donor="QmB"):
-    """A peer whose companion kept rounds that ended with these averages, and the histories they led to."""
+    """Return a peer whose donor kept rounds with these averages, its weight, and the resulting histories."""
     peer, weight = of_one_weight(Behind())
     kept, histories = peer.gradients.kept.setdefault(donor, {}), [History()]
     for number, average in enumerate(averages):
@@ -30,7 +30,7 @@ def behind(*averages, donor="QmB"):
     return peer, weight, histories
 
 
-def test_a_peer_goes_through_rounds_that_it_missed_and_loads_the_state_where_they_are_not_kept(monkeypatch):
+def test_missed_rounds_are_replayed_or_state_loaded(monkeypatch):
     peer, weight, histories = behind(0.25, 0.5)
     loaded = []
     monkeypatch.setattr(peer.catch_up, "load", lambda: loaded.append(peer.history) or True)
@@ -48,7 +48,7 @@ def test_a_peer_goes_through_rounds_that_it_missed_and_loads_the_state_where_the
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_not_everybody_is_asked_for_a_round(is_kept, monkeypatch):
+def test_replay_asks_few_donors(is_kept, monkeypatch):
     peer, _, way = behind(0.25, donor="QmZ")
     many = [f"Qm{number}" for number in range(20)]
     peer.tracker.others = tuple(report(name, way[-1], way) for name in many)
@@ -62,7 +62,7 @@ def test_not_everybody_is_asked_for_a_round(is_kept, monkeypatch):
     assert not peer.catch_up.follow(), "who wants to leave waits for none"
 
 
-def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
+def test_return_to_majority_reports_fork(monkeypatch):
     peer, _ = of_one_weight(Reports())
     peer.position.enter(after(5))
     peer.tracker.is_behind = True
@@ -71,7 +71,7 @@ def test_a_peer_that_goes_back_to_most_others_says_so(monkeypatch):
     assert peer.codes == ["fork"]
 
 
-def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch):
+def test_gather_waits_for_peers_or_timeout(monkeypatch):
     monkeypatch.setattr(catching_up, "REFRESH_S", 0.01)
     peer, _ = of_one_weight(Tracker([report("QmB", History())]))
     waits = peer.catch_up
@@ -91,12 +91,10 @@ def test_others_are_waited_for_until_they_are_there_or_time_is_over(monkeypatch)
         ("", "", True, True, 25),  # the break began before its first look at reports
         ("B", "", False, False, 60),
         ("", "B", True, False, 0),  # all said goodbye
-        ("", "", False, False, 0),  # nobody was there
+        ("", "", False, False, 0),  # no peer was there
     ],
 )
-def test_newcomer_waits_for_peers_behind_a_broken_link(
-    passing, missing, gone, have_been_there, returns, waits_s
-):
+def test_joiner_waits_for_peers_behind_broken_link(passing, missing, gone, have_been_there, returns, waits_s):
     tracker = Tracker(gone=gone)
     tracker.missing, began = frozenset(missing), passing.now
     peer, _ = of_one_weight(tracker, load_state_s=60.0)
@@ -111,7 +109,7 @@ def test_newcomer_waits_for_peers_behind_a_broken_link(
 
 
 @pytest.mark.parametrize(("fetches_until_s", "stays_s"), [(0, 60), (400, 480), (10**6, 3600)])
-def test_a_finished_peer_stays_for_a_download(passing, fetches_until_s, stays_s):
+def test_finished_peer_stays_for_download(passing, fetches_until_s, stays_s):
     peer, _ = of_one_weight(Tracker([report("QmB", History())]))
     peer.position.enter(after(3))
     began = passing.now
@@ -132,7 +130,7 @@ def peers(ids, history, is_client=False):
 
 @pytest.fixture
 def passing(monkeypatch, clock):
-    """Let time pass while somebody sleeps or a try lasts."""
+    """Advance the clock during sleeps and attempts."""
 
     def sleep(seconds):
         clock.now += seconds
@@ -142,13 +140,13 @@ def passing(monkeypatch, clock):
 
 
 class Reports(Tracker):
-    """Of others, of which most went to `FURTHER`."""
+    """A tracker of peers, most of which moved on to `FURTHER`."""
 
     target, standing, fetch_every_s = FURTHER, None, 0.3
 
 
 def joiner(*tries, others):
-    """A peer at step 2 that seeks a state; its averager does what `tries` say, one after the other."""
+    """Return a peer at step 2 that seeks a state; its averager runs `tries` one after the other."""
     peer, _ = of_one_weight(Reports(others))
     peer.position.enter(History(2, 20, bytes(16)))
     left, peer.donors = list(tries), []
@@ -171,7 +169,7 @@ def there(report):
     return True
 
 
-def test_the_furthest_are_asked_first_and_none_who_can_not_help():
+def test_furthest_donors_are_asked_first():
     others = *peers(["old"], OLD), *peers("A", AHEAD), *peers(["QmN"], FURTHER, True), *peers("BCD", FURTHER)
     peer = joiner(there, others=others)
     for _ in range(60):
@@ -183,7 +181,7 @@ def test_the_furthest_are_asked_first_and_none_who_can_not_help():
     assert peer.donors[-1] == ["old"], "it has not reported its last step yet"
 
 
-def test_a_state_that_comes_after_a_wish_to_leave_is_not_wanted():
+def test_leaving_peer_rejects_late_state():
     begun, came = threading.Event(), threading.Event()
     peer, _ = of_one_weight(Reports(peers("A", AHEAD)))
     answers = []
@@ -206,13 +204,13 @@ def test_a_state_that_comes_after_a_wish_to_leave_is_not_wanted():
 
 
 @pytest.mark.parametrize("fails", [lambda report: False, broken], ids=["nobody gives it", "it is of no use"])
-def test_it_gives_up_when_nothing_of_use_came_for_too_long(passing, fails):
+def test_load_gives_up_without_progress(passing, fails):
     with pytest.raises(RoundFailed, match="came for 60 s") as failed:
         joiner(fails, others=peers("A", AHEAD)).catch_up.load()
     assert 50 <= passing.now <= 61 and "load_state_timeout" in failed.value.hint
 
 
-def test_a_download_that_goes_on_is_not_given_up_and_how_far_it_is_is_told(passing):
+def test_progressing_download_outlasts_timeout(passing):
     def a_part(report):
         passing.now += 50
         report(1, 10, 1)
@@ -226,7 +224,7 @@ def test_a_download_that_goes_on_is_not_given_up_and_how_far_it_is_is_told(passi
 
 
 def stands(believes, holds, in_the_end=True):
-    """How the others stand: whether they went by a state, and hold it, now and in the end; None: not said."""
+    """Return what others report: whether they passed a state and hold it, now and finally; None: unknown."""
     held = {False: holds, True: in_the_end}
     return SimpleNamespace(believes=lambda history: believes, holds=lambda *_, is_final: held[is_final])
 
@@ -241,22 +239,22 @@ SILENT, DIFFERENT = stands(True, None, None), stands(True, False, False)
     [
         ([THERE], FURTHER, b"digest", True, 0, 0),
         (WAITS, FURTHER, b"digest", True, 0.1, BELIEVED_S),
-        ([NOT_THERE], FURTHER, b"digest", False, BELIEVED_S, 2 * BELIEVED_S),  # they may come there
+        ([NOT_THERE], FURTHER, b"digest", False, BELIEVED_S, 2 * BELIEVED_S),  # they may still get there
         ([UNSAID], FURTHER, b"digest", True, BELIEVED_S, 2 * BELIEVED_S),
-        ([THERE], OLD, b"digest", False, 0, SAID_S),  # older than was wished
+        ([THERE], OLD, b"digest", False, 0, SAID_S),  # older than requested
         ([SILENT], FURTHER, b"digest", False, SAID_S, 2 * SAID_S),
-        ([UNSAID], FURTHER, b"", True, 0, 0),  # of rounded weights: by its way alone
+        ([UNSAID], FURTHER, b"", True, 0, 0),  # rounded weights: checked by history alone
         ([NOT_THERE], FURTHER, b"", False, 0, SAID_S),
     ],
 )
-def test_a_state_is_believed_if_others_hold_it(passing, standings, state, common, is_believed, low, high):
+def test_state_held_by_others_is_believed(passing, standings, state, common, is_believed, low, high):
     said, left = [], [standings[0], *standings]
 
     def give(report):
         said.append(peer.state.is_believed(state, common, "D"))
         return True
 
-    def refresh():  # each time that others are asked, they may stand otherwise
+    def refresh():  # the others' answer may differ each time
         peer.tracker.standing = left.pop(0) if len(left) > 1 else left[0]
 
     peer = joiner(give, others=peers("D", FURTHER))
@@ -265,7 +263,7 @@ def test_a_state_is_believed_if_others_hold_it(passing, standings, state, common
     assert said == [is_believed] and low <= passing.now <= high
 
 
-def test_where_others_hold_something_else_who_gave_it_is_asked_last_and_not_many_are_asked(passing):
+def test_donor_of_disputed_state_is_asked_last(passing):
     def not_theirs(report):
         return peer.state.is_believed(FURTHER, b"digest", peer.donors[-1][0])
 

@@ -1,4 +1,4 @@
-"""How gradients get into the accumulators and out again, without a process or a network."""
+"""How gradients enter and leave the accumulators, without a process or a network."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def run(averager, parameter, *batches, lend=True):
     for gradient, samples, weight in batches:
         factor = averager.expect_batch(samples, weight, lend=lend)
         (parameter * gradient * factor).sum().backward()
-        averager.accumulate_grads_(batch_size=99)  # what was announced counts
+        averager.accumulate_grads_(batch_size=99)  # the announced size counts
         assert parameter.grad is None or not lend
         torch.optim.SGD([parameter], lr=0.1).zero_grad(set_to_none=not lend)
 
@@ -52,19 +52,19 @@ def counts(averager):
         ([], 0.0, (0, 0.0)),
         ([(1.0, 4, 4), (5.0, 4, 4)], 3.0, (8, 8.0)),
         ([(1.0, 4, 30), (5.0, 4, 10), (8.0, 2, 20)], 4.0, (10, 60.0)),
-        ([(2.0, 4, 5.0), (7.0, 4, 0.0)], 2.0, (8, 5.0)),  # one that trains nothing
+        ([(2.0, 4, 5.0), (7.0, 4, 0.0)], 2.0, (8, 5.0)),  # the second has no trained tokens
         ([(0.0, 4, 0.0), (2.0, 4, 5.0)], 2.0, (8, 5.0)),
     ],
 )
-def test_batches_count_by_what_is_trained_in_them(averager, parameter, lend, batches, mean, counted):
+def test_batches_are_weighted_by_trained_tokens(averager, parameter, lend, batches, mean, counted):
     run(averager, parameter, *batches, lend=lend)
     assert mean_of(averager) == pytest.approx([mean] * 2) and counts(averager) == counted
 
 
 @each_way
-def test_batches_that_are_announced_one_by_one_are_counted_together(averager, parameter, lend):
+def test_announced_batches_accumulate(averager, parameter, lend):
     averager.expect_batch(4, 30.0, lend=False)
-    averager.forget_announced()  # its gradients were thrown away
+    averager.forget_announced()  # its gradients were discarded
     averager.expect_batch(4, 30.0, lend=False)
     averager.reset_accumulated_grads_()
     for gradient, weight in ((1.0, 30), (5.0, 10)):
@@ -74,16 +74,16 @@ def test_batches_that_are_announced_one_by_one_are_counted_together(averager, pa
     assert mean_of(averager) == pytest.approx([2.0, 2.0]) and counts(averager) == (8, 40.0)
 
 
-def test_a_batch_that_nobody_announced_counts_by_its_samples(averager, parameter):
+def test_unannounced_batch_is_weighted_by_samples(averager, parameter):
     for samples, gradient in ((1, 1.0), (3, 5.0)):
         parameter.grad = torch.full((2,), gradient)
         averager.accumulate_grads_(batch_size=samples)
-    parameter.grad = None  # of a parameter that a batch did not use
+    parameter.grad = None  # a parameter that the batch did not use
     averager.accumulate_grads_(batch_size=4)
     assert mean_of(averager) == [2.0, 2.0] and counts(averager) == (8, 8.0)
 
 
-def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averager, parameter):
+def test_backward_adds_to_lent_accumulators(averager, parameter):
     averager.expect_batch(4, 4, lend=True)
     lent = parameter.grad
     (parameter * 2.0).sum().backward()
@@ -100,7 +100,7 @@ def test_a_backward_pass_adds_to_lent_accumulators_where_the_parameter_is(averag
         assert elsewhere.grad.device.type == "meta", "averages come to where it is"
 
 
-def test_averages_are_the_gradients_in_the_memory_of_what_was_set_aside(averager, parameter):
+def test_averages_reuse_set_aside_memory(averager, parameter):
     run(averager, parameter, (1.0, 4, 4))
     averager.set_aside()
     averager.load_aside()

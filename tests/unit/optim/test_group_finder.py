@@ -1,13 +1,13 @@
 """How peers find their group: several `GroupFinder`s on the network and the clock of the simulation.
 
-What a leader or a follower may say to do harm: simulation/test_liar_in_a_round.py and test_failures.py.
+Harmful messages of leaders and followers: simulation/test_liar_in_a_round.py and test_failures.py.
 """
 
 import asyncio
 import hashlib
 from functools import wraps
 from types import SimpleNamespace
-from typing import AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import AsyncIterator  # noqa: UP035 - hivemind recognizes a stream by typing's
 
 import pytest
 from hivemind.p2p import P2PContext, PeerID, ServicerBase
@@ -21,7 +21,7 @@ from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.group_finder import MISSED_AFTER_ONE, MOST_EXCLUDED_S, SUSPECT_S, Blame
 from trahiv_cli.optim.rounds import Claim
 
-LONG_S = 60.0  # a patience that no test lives to see the end of: what ends sooner did not wait for it
+LONG_S = 60.0  # longer than any test: a search that ends did not wait for it
 SHORT_S, TINY_S, LIMIT_S = 0.1, 0.025, 5.0
 
 
@@ -32,7 +32,7 @@ def _seconds_are_those_of_the_loop(monkeypatch):
 
 
 class Peer(group_finder.GroupFinder, ServicerBase):
-    """One peer of a test, whom others call without an averager between."""
+    """A peer of a test, which others call directly, without an averager."""
 
     def __init__(self, p2p, name, patience_s, is_client):
         self.id, self.wanted, self.is_client = id_of(name), 2, is_client
@@ -48,7 +48,7 @@ class Peer(group_finder.GroupFinder, ServicerBase):
             yield answer
 
     def know(self, others, *, quorum=2, suffix=b""):
-        """Know of `others` and want a group of `quorum`."""
+        """Expect `others`, and require a group of at least `quorum`."""
         self.wanted = quorum
         ids = [other.id for other in others if other is not self]
         self.expect(ids, [other.id for other in others if other.is_client], quorum, suffix)
@@ -61,13 +61,13 @@ class Peer(group_finder.GroupFinder, ServicerBase):
 
 
 async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
-    """Peers in the order in which they would lead, all knowing each other."""
+    """Return peers in leader order that all know each other."""
     network = Network()
     peers = []
     for number in range(count):
         p2p = network.p2p_of(id_of(f"peer {number}"))
         peers.append(Peer(p2p, f"peer {number}", patience_s, number in clients))
-        if number not in clients:  # or nobody could call it
+        if number not in clients:  # clients can't be called
             await peers[-1].add_p2p_handlers(p2p, namespace="test")
     peers.sort(key=lambda peer: hashlib.sha256(b"schema" + peer.id.to_bytes()).digest())
     for peer in peers:
@@ -76,7 +76,7 @@ async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
 
 
 def in_a_loop(scene):
-    """Make a test of a coroutine."""
+    """Turn a coroutine into a test."""
 
     @wraps(scene)
     def test(*args, **options):
@@ -87,7 +87,7 @@ def in_a_loop(scene):
 
 
 async def require(expected, *searches):
-    """Require that all searches end with a group of these peers; None: with no group."""
+    """Require that all searches end with a group of exactly these peers, or without one for None."""
     async with asyncio.timeout(2 * LIMIT_S):
         groups = await asyncio.gather(*searches)
     ids = expected and {peer.id for peer in expected}
@@ -101,7 +101,7 @@ def look(peers, limit_s=LIMIT_S):
 
 @pytest.mark.parametrize("count", [2, 8])
 @in_a_loop
-async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
+async def test_ready_peers_form_one_group(count):
     peers = await swarm(count)
     groups = await require(peers, *look(peers))
     assert len({(group.group_id, group.peer_ids, group.gathered) for group in groups}) == 1
@@ -110,7 +110,7 @@ async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
         assert peers[0].claim_of(peer, said).state == peer.to_bytes()[:8]
     for peer in peers:
         peer.know(peers, suffix=b"next")
-    with pytest.raises(ValueError, match="did not state this"):  # it was about the history before
+    with pytest.raises(ValueError, match="did not state this"):  # it was for the previous history
         peers[0].claim_of(groups[0].peer_ids[1], groups[0].gathered[1])
     await require(peers, *look(peers))
 
@@ -121,7 +121,7 @@ async def test_peers_that_are_ready_form_one_group_at_once_in_every_step(count):
     ids=["at its door", "until they wait for one another"],
 )
 @in_a_loop
-async def test_a_leader_that_comes_late_is_waited_for(patience_s, late_s, soon_s):
+async def test_followers_wait_for_late_leader(patience_s, late_s, soon_s):
     peers = await swarm(3, patience_s, quorum=3)
     searches = look(peers[1:])
     await asyncio.sleep(late_s)
@@ -140,7 +140,7 @@ async def test_a_leader_that_comes_late_is_waited_for(patience_s, late_s, soon_s
     ids=[*(f"one knows only {knows}" for knows in "012"), "nobody knows one", "two lead without a quorum"],
 )
 @in_a_loop
-async def test_peers_whose_views_differ_come_together(patience_s, quorum, views):
+async def test_peers_with_different_views_meet(patience_s, quorum, views):
     peers = await swarm(len(views), patience_s)
     for peer, known in zip(peers, views, strict=True):
         peer.know([peers[int(place)] for place in known], quorum=quorum)
@@ -149,7 +149,7 @@ async def test_peers_whose_views_differ_come_together(patience_s, quorum, views)
 
 @pytest.mark.parametrize("ended", [0, 2, 3], ids=["the leader", "a follower", "one that never looked"])
 @in_a_loop
-async def test_one_that_left_while_others_looked_is_in_no_group(ended):
+async def test_departed_peer_is_in_no_group(ended):
     peers = await swarm(4)
     searches = dict(zip(peers, look(peers[:3]), strict=False))
     await asyncio.sleep(TINY_S / 2)  # until they wait at the door
@@ -164,7 +164,7 @@ async def test_one_that_left_while_others_looked_is_in_no_group(ended):
 
 @pytest.mark.parametrize("comes", [False, True])
 @in_a_loop
-async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
+async def test_suspect_is_not_waited_for(comes):
     peers = await swarm(3)
     for peer in peers[:2]:
         peer.blame.suspect(peers[2].id, "it is late")
@@ -180,7 +180,7 @@ async def test_nobody_waits_for_a_suspect_but_if_it_comes_by_itself(comes):
     ids=["both want a greater one", "a follower wants a greater one", "neither can be called"],
 )
 @in_a_loop
-async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(patience_s, wants, clients):
+async def test_unacceptable_group_is_not_formed(patience_s, wants, clients):
     peers = await swarm(3 - bool(clients), patience_s, clients=clients)
     for peer, quorum in zip(peers, wants, strict=False):
         peer.know(peers, quorum=quorum)
@@ -188,9 +188,9 @@ async def test_no_group_is_formed_that_a_member_would_not_or_could_not_be_in(pat
 
 
 @in_a_loop
-async def test_newer_view_is_left_out_of_one_group_only():
+async def test_newer_view_misses_one_group_only():
     peers = await swarm(4)
-    peers[2].know(peers, quorum=6)  # it knows of two more than the others do
+    peers[2].know(peers, quorum=6)  # it knows two more peers than the others do
     group, newer = (peers[0], peers[1], peers[3]), peers[2].look(SHORT_S)
     await require(group, *look(group))
     await require(None, newer)
@@ -200,7 +200,7 @@ async def test_newer_view_is_left_out_of_one_group_only():
 
 
 @in_a_loop
-async def test_leader_that_only_accepts_is_waited_for_once():
+async def test_silent_leader_is_awaited_once():
     peers = await swarm(3, SHORT_S)
 
     async def is_silent(request, context):
@@ -228,8 +228,8 @@ async def test_peers_at_different_steps_never_meet():
 
 @pytest.mark.parametrize("place", [0, 1], ids=["who leads", "who follows"])
 @in_a_loop
-async def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
-    """Its search for the step before was not ended, or not in time."""
+async def test_stale_search_ends_without_group(place):
+    """The search for the previous step was not ended, or not in time."""
     peers = await swarm(2)
     stale = peers[place].look()
     await asyncio.sleep(SHORT_S)
@@ -240,7 +240,7 @@ async def test_what_a_peer_brings_to_one_step_is_not_taken_to_the_next(place):
 
 
 @in_a_loop
-async def test_a_search_ends_at_its_deadline_and_one_for_a_round_alone_at_once_and_clients_are_led():
+async def test_search_ends_at_deadline():
     peers = await swarm(3, clients=(0, 1))
     await require(None, peers[0].look(0.0), peers[1].look(TINY_S))
     peers[0].know((), quorum=1)
@@ -259,7 +259,7 @@ def blame(monkeypatch, clock):
 
 
 def note(blame, is_committed=False, **blames):
-    """A round of all: `A="L"` is sure that it failed of L, `A="L?"` may be mistaken, `A="L!"`: L is late."""
+    """Note a round of all: `A="L"` is sure to blame L, `A="L?"` may be mistaken, `A="L!"` says L is late."""
     votes = {peer: Vote(b"" if name in blames else b"average") for name, peer in PEERS.items()}
     for name, blamed in blames.items():
         whom = PEERS[blamed[0]].to_base58()
@@ -276,22 +276,22 @@ def excluded(blame):
     ("rounds", "whom"),
     [
         ([{"A": "L", "B": "L", "C": "L"}] * 2, "L"),
-        ([{"A": "L!", "B": "L!", "C": "L!"}], "L"),  # most say that it is late
+        ([{"A": "L!", "B": "L!", "C": "L!"}], "L"),  # a majority reports it as late
         ([{"A": "L", "B": "L", "L": "B"}] * 2, "L"),
-        ([{"A": "L", "B": "A?", "C": "A?", "L": "A?"}] * 2, "L"),  # A was the first to see it
+        ([{"A": "L", "B": "A?", "C": "A?", "L": "A?"}] * 2, "L"),  # A noticed it first
         ([{"A": "L?", "B": "A?", "C": "L?"}] * 2, "L"),  # it ended its streams too early
-        ([{"L": "A"}, {"L": "B"}, {"L": "C"}], "L"),  # it blames one after the other
-        ([{"A": "B", "B": "A"}] * 2, "B"),  # they do not reach each other: the later in order
+        ([{"L": "A"}, {"L": "B"}, {"L": "C"}], "L"),  # it blames each in turn
+        ([{"A": "B", "B": "A"}] * 2, "B"),  # they can't reach each other: the later in order
     ],
 )
-def test_who_is_blamed_or_blames_most_is_let_into_no_group(blame, rounds, whom):
+def test_blamed_or_blaming_member_is_excluded(blame, rounds, whom):
     for blames in rounds:
         assert excluded(blame) == ""
         note(blame, **blames)
     assert excluded(blame) == whom
 
 
-def test_who_was_blamed_beside_it_is_next(blame, clock):
+def test_second_suspect_is_excluded_next(blame, clock):
     for _ in range(2):
         note(blame, A="L", B="L", L="B")
     clock.now += SUSPECT_S
@@ -299,7 +299,7 @@ def test_who_was_blamed_beside_it_is_next(blame, clock):
     assert excluded(blame) == "B"
 
 
-def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(blame, clock):
+def test_exclusion_time_doubles(blame, clock):
     def excluded_for():
         for _ in range(2):
             note(blame, A="L", B="L")
@@ -319,7 +319,7 @@ def test_each_time_it_is_for_twice_as_long_and_good_rounds_make_up_for_one(blame
     assert max(excluded_for() for _ in range(8)) == MOST_EXCLUDED_S
 
 
-def test_peer_that_misses_two_groups_is_suspected(blame, clock):
+def test_two_missed_groups_raise_suspicion(blame, clock):
     *members, late = PEERS.values()
     for is_suspect in (False, True):
         blame.note_group(members, PEERS.values())
@@ -330,7 +330,7 @@ def test_peer_that_misses_two_groups_is_suspected(blame, clock):
     assert blame.is_suspect(late)
 
 
-def test_member_may_miss_more_groups_in_a_row(blame):
+def test_former_member_may_miss_more_groups(blame):
     *members, late = PEERS.values()
     for _ in range(2):
         blame.note_group(PEERS.values(), PEERS.values())
@@ -341,7 +341,7 @@ def test_member_may_miss_more_groups_in_a_row(blame):
     assert blame.is_suspect(late)
 
 
-def test_nobody_is_excluded_if_no_more_than_half_are_left(blame):
+def test_exclusions_leave_majority(blame):
     blame.exclude(PEERS["A"], "it lies")
     for _ in range(4):
         note(blame, B="L", C="L")

@@ -1,4 +1,4 @@
-"""When a peer is too slow for the swarm's steps, and what it does and says then."""
+"""When a peer is too slow for the swarm's steps, and how it reacts: smaller batches, pauses, warnings."""
 
 import math
 
@@ -20,7 +20,7 @@ def lateness(told):
 
 @pytest.fixture
 def swarm():
-    """When the last batch ended, and the swarm's step then."""
+    """The ends of batches, with the swarm's step at each."""
     return [Moment(1000.0, 0)]
 
 
@@ -49,7 +49,7 @@ def codes(told):
     return [event["code"] for event in told]
 
 
-def test_two_late_batches_make_the_next_smaller(lateness, late, in_time, told):
+def test_two_late_batches_shrink_next(lateness, late, in_time, told):
     late(times=1)
     assert lateness.samples_in_time == math.inf and not told
     in_time(seconds=0.0, steps=0)
@@ -59,12 +59,12 @@ def test_two_late_batches_make_the_next_smaller(lateness, late, in_time, told):
 
 
 @pytest.mark.parametrize(("missed", "samples"), [(1, 4), (2, 2), (100, 1)])
-def test_several_smaller_batches_fit_into_a_step(lateness, late, missed, samples):
+def test_batch_size_follows_missed_steps(lateness, late, missed, samples):
     late(missed=missed)
     assert lateness.samples_in_time == samples
 
 
-def test_small_batches_grow_again_after_many_in_time(lateness, late, in_time, told):
+def test_batches_grow_after_many_in_time(lateness, late, in_time, told):
     late(missed=2)
     for size in (2, 4):
         assert lateness.samples_in_time == size
@@ -73,28 +73,28 @@ def test_small_batches_grow_again_after_many_in_time(lateness, late, in_time, to
     assert lateness.samples_in_time == 2 and codes(told) == ["slow"], "it is said once"
 
 
-def test_late_batches_far_apart_change_nothing(lateness, late, in_time, told):
+def test_isolated_late_batches_are_ignored(lateness, late, in_time, told):
     for _ in range(3):
         late(times=1)
         in_time(4)
     assert lateness.samples_in_time == math.inf and not told
 
 
-def test_short_batches_across_ends_of_steps_change_nothing(lateness, late, swarm, told):
-    """Each took half of a step's time; after each the peer fetched the step that it had missed."""
+def test_short_late_batches_are_ignored(lateness, late, swarm, told):
+    """Each batch took half of a step's time; after each, the peer fetched the step that it had missed."""
     for _ in range(8):
         late(times=1, samples=1, seconds=0.4, usual_s=0.4, missed=1)
         swarm.append(Moment(swarm[-1].at + 0.4, swarm[-1].step))
     assert lateness.samples_in_time == math.inf and not told
 
 
-def test_long_evaluations_do_not_make_batches_smaller(lateness, late, told):
+def test_long_evaluations_keep_batch_size(lateness, late, told):
     late(usual_s=0.5)
     assert lateness.samples_in_time == math.inf and not told
 
 
 @pytest.mark.parametrize("samples", [1, 8], ids=["one sample", "cannot be divided"])
-def test_hopeless_peer_says_so_once(lateness, late, in_time, told, samples):
+def test_hopeless_peer_warns_once(lateness, late, in_time, told, samples):
     lateness.samples_in_time = 1
     for _ in range(3):
         late(samples=samples, times=9)
@@ -104,7 +104,7 @@ def test_hopeless_peer_says_so_once(lateness, late, in_time, told, samples):
     assert codes(told) == ["too-slow"] and "come too late to count" in told[0]["message"]
 
 
-def test_pauses_of_a_hopeless_peer_double(lateness, late):
+def test_hopeless_peer_doubles_pauses(lateness, late):
     late(samples=1)
     pauses = [lateness.next_pause_s() for _ in range(3)]
     assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]

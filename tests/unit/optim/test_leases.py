@@ -1,4 +1,4 @@
-"""Leases of peers that share a list of reports: no position is two peers' own, and what is lost returns."""
+"""Leases of peers that share a list of reports: no two hold the same position, and lost ones return."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST = leases.MOST_ROUNDS * SAMPLES
 
 
 class Board:
-    """Where the peers of a swarm report: what was stored is seen by whoever looks after that."""
+    """The peers' shared reports: a peer sees whatever was stored before it looks."""
 
     def __init__(self):
         self.reports, self.ledger, self.answers, self.before_look = {}, Ledger(), True, lambda: None
@@ -49,7 +49,7 @@ class Tracker:
 
 
 class Peer:
-    """One peer's leases, and its tracker; a pass has `count` samples, or with `is_stream` shards."""
+    """A peer's leases and tracker; a pass has `count` samples, or shards with `is_stream`."""
 
     def __init__(self, board, name="A", count=SAMPLES, **more):
         self.board, self.tracker = board, Tracker(board, name)
@@ -63,11 +63,11 @@ class Peer:
         self.leases.settle(positions)
 
     def read(self, count):
-        """Read so many shards of two samples each to their ends; return what is trained of them."""
+        """Read `count` shards of two samples each to their ends; return the trained positions."""
         return [one for start in self.take(count) for one, _ in self.leases.read(start, "ab")]
 
     def sees(self, name, spans):
-        """Somebody reports leases, as after a time in which nobody saw this peer's report."""
+        """Let another peer report leases, as after a time in which this peer's report was not seen."""
         self.board.reports[name] = spans
         self.tracker.look()
         self.leases.settle(())
@@ -75,20 +75,20 @@ class Peer:
 
 @pytest.fixture
 def board(monkeypatch):
-    monkeypatch.setattr(leases, "POLL_S", 0.0005)  # looks often
+    monkeypatch.setattr(leases, "POLL_S", 0.0005)  # poll often
     monkeypatch.setattr(leases, "PAUSE_S", 0.01)
     return Board()
 
 
-def test_peers_that_lease_at_the_same_moment_train_different_samples(board):
-    """Both have stored before either looks."""
+def test_simultaneous_leases_are_disjoint(board):
+    """Both peers store their leases before either looks."""
     barrier, first = threading.Barrier(2, timeout=10), [True, True]
     board.before_look = lambda: first and first.pop() and barrier.wait()
     taken = [in_background(partial(Peer(board, name).take, 100)) for name in "AB"]
     assert len({position for one in taken for position in one.result(20)}) == 200
 
 
-def test_what_was_dropped_is_trained_again_first_unless_others_have_it(board):
+def test_returned_positions_are_leased_first(board):
     one = Peer(board)
     positions = one.take(10)
     one.leases.give_back(positions[4:])
@@ -104,7 +104,7 @@ def test_what_was_dropped_is_trained_again_first_unless_others_have_it(board):
 
 
 @pytest.mark.parametrize("taken_over", [[(20, 40)], [(odd, odd + 1) for odd in range(1, 60, 2)]])
-def test_a_lease_that_another_took_over_is_left_to_it_and_what_is_in_too_many_pieces(board, taken_over):
+def test_lease_taken_over_is_yielded(board, taken_over):
     one, theirs = Peer(board, count=10**6), Spans.of(taken_over)
     one.take(1)
     one.sees("B", theirs)
@@ -115,7 +115,7 @@ def test_a_lease_that_another_took_over_is_left_to_it_and_what_is_in_too_many_pi
 
 @pytest.mark.parametrize("lease", [(0, MAX_POSITION), (15, 16 + MOST), (10**9, 10**9 + 1)], ids=str)
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "at another history"])
-def test_leases_that_can_t_be_do_not_count(board, caplog, lease, is_elsewhere):
+def test_impossible_leases_are_ignored(board, caplog, lease, is_elsewhere):
     disbelieve.cache_clear()
     board.ledger, one = Ledger(Spans.of([(0, 10), (12, 15)])), Peer(board, count=10 * MOST)
     one.tracker.history = History(1) if is_elsewhere else History()
@@ -129,7 +129,7 @@ def test_leases_that_can_t_be_do_not_count(board, caplog, lease, is_elsewhere):
 
 
 @pytest.mark.parametrize("failure", [None, OSError("broken pipe")])
-def test_nothing_is_trained_that_nobody_knows_of_and_the_reason_is_said(board, monkeypatch, failure):
+def test_unpublished_lease_fails_with_reason(board, monkeypatch, failure):
     def fail():
         if failure and not board.answers:
             raise failure
@@ -145,7 +145,7 @@ def test_nothing_is_trained_that_nobody_knows_of_and_the_reason_is_said(board, m
     assert mending.take(1) == [0], "who waits may mend the DHT"
 
 
-def test_positions_of_before_a_restart_are_leased_again(board):
+def test_restart_leases_previous_positions_again(board):
     before = Peer(board)
     trained = Spans.of_positions(before.take(40))
     del board.reports["A"]
@@ -164,14 +164,14 @@ def test_positions_of_before_a_restart_are_leased_again(board):
     assert not work.first(40) and not again.leases.held & trained
 
 
-def test_positions_in_many_pieces_leave_room_for_more(board):
+def test_fragmented_positions_leave_room_for_leases(board):
     again, pieces = Peer(board), Spans.of_positions(range(0, 200, 2))
     again.leases.resume(pieces)
     assert not Spans.of_positions(again.take(40)) & pieces.lowest(FREE_LEASES)
     assert len(board.reports["A"].spans) <= MOST_LEASES
 
 
-def test_blocks_follow_the_pace(board):
+def test_block_size_follows_training_speed(board):
     for per_second in (0.001, 1.0, 16.0):
         one = Peer(board, count=10**6, samples_per_second=lambda pace=per_second: pace)
         one.take(1)
@@ -180,7 +180,7 @@ def test_blocks_follow_the_pace(board):
 
 
 @pytest.mark.parametrize(("num_peers", "num_samples"), [(2, 100), (4, 10**6), (16, 100), (16, 10**6)])
-def test_leases_of_a_round_of_many_hours_fit_into_a_report(board, num_peers, num_samples):
+def test_leases_of_long_round_fit_report(board, num_peers, num_samples):
     every_s, draw, taken = 40.0, random.Random(num_peers), []
     pace = {"samples_per_second": lambda: 1 / every_s}
     peers = [Peer(board, str(number), num_samples, **pace) for number in range(num_peers)]
@@ -191,7 +191,7 @@ def test_leases_of_a_round_of_many_hours_fit_into_a_report(board, num_peers, num
     assert max(len(one.leases.held) for one in peers) <= 2 * len(taken) // num_peers + leases.FIRST_BLOCK
 
 
-def test_what_dead_peers_left_in_small_gaps_too_is_trained_over_some_rounds(board):
+def test_gaps_of_dead_peers_are_filled(board):
     board.ledger = Ledger(Spans.of_positions(range(1, 1000, 2)))
     peers = [Peer(board, name) for name in "AB"]
     Peer(board, "C").take(20)
@@ -205,7 +205,7 @@ def test_what_dead_peers_left_in_small_gaps_too_is_trained_over_some_rounds(boar
 
 
 @pytest.mark.parametrize("num_peers", [1, 4, 16])
-def test_many_shards_are_read_in_a_round_and_each_once(board, num_peers):
+def test_each_shard_is_read_once(board, num_peers):
     peers = [Peer(board, str(number), 256, is_stream=True) for number in range(num_peers)]
     for number in range(1, 7):
         trained = dict.fromkeys(peers, Spans())
@@ -220,7 +220,7 @@ def test_many_shards_are_read_in_a_round_and_each_once(board, num_peers):
         assert len(board.ledger.covered) == number * 128 * SHARD and board.ledger.duplicates == 0
 
 
-def test_neighbouring_shards_of_which_another_peer_took_over_one_are_kept_but_for_that(board):
+def test_only_shards_taken_over_are_yielded(board):
     one = Peer(board, count=256, is_stream=True)
     begun = one.read(3)
     assert one.leases.held == Spans.of([(0, 4 * SHARD)])
@@ -234,7 +234,7 @@ def test_neighbouring_shards_of_which_another_peer_took_over_one_are_kept_but_fo
     assert one.read(1) == [SHARD + 1], "once more what was given back, and nothing else"
 
 
-def test_what_a_peer_worked_on_is_brought_with_the_last_positions_of_its_shards(board):
+def test_contribution_includes_last_shard_positions(board):
     work, one = Work(), Peer(board, count=4, is_stream=True)
     assert work.figures(board.ledger) is None and work.unit == 1
     work.leases = one.leases

@@ -1,4 +1,4 @@
-"""What a run has committed, and trained of its data; sets of positions against Python's own sets."""
+"""A run's history and its ledger of trained positions; spans are compared with Python's own sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def past(*proofs, samples=8, steps=1):
     return history
 
 
-def test_equal_pasts_are_equal_and_arrive_and_others_differ_for_ever_also_in_their_order():
+def test_different_pasts_have_different_digests():
     history = past(b"p").extend(samples=5, proof=b"q", steps=3)
     assert (history.step, history.samples, len(history.digest)) == (4, 13, DIGEST_BYTES)
     assert History.from_wire(past(b"p", b"q").to_wire()) == past(b"p", b"q")
@@ -32,14 +32,14 @@ def test_equal_pasts_are_equal_and_arrive_and_others_differ_for_ever_also_in_the
 
 
 def some(seed, bound=40):
-    """Spans at random, and the same as a set."""
+    """Return random spans, and the same positions as a set."""
     draw = random.Random(seed)
     spans = [sorted((draw.randrange(bound), draw.randrange(bound))) for _ in range(draw.randrange(6))]
     return Spans.of(map(tuple, spans)), {one for start, stop in spans for one in range(start, stop)}
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_spans_are_sets(seed):
+def test_spans_behave_like_sets(seed):
     (ours, mine), (theirs, others) = some(seed), some(seed + 1000)
     assert set(ours) == mine and list(ours) == sorted(mine) and len(ours) == len(mine)
     assert bool(ours) == bool(mine) and ours.end == max(mine, default=-1) + 1
@@ -50,7 +50,7 @@ def test_spans_are_sets(seed):
     assert Spans.of_positions(mine) == ours
     assert list(ours.lowest(7)) == sorted(mine)[:7]
     for one in (ours, ours | theirs, ours - theirs, ours & theirs):
-        assert Spans.from_wire(one.to_wire()) == one  # ascending, apart, not empty
+        assert Spans.from_wire(one.to_wire()) == one  # ascending, disjoint, not empty
     assert ours.first_gap == min({*range(50)} - mine)
 
 
@@ -62,13 +62,13 @@ NO_HISTORIES += [1, 8, "0" * DIGEST_BYTES], [1, 8, DIGEST, 0]
 
 
 @pytest.mark.parametrize(("kind", "lies"), [(Spans, NO_SPANS), (Ledger, NO_LEDGERS), (History, NO_HISTORIES)])
-def test_what_is_none_is_refused(kind, lies):
+def test_malformed_wire_data_is_refused(kind, lies):
     for data in lies:
         with pytest.raises(ValueError, match="not|overlap"):
             kind.from_wire(data)
 
 
-def test_positions_of_a_committed_round_are_covered_once_in_any_order():
+def test_committed_positions_are_covered_once():
     members = [Spans.of([(0, 4), (8, 12)]), Spans.of([(3, 9)]), Spans.of([(11, 13)])]
     for order in (members, members[::-1]):
         assert Ledger().extend(order) == Ledger(Spans.of([(0, 13)]), duplicates=3)
@@ -78,7 +78,7 @@ def test_positions_of_a_committed_round_are_covered_once_in_any_order():
     assert ledger.passes(10) == (2, 6) and ledger.extend([Spans.of([(28, 30)])]).passes(10) == (2, 8)
 
 
-def test_positions_that_nobody_can_have_come_to_are_left_out_alike_by_all():
+def test_unreachable_positions_are_left_out():
     honest, far = Spans.of([(10, 20)]), Spans.of([(20, 30), (29 + 2 * 100, MAX_POSITION)])
     ledger = Ledger(Spans.of([(0, 10)]))
     for order in ([far, honest], [honest, far]):
@@ -86,7 +86,7 @@ def test_positions_that_nobody_can_have_come_to_are_left_out_alike_by_all():
     assert ledger.extend([honest, Spans.of([(200, 220)])], most_ahead=100).covered.end == 210
 
 
-def test_claims_in_so_many_pieces_that_nobody_could_read_the_ledger_are_left_out():
+def test_overly_fragmented_claims_are_left_out():
     first, second = (Spans.of_positions(range(odd, 4 * MAX_SPANS, 4)) for odd in (1, 3))
     honest = [Spans.of([(start, start + 100)]) for start in (5 * MAX_SPANS, 6 * MAX_SPANS)]
     ledger = Ledger().extend([first, *honest])
@@ -101,7 +101,7 @@ def test_claims_in_so_many_pieces_that_nobody_could_read_the_ledger_are_left_out
     assert len(ledger.extend([Spans.of([(0, 4 * MAX_SPANS)])]).covered.spans) == 3, "gaps can be closed"
 
 
-def test_the_lowest_free_positions_are_leased_first_and_others_look_elsewhere():
+def test_lowest_free_positions_are_leased_first():
     ledger, between = Ledger(Spans.of([(0, 10), (14, 20)])), Spans.of([(11, 13)])
     assert ledger.free_block(Spans(), size=8) == (10, 14)
     assert ledger.free_block(between, size=8) == (10, 11)
@@ -114,7 +114,7 @@ def test_the_lowest_free_positions_are_leased_first_and_others_look_elsewhere():
             assert ledger.free_block(leased, 8, num_shards=num_shards) == (MAX_POSITION, MAX_POSITION)
 
 
-def test_a_shard_is_covered_with_its_last_position_and_nothing_of_another():
+def test_last_position_covers_its_shard():
     ledger = Ledger().extend([Spans.of([(0, 30)])])
     assert ledger.passes(2 * SHARD) == (0, 30)
     ledger = ledger.extend([Spans.of([(30, 50), (SHARD - 1, SHARD)])])
@@ -128,7 +128,7 @@ def test_a_shard_is_covered_with_its_last_position_and_nothing_of_another():
     assert Ledger(odd).extend([even]) == Ledger(Spans.of([(0, SHARD)])), "one span whatever its claims have"
 
 
-def test_the_lowest_free_shards_of_a_pass_are_leased_first_also_one_that_a_dead_peer_began():
+def test_lowest_free_shards_are_leased_first():
     def free(leased=(), *, covered, **how):
         start, stop = Ledger().extend([Spans.of(covered)]).free_block(Spans.of(leased), **how)
         return start // SHARD, stop // SHARD

@@ -1,4 +1,4 @@
-"""Whose word counts when samples or a state are reported, offered, or were downloaded."""
+"""Which peers are believed when samples or states are reported, offered or downloaded."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ APART_S, FAILING_S, PASSED_OVER_S = majority.APART_S, majority.FAILING_S, majori
 
 
 def line(length, branch=b"", after=(START,), samples=10):
-    """All histories of a way of so many rounds, the first of them included."""
+    """Return `after` and the histories of `length` further rounds."""
     histories = list(after)
     for number in range(length):
         proof = b"%d" % number + branch
@@ -35,7 +35,7 @@ def past_of(*histories, states=()):
 
 
 def peer(*histories, states=(), vouched=None):
-    """One that came through these, said what was held at some of them, and voted for one more round."""
+    """Return a peer that passed these histories, attested `states`, and voted for `vouched`."""
     return reported("Qm", histories[-1], **past_of(*histories, states=states).to_wire(vouched))
 
 
@@ -45,17 +45,17 @@ def standing(own, *witnesses, **more):
 
 
 MAIN = line(6)
-OTHER = line(3, b"?", MAIN[:3], samples=11)  # left after two rounds: fewer of them, with more samples
+OTHER = line(3, b"?", MAIN[:3], samples=11)  # forked after two rounds: fewer rounds, with more samples
 LIE = line(3, b"!", MAIN)[-1]
 LIAR = peer(*MAIN, LIE)
 
 
 def at(length, count=1):
-    """Peers that came through so many histories of the main way."""
+    """Return `count` peers that passed the first `length` histories of the main branch."""
     return [peer(*MAIN[:length])] * count
 
 
-def test_a_peer_went_by_the_states_that_it_tells_as_far_as_they_fit_and_by_no_others():
+def test_went_by_follows_reported_past():
     [told] = at(7)
     assert all(told.went_by(history) is True for history in MAIN)
     assert all(told.went_by(history) is False for history in OTHER[3:])
@@ -72,7 +72,7 @@ def test_a_peer_went_by_the_states_that_it_tells_as_far_as_they_fit_and_by_no_ot
         assert reported("Qm", MAIN[3], **nonsense) == reported("Qm", MAIN[3]), "it keeps nobody from training"
 
 
-def test_what_a_joiner_fetches_is_told_for_longer_than_what_rounds_hold():
+def test_given_states_are_reported_longer():
     far = line(3 * STATES_TOLD)
     past = Past()
     past.attest(far[0], b"held at 0", is_given=True)
@@ -80,7 +80,7 @@ def test_what_a_joiner_fetches_is_told_for_longer_than_what_rounds_hold():
         past.attest(history, b"digest of this one")
     told = reported("Qm", far[-1], **past.to_wire()).states
     assert {step for step, *_ in told} == {0, *range(2 * STATES_TOLD + 2, 3 * STATES_TOLD + 1)}
-    for history in far:  # those that were given make room for later ones
+    for history in far:  # older given states make room for later ones
         past.attest(history, b"12345678", is_given=True)
     told = reported("Qm", far[-1], **past.to_wire()).states
     assert len(told) == STATES_TOLD and max(step for step, *_ in told) == 3 * STATES_TOLD
@@ -108,13 +108,13 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("which", TARGETS)
-def test_a_peer_goes_where_most_witnesses_went(which):
+def test_target_follows_most_witnesses(which):
     own, witnesses, more, target = TARGETS[which]
     view = standing(own, *witnesses, **more)
     assert view.target == target and view.believes(target) and not view.believes(LIE)
 
 
-def test_who_came_later_abstains_and_one_that_stays_behind_keeps_newcomers_from_nothing():
+def test_late_witnesses_abstain():
     newcomers, went_on, [stays] = [peer(*MAIN[5:])] * 2, at(7, 3), at(4)
     assert standing(START, *went_on[1:], *newcomers).believes(MAIN[4])
     assert not standing(START, *newcomers).believes(MAIN[2]), "nobody went by it"
@@ -126,14 +126,14 @@ def test_who_came_later_abstains_and_one_that_stays_behind_keeps_newcomers_from_
 
 @pytest.mark.parametrize(
     ("said", "is_held", "in_the_end"),
-    [  # r: right, w: wrong, x: another one, -: nothing yet, q: nothing, and it reports no more
+    [  # r: right, w: wrong, x: different again, -: nothing yet, q: nothing, and it no longer reports
         *(("", True, True), ("-", True, True), ("w", True, True), ("r-", None, None), ("rr-", True, True)),
         *(("rr--", None, True), ("--", None, None), ("w-", None, None), ("rrw", True, True)),
         *(("wwr", False, False), ("rw", True, True), ("rw-", None, True), ("ww-", False, False)),
         *(("xwr", True, True), ("rq", True, True), ("rqq-", None, None), ("wwrq", False, False)),
     ],
 )
-def test_what_most_hold_is_believed_and_silence_decides_nothing_once_two_spoke(said, is_held, in_the_end):
+def test_majority_digest_is_believed(said, is_held, in_the_end):
     witnesses = [
         replace(
             peer(*MAIN, states=[(MAIN[-1], 8 * one.encode())] if one not in "-q" else []), is_quiet=one == "q"
@@ -145,9 +145,9 @@ def test_what_most_hold_is_believed_and_silence_decides_nothing_once_two_spoke(s
     assert view.holds(MAIN[-1], common, is_final=True) is in_the_end
 
 
-CUT_OFF = past_of(*OTHER)  # of a peer that went the way with more samples, by itself
+CUT_OFF = past_of(*OTHER)  # of a peer that took the branch with more samples, alone
 US, NEWCOMERS = [peer(*OTHER)] * 2, [peer(*MAIN)] * 2
-LONG = (3, 0.0), (4, 2 * FORK_S), (5, 3 * FORK_S)  # how far others are, and when that is seen
+LONG = (3, 0.0), (4, 2 * FORK_S), (5, 3 * FORK_S)  # the others' number of histories, and when it is seen
 WENT_ON = [(0.0, at(4, 3)), (FORK_S - 1, at(5, 3)), (FORK_S, at(5, 3))]
 BACK_AGAIN = [(0.0, at(4, 3)), (FORK_S - 1, US[:1]), (FORK_S, at(5, 3))]
 BESIDE_NEWCOMERS = [(when, [*at(length, 2), *NEWCOMERS]) for length, when in LONG]
@@ -163,7 +163,7 @@ FORKS = {
 
 
 @pytest.mark.parametrize("which", FORKS)
-def test_who_is_fewer_comes_back(clock, which):
+def test_minority_returns_to_majority(clock, which):
     looks, past, goes_to = FORKS[which]
     own = MAIN[6] if looks[0][1][-1] in NEWCOMERS else LIE if past.went_by(LIE) else OTHER[-1]
     fork, seen = Fork(clock), []
@@ -183,7 +183,7 @@ def newcomer(clock):
 
 @pytest.fixture
 def established(clock, newcomer):
-    """One that has committed ten rounds with B, one in ten seconds, and stands at step 10."""
+    """A peer at step 10 that has committed ten rounds with B, one every ten seconds."""
     return commit(newcomer, clock, *range(1, 11))
 
 
@@ -199,7 +199,7 @@ def is_far(doubts, step, *others, own=10, steps_a_round=1):
     return "M" in doubts.unbelieved(steps, own, steps_a_round)
 
 
-def test_a_step_further_than_the_swarm_can_be_is_not_believed(established, clock):
+def test_impossibly_far_step_is_not_believed(established, clock):
     for others in ((), (10,), (10, 10, 11)):
         assert not any(is_far(established, step, *others) for step in (0, 9, 10, 11, 12))
         assert all(is_far(established, step, *others) for step in (50, 1000, 10**6, 2**31))
@@ -210,7 +210,7 @@ def test_a_step_further_than_the_swarm_can_be_is_not_believed(established, clock
     assert not is_far(established, 3000), "the others were away for long"
 
 
-def test_who_was_in_no_round_with_others_yet_believes_those_who_are_there(newcomer, clock):
+def test_joiner_believes_present_peers(newcomer, clock):
     newcomer.commit(1, {"A": 100}, TARGET)
     newcomer.commit(2, {"A": 100, "M": 0}, TARGET)
     assert not is_far(newcomer, ANY, own=2) and not is_far(newcomer, ANY, 500, own=2)
@@ -220,7 +220,7 @@ def test_who_was_in_no_round_with_others_yet_believes_those_who_are_there(newcom
     assert not is_far(commit(newcomer, clock, 3), 100, own=3), "one round says nothing of the pace"
 
 
-def test_samples_count_as_far_as_a_peer_has_brought_as_many(established, monkeypatch):
+def test_reported_samples_are_capped_by_credit(established, monkeypatch):
     def believed(peer, *reported, target=TARGET):
         return [established.believed_samples(peer, one, target) for one in reported]
 
@@ -230,7 +230,7 @@ def test_samples_count_as_far_as_a_peer_has_brought_as_many(established, monkeyp
     assert believed("B", ANY) == [CREDIT_MARGIN * 20] and believed("M", 50) == [0]
     established.commit(12, {"A": 60, "B": 40, "M": 30}, TARGET)
     assert believed("M", 50) == [50]
-    for steps in (50, 1, 250, 1):  # rounds of other lengths gain a liar nothing
+    for steps in (50, 1, 250, 1):  # changing the length of rounds gains a liar nothing
         assert believed("B", ANY, target=steps * TARGET) == [CREDIT_MARGIN * 40 * steps]
         established.commit(13, {"A": 60 * steps, "B": 40 * steps}, steps * TARGET)
     monkeypatch.setattr(majority, "MOST_REMEMBERED", 5)
@@ -239,14 +239,14 @@ def test_samples_count_as_far_as_a_peer_has_brought_as_many(established, monkeyp
 
 
 def fail_for(doubts, clock, seconds, peer, others):
-    """Have a peer give no state for so long; say whether it is passed over then."""
+    """Have a peer give no state for `seconds`; return whether it is passed over afterwards."""
     for _ in range(int(seconds) + 1):
         doubts.gave_nothing([peer], others)
         clock.now += 1.0
     return peer in doubts.unbelieved({peer: 0, "B": 0}, 0, 1)
 
 
-def test_who_gives_no_state_is_passed_over_for_a_while_if_the_others_are_more(established, clock, caplog):
+def test_failing_donor_is_passed_over(established, clock, caplog):
     disbelieve.cache_clear()
     assert not fail_for(established, clock, FAILING_S - 2, "M", "MBC"), "it may have been started anew"
     assert fail_for(established, clock, 3, "M", "MBC")
@@ -261,7 +261,7 @@ def test_who_gives_no_state_is_passed_over_for_a_while_if_the_others_are_more(es
 
 
 @pytest.mark.parametrize(("interval_s", "holds_s"), [(10.0, APART_S), (APART_S, 8 * APART_S)])
-def test_a_peer_holds_to_its_state_for_a_while(newcomer, clock, interval_s, holds_s):
+def test_trust_in_own_state_expires(newcomer, clock, interval_s, holds_s):
     commit(newcomer, clock, 1, 2, interval_s=interval_s)
     clock.now += holds_s - 1
     assert newcomer.is_together

@@ -1,6 +1,6 @@
-"""What a peer brings to a round, what stays with it meanwhile, and what the round does to its weights.
+"""What a peer contributes to a round, what it keeps meanwhile, and what the round does to its weights.
 
-Numbers are powers of two, and the inner learning rate is 1: what is expected is exact.
+Numbers are powers of two and the inner learning rate is 1, so expected values are exact.
 """
 
 import copy
@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 DILOCO = Pace(mode="diloco", local_steps=4, outer_learning_rate=1.0, outer_momentum=0.0)
 STREAMING = Pace(mode="streaming", local_steps=4, fragments=2, outer_learning_rate=1.0, outer_momentum=0.0)
-"""Two steps of the swarm for a round, which exchanges one of two fragments."""
+"""Each round takes two steps of the swarm and exchanges one of two fragments."""
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
 SYNC, OVERLAP = Pace(), Pace(mode="overlap")
@@ -39,7 +39,7 @@ def of(*paces):
 
 
 class Peer(stepping.Peer):
-    """A peer of two weights of two values, at 0, whose rounds a test begins and ends."""
+    """A peer with two zero weights, by default of two values, whose rounds a test begins and ends."""
 
     def __init__(self, pace, *, norm=0.0, make=sgd, shape=(2,), layout=torch.preserve_format, **settings):
         zeros = torch.zeros(shape)
@@ -48,13 +48,13 @@ class Peer(stepping.Peer):
         self.method, self._goes_on = self.position.method, pace.is_background
 
     def set_aside(self):
-        """Begin a round; return the samples and the weight that it is about, None if there is nothing."""
+        """Begin a round; return its samples and weight, or None if there is nothing to contribute."""
         if self.method.set_aside(goes_on=self._goes_on):
             return self.method.samples_aside, self.method.weight_aside
         return None
 
     def train(self, gradient=1.0, samples=8, num_batches=1):
-        """Account for batches, all of whose gradients have one value."""
+        """Account for batches whose gradients all have one value."""
         for _ in range(num_batches):
             for weight in self.weights:
                 weight.grad = torch.full_like(weight, gradient)
@@ -63,18 +63,18 @@ class Peer(stepping.Peer):
                 weight.grad = None
 
     values = property(lambda self: [one for weight in self.weights for one in weight.unique().tolist()])
-    """The value of each weight, which is the same in all places; and so of each agreed weight."""
+    """The value of each weight, which is the same at all positions; `anchors` likewise for agreed weights."""
     anchors = property(lambda self: [one.flatten()[0].item() for one in self.method.outer.anchor])
     samples = property(lambda self: (self.method.samples_held, self.method.samples_aside))
 
     def contribution(self):
-        """What this peer brings, of the tensors that are exchanged."""
+        """Return this peer's contribution, one value per exchanged tensor."""
         self.method.load()
         with self.gradients.get_tensors() as averages:
             return [averages[place].flatten()[0].item() for place in self.method.places]
 
     def end_with(self, average, *, is_followed=False, is_empty=False):
-        """Commit a round with this average, of this peer's or of others."""
+        """Commit a round with this average: this peer's own, or one of others with `is_followed`."""
         with self.gradients.get_tensors() as averages:
             for place in self.method.places:
                 averages[place].copy_(torch.as_tensor(average))
@@ -84,7 +84,7 @@ class Peer(stepping.Peer):
             self.method.apply(is_empty=is_empty)
 
 
-def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
+def test_nonfinite_batch_takes_no_step():
     peer = Peer(DILOCO)
     peer.train()
     for number, poison in enumerate((math.nan, math.inf, -math.inf), start=1):
@@ -101,7 +101,7 @@ def test_a_batch_whose_gradients_are_not_finite_takes_no_step_and_is_counted():
     assert peer.values == peer.anchors == [0.0, 0.0] and peer.samples == (0, 0), "nor does such a weight stay"
 
 
-def test_the_learning_rate_follows_the_samples_of_the_swarm():
+def test_learning_rate_follows_swarm_samples():
     rates, (peer, before) = {step: 2.0**-step for step in range(20)}, (Peer(DILOCO), 0.0)
     peer.state.scheduler = LambdaLR(peer.state.optimizer, rates.get)
     peer.method.begin(8, 1)
@@ -113,7 +113,7 @@ def test_the_learning_rate_follows_the_samples_of_the_swarm():
 
 @of(SYNC, OVERLAP)
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_empty_round_leaves_weights_and_optimizer_alone(pace, is_followed):
+def test_empty_round_keeps_weights_and_optimizer(pace, is_followed):
     peer = Peer(pace, make=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
     peer.train()
     peer.set_aside()
@@ -129,7 +129,7 @@ def test_empty_round_leaves_weights_and_optimizer_alone(pace, is_followed):
 
 @of(DILOCO, STREAMING)
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_empty_round_leaves_agreed_weights_and_momentum_alone(pace, is_followed):
+def test_empty_round_keeps_agreed_weights_and_momentum(pace, is_followed):
     peer = Peer(replace(pace, outer_momentum=0.5))
     for _ in range(2):
         peer.train()
@@ -143,7 +143,7 @@ def test_empty_round_leaves_agreed_weights_and_momentum_alone(pace, is_followed)
     assert peer.method.outer.rounds == 3, "the next fragment is due"
 
 
-def test_own_step_without_a_trained_token_is_none():
+def test_empty_own_step_keeps_weights():
     peer = Peer(DILOCO, make=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
     peer.train()
     before = peer.values
@@ -153,15 +153,15 @@ def test_own_step_without_a_trained_token_is_none():
 
 
 @of(DILOCO, STREAMING)
-def test_a_peer_brings_by_how_much_it_had_moved_the_weights_also_if_a_round_fails(pace):
+def test_pseudogradient_survives_failed_round(pace):
     peer = Peer(pace)
     peer.train(num_batches=3)
     assert peer.set_aside()
     peer.train(num_batches=2)
-    for _ in range(2):  # a round is tried more than once
+    for _ in range(2):  # a round may be tried more than once
         assert set(peer.contribution()) == {3.0}
         with peer.gradients.get_tensors() as averages:
-            averages[0].fill_(math.nan)  # whatever a round leaves there
+            averages[0].fill_(math.nan)  # a round may leave anything there
     peer.method.take_back()
     assert peer.values == [-5.0, -5.0] and peer.anchors == [0.0, 0.0] and peer.method.outer.rounds == 0
     assert peer.samples == (40, 0) and peer.method.weight_aside == 0.0
@@ -171,7 +171,7 @@ def test_a_peer_brings_by_how_much_it_had_moved_the_weights_also_if_a_round_fail
 
 
 @pytest.mark.parametrize("shape", [(2,), ()], ids=["values", "without dimensions"])
-def test_training_without_a_pause_brings_each_movement_once(shape):
+def test_streaming_contributes_each_movement_once(shape):
     peer, brought, counted = Peer(STREAMING, shape=shape), [0.0, 0.0], []
     for count in range(6):
         peer.method.begin(2 * count, 1)
@@ -192,7 +192,7 @@ def test_training_without_a_pause_brings_each_movement_once(shape):
     assert peer.method.outer.rounds == 6
 
 
-def test_samples_that_made_no_step_yet_are_held_until_the_weights_are_replaced():
+def test_partial_batch_is_held_until_reset():
     peer = Peer(DILOCO)
     peer.train(samples=4)
     assert peer.set_aside() == (0, 0.0) and peer.contribution() == [0.0, 0.0]
@@ -214,7 +214,7 @@ def test_samples_that_made_no_step_yet_are_held_until_the_weights_are_replaced()
         *[(replace(STREAMING, local_steps=5), 7, [3, 3, 1]), (replace(STREAMING, local_steps=1), 2, [1, 1])],
     ],
 )
-def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, max_steps, rounds):
+def test_last_round_exchanges_all_fragments(pace, max_steps, rounds):
     peer, step, committed = Peer(pace, max_steps=max_steps), 0, []
     while step < max_steps:
         peer.method.begin(step, 1)
@@ -231,7 +231,7 @@ def test_the_last_round_commits_the_steps_that_are_left_and_exchanges_all(pace, 
 
 
 @of(DILOCO, STREAMING)
-def test_own_steps_and_the_pace_outlive_a_restart(pace):
+def test_own_steps_survive_restart(pace):
     peer = Peer(pace)
     peer.train(num_batches=2)
     other = Peer(pace)
@@ -245,12 +245,12 @@ def test_own_steps_and_the_pace_outlive_a_restart(pace):
 
 
 def drawn(seed):
-    """Tensors of several shapes."""
+    """Return random tensors of several shapes."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator) for shape in ((31, 7), (13,), (1,), ())]
 
 
-def test_outer_steps_of_fragments_are_those_of_torch_but_for_rounding():
+def test_outer_steps_match_torch():
     outer, weights = OuterState(drawn(0), 0.7, 0.9), list(map(torch.nn.Parameter, drawn(0)))
     theirs = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
     for step in range(1, 9):
@@ -268,7 +268,7 @@ def test_outer_steps_of_fragments_are_those_of_torch_but_for_rounding():
 
 
 @of(SYNC, OVERLAP, DILOCO, STREAMING)
-def test_the_layout_of_weights_in_memory_changes_nothing(pace):
+def test_memory_layout_leaves_results_unchanged(pace):
     average = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     peers = [Peer(pace, shape=(2, 3, 2, 2), layout=layout) for layout in LAYOUTS]
     brought = []
@@ -289,8 +289,8 @@ def test_the_layout_of_weights_in_memory_changes_nothing(pace):
 
 @pytest.mark.parametrize(("norm", "threads"), [(0.5, 1), (0.5, 3), (100.0, 1), (0.0, 1)])
 @of(SYNC, OVERLAP)
-def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
-    """So it has the same bits whatever adds, multiplies and divides: any device, any number of threads."""
+def test_clipping_is_bit_exact(pace, norm, threads):
+    """It follows from IEEE 754 alone, so any device and any number of threads gives the same bits."""
     torch.manual_seed(0)
     size, before = 2 * NORM_VALUES + 7, torch.get_num_threads()
     average, peer = torch.randn(size), Peer(pace, norm=norm, shape=(size,))
@@ -308,7 +308,7 @@ def test_a_clipped_average_follows_from_ieee_754_alone(pace, norm, threads):
 
 
 @of(SYNC, OVERLAP)
-def test_a_peer_brings_what_came_during_its_own_round_and_nothing_from_before_one_of_others(pace):
+def test_followed_round_drops_older_gradients(pace):
     peer = Peer(pace)
     peer.train(gradient=4.0)
     assert peer.set_aside() == (8, 8.0)
@@ -324,7 +324,7 @@ def test_a_peer_brings_what_came_during_its_own_round_and_nothing_from_before_on
 
 
 @of(DILOCO, STREAMING)
-def test_a_peer_that_follows_keeps_its_own_steps_until_the_run_is_over(pace):
+def test_follower_keeps_own_steps_until_end(pace):
     follower = Peer(pace, max_steps=2 * pace.steps_per_round)
     follower.train(gradient=2.0)
     follower.end_with(0.25, is_followed=True)
@@ -339,7 +339,7 @@ def test_a_peer_that_follows_keeps_its_own_steps_until_the_run_is_over(pace):
 
 
 @pytest.mark.parametrize("name", ADAPTIVE)
-def test_a_guess_that_fails_leaves_the_optimizer_whole(name, monkeypatch):
+def test_failed_guess_restores_optimizer(name, monkeypatch):
     peer = Peer(OVERLAP, make=ADAPTIVE[name])
     peer.train()
     inner = peer.state.optimizer
@@ -360,8 +360,8 @@ def test_a_guess_that_fails_leaves_the_optimizer_whole(name, monkeypatch):
 @pytest.mark.parametrize("num_batches", [1, 2])
 @pytest.mark.parametrize("lend", [True, False])
 @pytest.mark.parametrize("name", ADAPTIVE)
-def test_a_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
-    """Whoever trained on during its rounds holds what one that waited holds, bit for bit."""
+def test_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
+    """A peer that trained during its rounds equals one that waited, bit for bit."""
     monkeypatch.setattr(methods, "GUESS_BYTES", 2**21 // num_batches)
     waited, ahead = (Peer(pace, make=ADAPTIVE[name], shape=(2**16, 2)) for pace in (SYNC, OVERLAP))
     for peer in (waited, ahead):

@@ -1,4 +1,4 @@
-"""Who is waited for, who may step alone, by reports that are always a little old."""
+"""Which peers are waited for and when a peer may step alone, given reports that are slightly old."""
 
 import math
 import time
@@ -14,9 +14,9 @@ ANOTHER_HISTORY = after(5, branch=b"!")
 
 
 def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, tries=0):
-    """The company of a peer at `HERE`, which looks for a group since `missed_s`; None: it does not.
+    """Return the company of a peer at `HERE` that has sought a group for `missed_s` (None: it does not).
 
-    `others` reported this history, or are reports.
+    `others` are names of peers that reported `HERE`, or reports.
     """
     tracker = Tracker([report(it, HERE) if isinstance(it, str) else it for it in others], gone)
     tracker.history, tracker.companions = HERE, frozenset({*last_group, "QmMe"})
@@ -27,7 +27,7 @@ def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, 
 
 
 @pytest.mark.parametrize("history", [BEHIND, FAR_BEHIND, AHEAD, ANOTHER_HISTORY])
-def test_peers_of_the_same_history_and_members_of_the_last_round_are_waited_for(history):
+def test_groupmates_share_history_or_last_round(history):
     assert company("B", report("C", history)).groupmates == ["B"]
     is_late = history.rank < HERE.rank  # however old its report is
     assert company("B", report("C", history), last_group="C").groupmates == ["B", "C"][: 1 + is_late]
@@ -40,13 +40,13 @@ def test_peers_of_the_same_history_and_members_of_the_last_round_are_waited_for(
         ("BC", "", 2),
         ("BCD", "", 3),
         ("BC", "DE", 3),
-        ("B", "CD", 3),  # of four, half is there
+        ("B", "CD", 3),  # half of four is present
         ("B", "CDE", 4),  # two of five are too few
         ("", "B", 2),
         ("BC", "DEFGH", 6),
     ],
 )
-def test_a_group_needs_more_members_than_have_vanished(others, vanished, quorum):
+def test_quorum_exceeds_vanished_members(others, vanished, quorum):
     group = others + vanished
     there = company(*others, last_group=group)
     assert there.quorum == quorum and there.vanished == set(vanished)
@@ -55,14 +55,14 @@ def test_a_group_needs_more_members_than_have_vanished(others, vanished, quorum)
     assert company(*others, last_group=group, gone=vanished).quorum == without_them, "they said goodbye"
 
 
-def test_those_that_have_gone_on_from_this_state_are_needed():
-    """Else those whose reports are the last to tell of a round could go another way."""
+def test_peers_ahead_raise_quorum():
+    """Otherwise peers whose reports show a round last could take a different path."""
     gone_on = [report(name, AHEAD, [HERE, AHEAD]) for name in "DE"]
     assert company("B", "C", *gone_on).quorum == 3 and company("B", "C").quorum == 2
 
 
 @pytest.mark.parametrize("solo_after_s", [0.0, 300.0, math.inf])
-def test_peer_steps_alone_after_goodbyes_of_all(solo_after_s):
+def test_peer_steps_alone_after_all_goodbyes(solo_after_s):
     for last_group, gone in (("B", ""), ("BC", "B"), ("BC", "")):
         assert not company(last_group=last_group, gone=gone, solo_after_s=solo_after_s).may_step_alone
     for last_group, gone in (("", ""), ("B", "B"), ("BC", "BC")):
@@ -76,12 +76,12 @@ def test_peer_steps_alone_after_goodbyes_of_all(solo_after_s):
         (300.0, 299.0, 9, False),
         (300.0, 301.0, 9, True),
         (300.0, None, 0, False),  # it is not looking for a group
-        (0.0, 0.0, 0, False),  # one try it owes to the others
+        (0.0, 0.0, 0, False),  # it must try once with the others
         (0.0, 0.0, 1, True),
         (math.inf, 1e6, 9, False),
     ],
 )
-def test_company_is_waited_for_as_long_as_the_rules_say(others, solo_after_s, missed_s, tries, may):
+def test_solo_steps_follow_configured_limit(others, solo_after_s, missed_s, tries, may):
     kept = {"solo_after_s": solo_after_s, "missed_s": missed_s, "tries": tries}
     assert company(*others, last_group="BCD", gone="" if others else "B", **kept).may_step_alone is may
     is_over = missed_s is not None and missed_s >= solo_after_s

@@ -1,4 +1,4 @@
-"""How samples are counted, and who is there and behind, over a DHT in memory."""
+"""How samples are counted, and which peers are present or behind, over a DHT in memory."""
 
 import contextlib
 import threading
@@ -24,7 +24,7 @@ A, B, C, D = map(id_of, "ABCD")
 
 
 class Swarm:
-    """One peer's tracker, and the others' reports, on one board."""
+    """One peer's tracker and the other peers' reports on a shared board."""
 
     def __init__(self):
         self.board, self.out = Board(), set()
@@ -32,20 +32,20 @@ class Swarm:
         self.others = {name: Dht(self.board, key_of(name)) for name in "BCDEFG"}
         out = self.out.__contains__
         self.tracker = SwarmTracker(self.dht, "run", TARGET, private_key=key_of("A"), start=False, is_out=out)
-        self.tracker.shutdown_complete.set()  # its thread would only repeat what refresh does
+        self.tracker.shutdown_complete.set()  # its thread would only repeat `refresh`
 
     @property
     def told(self):
-        """What this peer last reported, as its record."""
+        """The record of this peer's last report."""
         return self.dht.told.get(KEY)
 
     def tell(self, name, value):
-        """Have a peer publish something for its report."""
+        """Have a peer publish `value` as its report."""
         dht = self.others.get(name, self.dht)
         dht.store(KEY, value, get_dht_time() + 60, subkey=dht.place, return_future=True)
 
     def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0, **more):
-        """Have a peer report itself, and `more` besides; return the record."""
+        """Have a peer report itself, with `more` fields; return the record."""
         told = {"epoch": history.step, "samples_committed": history.samples, "history": history.digest}
         told |= {"samples_accumulated": samples, "samples_per_second": rate, "client_mode": client_mode}
         peer_id = PeerID.from_base58(id_of(name)).to_bytes()
@@ -54,7 +54,7 @@ class Swarm:
         return record
 
     def expire(self, name):
-        """Let what a peer told last grow too old for the DHT to give out."""
+        """Let a peer's last report expire in the DHT."""
         del self.board.records[KEY][self.others[name].place]
 
     def move_to(self, history):
@@ -63,7 +63,7 @@ class Swarm:
 
     @contextlib.contextmanager
     def started(self):
-        """Have the tracker report and fetch in its threads."""
+        """Run the tracker's reporting and fetching threads."""
         self.tracker.shutdown_complete.clear()
         self.tracker.start()
         try:
@@ -74,7 +74,7 @@ class Swarm:
 
 
 def until(is_so, within_s=10.0):
-    """Wait for what a thread does; say whether it was in time."""
+    """Wait for a condition that a thread brings about; return whether it held in time."""
     deadline = time.monotonic() + within_s
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -91,7 +91,7 @@ def tracker(swarm):
     return swarm.tracker
 
 
-def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(swarm, tracker, monkeypatch):
+def test_commit_proceeds_while_dht_is_slow(swarm, tracker, monkeypatch):
     swarm.report("B", after(1), samples=40)
     found, answer, asked = swarm.dht.get(KEY), Future(), threading.Event()
     monkeypatch.setattr(swarm.dht, "get", lambda *args, **kwargs: asked.set() or answer)
@@ -109,7 +109,7 @@ def test_a_commit_does_not_wait_for_a_dht_that_is_slow_to_answer(swarm, tracker,
         assert until(lambda: [mate.samples for mate in tracker.mates] == [40])
 
 
-def test_a_look_at_reports_that_fails_is_not_the_last_one(swarm, tracker, monkeypatch):
+def test_failed_report_fetch_is_retried(swarm, tracker, monkeypatch):
     def fails(key, **options):
         swarm.dht.get, swarm.failed_at = get, time.monotonic()
         raise OSError("the daemon's socket")
@@ -123,7 +123,7 @@ def test_a_look_at_reports_that_fails_is_not_the_last_one(swarm, tracker, monkey
         assert time.monotonic() - swarm.failed_at >= 0.3, "the next one is not at once"
 
 
-def test_samples_of_others_with_the_same_history_count(swarm, tracker):
+def test_samples_count_only_from_same_history(swarm, tracker):
     swarm.move_to(after(5))
     swarm.report("A", after(5), samples=90)  # this peer's own report, out of date
     others = [after(5), after(4), after(6), after(5, branch=b"!"), after(5, samples=9), after(5)]
@@ -137,12 +137,12 @@ def test_samples_of_others_with_the_same_history_count(swarm, tracker):
     assert tracker.samples_accumulated == 60 + 100_001, "no fetch loses what was added meanwhile"
 
 
-def test_a_step_begins_with_enough_samples_unless_one_is_further_that_can_give_its_state(swarm, tracker):
-    swarm.report("A", after(9))  # of its life before
+def test_full_batch_starts_step_unless_behind(swarm, tracker):
+    swarm.report("A", after(9))  # from before a restart
     swarm.report("E", after(20), client_mode=True)
-    swarm.report("B", samples=1, rate=50.0, age_s=60.0)  # by an estimate it has all
+    swarm.report("B", samples=1, rate=50.0, age_s=60.0)  # extrapolated, it has the full batch
     assert tracker.refresh() and not tracker.ready_to_update_epoch
-    tracker.performance_ema.samples_per_second = 1e20  # hivemind's greatest: of a batch that took no time
+    tracker.performance_ema.samples_per_second = 1e20  # hivemind's maximum, for a batch that took no time
     tracker.report_local_progress(0, TARGET - 1)
     assert Report.parse_obj(tracker.local_progress.dict()).samples_accumulated == TARGET - 1
     assert tracker.target == START and not tracker.is_behind and tracker.ready_to_update_epoch
@@ -153,7 +153,7 @@ def test_a_step_begins_with_enough_samples_unless_one_is_further_that_can_give_i
     assert not tracker.is_behind and tracker.samples_accumulated == 0
 
 
-def test_a_report_says_how_its_peer_came_there_and_what_it_held(swarm, tracker):
+def test_report_includes_past_and_state_digests(swarm, tracker):
     for step in (1, 2):
         swarm.move_to(after(step))
     tracker.attest(after(1), b"12345678", is_given=True)
@@ -170,7 +170,7 @@ def test_a_report_says_how_its_peer_came_there_and_what_it_held(swarm, tracker):
     assert PeerProgress.of(A, Report.parse_obj(swarm.told), 0).went_by(after(3))
 
 
-def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_forgotten(swarm, tracker):
+def test_member_stays_gone_after_goodbye_expires(swarm, tracker):
     tracker.companions = frozenset({B})
 
     def gone():
@@ -198,7 +198,7 @@ def test_a_member_of_the_last_round_that_said_goodbye_is_gone_also_when_that_is_
 
 
 @pytest.mark.parametrize("age", [0.4, 0.6])
-def test_peer_that_does_not_renew_its_report_is_quiet(swarm, tracker, age):
+def test_unrenewed_report_marks_peer_quiet(swarm, tracker, age):
     record, dht = swarm.report("B"), swarm.others["B"]
     ends_at = get_dht_time() + (1 - age) * tracker.metadata_expiration
     dht.store(KEY, record, ends_at, subkey=dht.place, return_future=True)
@@ -207,7 +207,7 @@ def test_peer_that_does_not_renew_its_report_is_quiet(swarm, tracker, age):
     assert peer.is_quiet is (age > 0.5)
 
 
-def test_peer_without_a_goodbye_is_missing_until_it_returns(swarm, tracker):
+def test_expired_peer_is_missing_until_return(swarm, tracker):
     def missing():
         tracker.refresh()
         return tracker.missing
@@ -226,7 +226,7 @@ def test_peer_without_a_goodbye_is_missing_until_it_returns(swarm, tracker):
     assert missing() == frozenset()
 
 
-def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
+def test_impossible_reports_are_not_believed(swarm, tracker):
     told, another = swarm.report("B", after(2), samples=40), PeerID.from_base58(C).to_bytes()
     plain = {name: told[name] for name in LocalTrainingProgress.__fields__}  # hivemind's own
     for lie in (plain, told | {"peer_id": another}, told | {"history": b"short"}):
@@ -241,8 +241,8 @@ def test_one_that_reports_what_can_t_be_moves_nobody(swarm, tracker):
     assert {one.peer_id: one.samples for one in tracker.mates} == {B: 30, C: TARGET - 1}
 
 
-def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monkeypatch):
-    """Leases are told in a thread of their own: it must write nothing that a batch changes meanwhile."""
+def test_lease_preserves_local_progress(swarm, tracker, monkeypatch):
+    """Leases are reported by their own thread, which must write nothing that a batch changes meanwhile."""
     tracker.report_local_progress(0, 7)
     reported = tracker.local_progress
     assert tracker.lease(Spans.of([(0, 5)])) and tracker.local_progress is reported
@@ -255,7 +255,7 @@ def test_a_lease_leaves_what_the_thread_that_trains_reports(swarm, tracker, monk
     assert [peer.samples for peer in tracker.others] == [40], "a silent DHT leaves the old reports"
 
 
-def test_more_peers_report_less_often(swarm, tracker):
+def test_report_interval_grows_with_peers(swarm, tracker):
     tracker.refresh()
     assert tracker.global_progress.next_fetch_time > get_dht_time() + 1.0, "a lone peer looks at leisure"
     swarm.report("B", samples=99, rate=50.0)
@@ -268,7 +268,7 @@ def test_more_peers_report_less_often(swarm, tracker):
     assert tracker.fetch_every_s == tracker.metadata_expiration / 2, "twice in a report's life"
 
 
-def test_where_reports_are_fetched_rarely_others_count_as_having_trained_on(swarm, tracker, monkeypatch):
+def test_samples_are_extrapolated_between_rare_fetches(swarm, tracker, monkeypatch):
     now = time.time()
     monkeypatch.setattr(progress, "swarm_time", lambda: now)
     monkeypatch.setattr(progress, "REPORT_EVERY_S_A_PEER", progress.GUESSED_FROM_S)
@@ -285,7 +285,7 @@ def test_where_reports_are_fetched_rarely_others_count_as_having_trained_on(swar
     assert tracker.samples_accumulated == 3 * 10, "those that stand still count for what they hold"
 
     tracker.performance_ema.samples_per_second = 2.0
-    with tracker.pause_updates():  # a round that took 1 s beside training
+    with tracker.pause_updates():  # a round of 1 s during training
         tracker.update_history(tracker.history.extend(samples=10, proof=b"next"), samples=2)
     assert tracker.samples_accumulated == 2
     tracker.companions = frozenset((A, B, C, D))
@@ -294,12 +294,12 @@ def test_where_reports_are_fetched_rarely_others_count_as_having_trained_on(swar
     assert tracker.target == tracker.history and tracker.samples_accumulated == 2 + 3 * 2
 
 
-def test_what_is_reported_in_the_background(swarm, tracker, monkeypatch):
+def test_background_reports_only_while_taking_part(swarm, tracker, monkeypatch):
     monkeypatch.setattr(progress, "ALONE_EVERY_S", 0.0)
-    swarm.dht.get = lambda *args, **kwargs: Future()  # only this peer's own reports come in
+    swarm.dht.get = lambda *args, **kwargs: Future()  # only this peer's own reports arrive
 
     def reported(within_s=20.0):
-        """Wait for a report, and forget it; None if there is none in time."""
+        """Wait for a report and remove it; return its step, or None if none arrives in time."""
         return swarm.dht.told.pop(KEY)["epoch"] if until(lambda: swarm.told, within_s) else None
 
     with swarm.started():
@@ -317,7 +317,7 @@ def test_what_is_reported_in_the_background(swarm, tracker, monkeypatch):
     assert not tracker.is_alive() and tracker.shutdown_complete.is_set(), "a look-up is still unanswered"
 
 
-def test_leaving_takes_the_report_back_once_and_does_not_wait_for_a_dht_that_is_dead(swarm, tracker):
+def test_shutdown_withdraws_report_once(swarm, tracker):
     tracker.announce()
     tracker.shutdown(timeout=1)
     assert swarm.dht.told.pop(KEY) is None

@@ -1,4 +1,4 @@
-"""What members claim before a round, how long they wait for one another, and what is kept for others."""
+"""Members' claims before a round, how long they wait for each other, and rounds kept for others."""
 
 import asyncio
 import math
@@ -42,22 +42,26 @@ MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] *
     [
         ([1.0, 1.0, 10.0], 10, {}),
         ([1.0, 1.0, 10.1], 10, {"p2": "the norm of its gradient is 10.1, the group's median 1"}),
-        ([1.0, 100.0], 10, {"p1": "is 100, the group's median 1"}),  # of two, the smaller norm judges
+        (
+            [1.0, 100.0],
+            10,
+            {"p1": "is 100, the group's median 1"},
+        ),  # of two, the smaller norm is the reference
         ([1.0, 2.0, 1e6, 1e6], 10, {"p2": "median 2", "p3": "median 2"}),
-        ([1.0, 1e6, 1e6], 10, {}),  # most are large: the small one has no say
-        ([0.0, 0.0, 1.0, 100.0], 10, {"p3": "median 1"}),  # zeros have no say
+        ([1.0, 1e6, 1e6], 10, {}),  # the median is large: the small norm has no influence
+        ([0.0, 0.0, 1.0, 100.0], 10, {"p3": "median 1"}),  # zero norms are ignored
         ([0.0, 0.0], 10, {}),
         ([1.0, INF, -INF], 10, {"p1": "not finite", "p2": "not finite"}),
-        ([1.0, NAN, 1e9], 0, {"p1": "its gradient is not finite"}),  # no limit: all that is finite
+        ([1.0, NAN, 1e9], 0, {"p1": "its gradient is not finite"}),  # no limit: any finite norm is accepted
         ([NAN, NAN], 10, {"p0": "not finite", "p1": "not finite"}),
     ],
 )
-def test_far_and_not_finite_norms_are_left_out(norms, limit, found):
+def test_outlier_norms_are_left_out(norms, limit, found):
     left_out = rounds.outliers({f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}, limit)
     assert left_out.keys() == found.keys() and all(words in left_out[peer] for peer, words in found.items())
 
 
-def test_the_state_that_most_hold_is_adopted_and_between_equals_a_lot_decides_the_same_for_all():
+def test_majority_state_wins_and_lot_breaks_ties():
     for states in ("xxy", "xxxyz", "xxx", "xxyz"):
         held = dict(zip("ABCDE", map(str.encode, states), strict=False))
         assert {rounds.state_to_adopt(held, bytes([lot])) for lot in range(20)} == {b"x"}
@@ -67,7 +71,7 @@ def test_the_state_that_most_hold_is_adopted_and_between_equals_a_lot_decides_th
     assert all(40 < drawn.count(state) < 100 for state in held.values())
 
 
-def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_and_positions():
+def test_claimed_samples_are_capped():
     assert Claim(80, 640.0, 1.0).counted(most_samples=20) == Claim(20, 160.0, 1.0)
     assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
     claim = Claim(2**40, 1.0, 1.0, trained=Spans(((0, 8), (10, 2**40))))
@@ -79,19 +83,19 @@ def test_samples_beyond_what_a_peer_can_hold_do_not_count_nor_do_their_weight_an
     [
         ([Measured()] * 2, MIB, 2**30, 0.0, 0.0),
         ([QUICK] * 3, MIB, 2**30, 10.0, 15.0),
-        ([ENDLESS] * 2, MIB, 2**30, 60.0, 60.0),  # all together: for a minute
-        ([QUICK, ENDLESS, QUICK], MIB, 2**30, 30.0, 30.0),  # one alone: for half of one
-        ([SMALL] * 2, 2**19, 2**15, 0.01, 1.0),  # parts of an adapter are never as large as they may be
-        ([TRIPS] * 2, 2**19, 40 * 2**10, 0.0, 0.0),  # it says nothing of the link
-        (MANY, 2**19, 2**30, 15 * 2**19 / (5 * 1.25e5), 30.0),  # the slow one needs as long for all others
+        ([ENDLESS] * 2, MIB, 2**30, 60.0, 60.0),  # all slow: up to a minute
+        ([QUICK, ENDLESS, QUICK], MIB, 2**30, 30.0, 30.0),  # only one slow: up to half a minute
+        ([SMALL] * 2, 2**19, 2**15, 0.01, 1.0),  # an adapter's parts are smaller than the limit
+        ([TRIPS] * 2, 2**19, 40 * 2**10, 0.0, 0.0),  # it says nothing about the link
+        (MANY, 2**19, 2**30, 15 * 2**19 / (5 * 1.25e5), 30.0),  # the slow one needs this long for all others
     ],
 )
-def test_a_part_is_waited_for_as_long_as_links_take_within_bounds(members, part_bytes, all_bytes, low, high):
+def test_patience_follows_link_speed_within_bounds(members, part_bytes, all_bytes, low, high):
     claims = {str(number): Claim(measured=measured) for number, measured in enumerate(members)}
     assert low <= patience_s(claims, part_bytes, all_bytes) <= high
 
 
-def test_who_votes_late_is_suspected_no_more():
+def test_late_vote_clears_suspicion():
     averager, late = gradient_averager([torch.zeros(1)]), id_of("B")
     claims = tuple(sign(key_of(name), b"a claim", b"") for name in "AB")
     group = GroupInfo(b"round", (id_of("A"), late), claims)
@@ -104,14 +108,14 @@ def test_who_votes_late_is_suspected_no_more():
     assert not blame.is_suspect(late)
 
 
-def test_an_averager_that_does_not_answer_fails_the_round_and_does_not_hold_it_up(monkeypatch):
+def test_unresponsive_averager_fails_round(monkeypatch):
     monkeypatch.setattr(averaging, "ANSWER_S", 0.05)
     averager = gradient_averager([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(RoundFailed, match="did not answer"):
         averager.start_round(Claim(samples=3), 5.0, Exchange(range(1)))
 
 
-def test_a_group_includes_who_was_left_out_and_the_rules_of_a_script_are_those_of_a_recipe():
+def test_group_includes_left_out_members():
     assert Round({"QmA": 4}, 1.0, 0, 0, True, left_out={"QmB": "too large"}).group == ("QmA", "QmB")
     section = SwarmSection()
     assert RoundRules() == RoundRules(section.solo_after_s, section.norm_limit, section.robust_mean)
@@ -121,7 +125,7 @@ TENSORS = [torch.randn(40, 30, generator=torch.Generator().manual_seed(0)), torc
 
 
 def encoded(codec="uniform8"):
-    """Cut tensors into parts as a round does, none of two tensors; return them and what they decode to."""
+    """Split tensors into parts as a round does, each from one tensor; return the parts and decoded values."""
     pieces = [piece for tensor in TENSORS for piece in tensor.reshape(-1).split(500)]
     parts = [CODECS[codec]().compress(piece, CompressionInfo.from_tensor(piece)) for piece in pieces]
     return parts, torch.cat([CODECS[codec]().extract(part) for part in parts])
@@ -131,12 +135,12 @@ def encoded(codec="uniform8"):
     ("size", "is_wanted", "kept"),
     [
         (10, [False, False, False, False], [4]),
-        (10, [False, True, True, True], [2, 3, 4]),  # the oldest goes where there is no room
+        (10, [False, True, True, True], [2, 3, 4]),  # the oldest is dropped when there is no room
         (10, [False, False, True, True], [2, 3, 4]),
-        (31, [True, True, True, True], [4]),  # the last never
+        (31, [True, True, True, True], [4]),  # the last is never dropped
     ],
 )
-def test_all_rounds_are_kept_while_somebody_fetches_and_the_last_in_any_case(size, is_wanted, kept):
+def test_log_keeps_rounds_while_wanted(size, is_wanted, kept):
     log = Log(limit_bytes=30)
     for number, is_it in enumerate(is_wanted, start=1):
         header = Header((b"A",), (b"said",), b"proof", num_parts=1, num_bytes=size)
@@ -145,7 +149,7 @@ def test_all_rounds_are_kept_while_somebody_fetches_and_the_last_in_any_case(siz
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_an_average_is_put_together_to_the_bit_with_one_part_decoded_at_a_time(codec, monkeypatch):
+def test_average_is_decoded_part_by_part(codec, monkeypatch):
     (parts, values), read_tensor, decoded_before = encoded(codec), rounds.read_tensor, []
 
     def noted(part):
@@ -163,7 +167,7 @@ def test_an_average_is_put_together_to_the_bit_with_one_part_decoded_at_a_time(c
 @pytest.mark.parametrize(
     "content", [[[], [], b"", 0, 0], [[b"A"], [], b"", 0, 0], [[b"A"], [b"said"], b"", 1, -5]]
 )
-def test_a_record_says_what_comes_and_what_is_none_is_refused(content):
+def test_header_round_trips_and_rejects_garbage(content):
     header = Header((b"A", b"B"), (b"a said", b"b said"), b"proof", num_parts=7, num_bytes=1300)
     assert Header.from_wire(header.to_wire()) == header
     with pytest.raises(ValueError, match="not the record"):
@@ -181,6 +185,6 @@ def test_a_record_says_what_comes_and_what_is_none_is_refused(content):
         (lambda parts: [serialize_torch_tensor(torch.full((500,), torch.nan)), *parts[1:]], "not finite"),
     ],
 )
-def test_parts_of_another_average_are_refused(change, why):
+def test_mismatched_parts_are_refused(change, why):
     with pytest.raises(ValueError, match=why):
         list(decoded(change(encoded()[0]), TENSORS))

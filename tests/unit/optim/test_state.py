@@ -1,4 +1,4 @@
-"""What is given to joiners, and what they adopt of it: all, or nothing."""
+"""The state that is given to joiners, which they adopt entirely or not at all."""
 
 import threading
 
@@ -21,11 +21,11 @@ torch.set_num_threads(1)
 
 AHEAD = History(3, 30, b"b" * 16)
 OTHER = History(5, 25, b"c" * 16)
-"""Of the other half of a swarm that was cut in two: more steps, fewer samples."""
+"""The history of the other half of a partitioned swarm: more steps, fewer samples."""
 
 
 def everything(averager):
-    """What was committed, all tensors, and the learning rate."""
+    """Return the history, the epoch, all tensors and the learning rate."""
     [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
     assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
     buffers = averager.buffers.live.values()
@@ -33,7 +33,7 @@ def everything(averager):
     return averager.history, averager.local_epoch, tensors, group["lr"]
 
 
-def test_the_state_that_is_given_away_does_not_change_any_more():
+def test_given_state_is_independent_copy():
     donor = giving_averager(History())
     _, [flat], infos = donor.get_current_state()
     tensors = views_of(flat, infos)
@@ -44,7 +44,7 @@ def test_the_state_that_is_given_away_does_not_change_any_more():
     assert roles == [TensorRole.PARAMETER, TensorRole.UNSPECIFIED, *[TensorRole.OPTIMIZER] * 3]
 
 
-def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
+def test_step_waits_for_state_copy(monkeypatch):
     donor, done, copied = giving_averager(AHEAD), [], module.copy_into
 
     def step():
@@ -64,8 +64,8 @@ def test_no_step_is_taken_while_a_state_is_copied(monkeypatch):
     assert done == ["copy", "step"]
 
 
-def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
-    """All optimizers that there are take theirs over in `tests/unit/train/test_checkpoint.py`."""
+def test_state_adoption_is_atomic(download):
+    """`tests/unit/train/test_checkpoint.py` covers the state of every optimizer."""
     donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History())
     donor.optimizer.param_groups[0]["weight_decay"] = 0.5
     (metadata, tensors), before = state_of(donor), everything(joiner)
@@ -85,12 +85,12 @@ def test_a_state_is_adopted_with_its_history_whole_or_not_at_all(download):
     assert all(held[name] is had[name] for name in ("exp_avg", "exp_avg_sq")), "in the memory that it had"
 
 
-def test_who_steps_a_copy_of_its_weights_adopts_the_state_of_one_who_does_not(download):
+def test_offloading_joiner_adopts_plain_state(download):
     donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History(), offload=True)
     assert download(joiner, state_of(donor)) is True and everything(joiner) == everything(donor)
 
 
-BROKEN = {  # what is small: simulation/test_states_of_a_liar.py
+BROKEN = {  # small fields: simulation/test_states_of_a_liar.py
     "another model": lambda meta, tensors: state_of(giving_averager(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
@@ -100,7 +100,7 @@ BROKEN = {  # what is small: simulation/test_states_of_a_liar.py
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_state_of_something_else_is_refused_and_nothing_changes(download, broken):
+def test_foreign_state_is_refused(download, broken):
     joiner, (metadata, tensors) = giving_averager(History()), state_of(giving_averager(AHEAD))
     before, joiner.set_pace = everything(joiner), lambda _: pytest.fail("its pace was taken over")
     with pytest.raises(RoundFailed):
@@ -109,7 +109,7 @@ def test_a_state_of_something_else_is_refused_and_nothing_changes(download, brok
 
 
 @pytest.mark.parametrize("refusal", ["not believed", "not wanted"])
-def test_a_refused_state_of_another_pace_changes_nothing(download, refusal):
+def test_refused_state_keeps_pace(download, refusal):
     joiner = giving_averager(History(), has_local_steps=True)
     before, outer = everything(joiner), joiner.outer
     joiner.set_pace = lambda _: pytest.fail("its pace was taken over")
@@ -119,7 +119,7 @@ def test_a_refused_state_of_another_pace_changes_nothing(download, refusal):
     assert everything(joiner) == before and joiner.outer is outer and outer.anchor[0].tolist() == [1.0] * 3
 
 
-def test_a_state_that_grows_until_it_is_locked_is_whole():
+def test_state_grown_before_lock_is_whole():
     donor, grown = giving_averager(AHEAD), giving_averager(AHEAD, has_local_steps=True)
 
     class Changing(StateLock):
@@ -132,15 +132,15 @@ def test_a_state_that_grows_until_it_is_locked_is_whole():
     assert len(tensors) == len(state_of(grown)[1]) and metadata["outer_rounds"] == 0
 
 
-def test_a_state_of_fewer_samples_is_not_adopted_however_many_steps_it_has(download):
+def test_state_with_fewer_samples_is_refused(download):
     ahead, other = giving_averager(AHEAD, fill=2.0), giving_averager(OTHER)
     before = everything(ahead)
     assert download(ahead, state_of(other)) is False and everything(ahead) == before
-    for _ in range(2):  # once more, as peers of one history may hold other values
+    for _ in range(2):  # again, as peers of one history may hold different values
         assert download(other, state_of(ahead)) is True and everything(other) == before
 
 
-def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(download):
+def test_local_steps_joiner_starts_from_agreed_weights(download):
     donor = giving_averager(AHEAD, fill=2.0, has_local_steps=True)
     joiner = giving_averager(History(), has_local_steps=True)
     donor.outer.step(range(1), [torch.ones(3)])
@@ -156,7 +156,7 @@ def test_a_joiner_in_a_mode_with_local_steps_begins_with_the_agreed_weights(down
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])
-def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(download, has_local_steps):
+def test_joiner_verifies_state_digest(download, has_local_steps):
     donor = giving_averager(AHEAD, fill=2.0, has_local_steps=has_local_steps)
     joiner = giving_averager(History(), has_local_steps=has_local_steps)
     said, asked = [], []
@@ -169,13 +169,13 @@ def test_a_joiner_asks_others_for_what_they_say_of_the_state_that_they_give(down
     assert said == [(AHEAD, common)] and asked == [(AHEAD, common, "QmB")] and len(common) == 32
     tensors[0][1] += 1.0
     download(joiner, (metadata, tensors))
-    joiner.state_compression = compression.Float16Compression()  # of rounded weights nobody can say
+    joiner.state_compression = compression.Float16Compression()  # rounded weights can't be confirmed
     download(joiner, (metadata, tensors))
     assert asked[1][1] != common and asked[2] == (AHEAD, b"", "")
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
-def test_a_schedule_is_moved_in_one_step():
+def test_schedule_jumps_to_any_step():
     walking, jumping = giving_averager(History()), giving_averager(History())
     walking, schedule, walked = walking.scheduler, jumping.scheduler, []
     for _ in range(14):
@@ -190,7 +190,7 @@ def test_a_schedule_is_moved_in_one_step():
 
 
 @pytest.mark.parametrize("decades", [0, 2, 4, 6])
-def test_a_step_with_statistics_in_8_bits_stays_about_the_same_and_all_else_stays_as_it_is(decades):
+def test_eight_bit_statistics_preserve_steps(decades):
     def through(tensor):
         message = EightBitStatistics().compress(tensor, CompressionInfo.from_tensor(tensor))
         return read_tensor(message), len(message.buffer)

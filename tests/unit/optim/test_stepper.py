@@ -1,4 +1,4 @@
-"""A round and the step after it: what is applied, what is kept, what is said, and when training waits."""
+"""A round and the step after it: what is applied, kept and reported, and when training waits."""
 
 import math
 import threading
@@ -30,13 +30,13 @@ NO_NUMBERS = pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.Lion])
-def test_a_step_where_the_weights_are_is_the_step_of_an_offloaded_copy(cls):
+def test_offloaded_step_matches_in_place_step(cls):
     trained = []
     for offload in (False, True):
         torch.manual_seed(0)
         weights = [torch.nn.Parameter(torch.randn(shape)) for shape in ((96, 96), (7,))]
         peer = Peer(weights, partial(cls, lr=0.01, weight_decay=0.1), offload=offload)
-        for _ in range(3 * 2):  # three steps alone, of two lent batches each
+        for _ in range(3 * 2):  # three lone steps of two lent batches each
             assert peer.gradients.expect_batch(4, 7.3, lend=True) == 1.0
             sum((weight * torch.randn(weight.shape)).sum() for weight in weights).backward()
             peer.stepper.step(4)
@@ -49,7 +49,7 @@ def test_a_step_where_the_weights_are_is_the_step_of_an_offloaded_copy(cls):
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
+def test_lone_peer_steps_with_own_gradients(mode):
     peer, weight, leases = divided(pace=Pace(mode=mode))
     peer.train(positions=EIGHT)
     assert weight.tolist() == [-0.5, -0.5] and peer.stepper.last_round is None and peer.state.agreed is None
@@ -63,7 +63,7 @@ def test_a_peer_alone_steps_at_once_with_its_own_gradients(mode):
 
 
 @pytest.mark.parametrize("mode", ["sync", "overlap"])
-def test_lone_step_without_trained_tokens_changes_no_weight(mode):
+def test_empty_lone_step_keeps_weights(mode):
     weight = torch.nn.Parameter(torch.ones(2))
     peer = Peer([weight], partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5), pace=Pace(mode=mode))
     for step in range(1, 4):
@@ -72,7 +72,7 @@ def test_lone_step_without_trained_tokens_changes_no_weight(mode):
         assert peer.history.step == step and weight.tolist() == [1.0, 1.0]
 
 
-def test_a_committed_round_is_stepped_with_and_becomes_history():
+def test_committed_round_steps_and_extends_history():
     most_ahead = MOST_ROUNDS_AHEAD * SETTINGS.target_batch_size
     trained = Spans.of([(0, 8)]), Spans.of([(8, 13), (2 * most_ahead - 4, MAX_POSITION)])
     left_out = {"QmB": "its gradient is not finite", "QmMe": "the norm is too large"}
@@ -104,7 +104,7 @@ def test_a_committed_round_is_stepped_with_and_becomes_history():
     assert (leases.settled, leases.returned) == (list(EIGHT), [])
 
 
-def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_the_next():
+def test_uncommitted_round_carries_work_over():
     def not_committed(averager):
         raise NotCommitted("one of two peers holds this average", b"proof", 13)
 
@@ -126,7 +126,7 @@ def test_a_round_that_is_not_committed_changes_nothing_and_its_work_goes_into_th
 
 
 @NO_NUMBERS
-def test_gradients_that_are_not_finite_are_dropped_and_counted(poison):
+def test_nonfinite_gradients_are_dropped_and_counted(poison):
     peer, weight, leases = divided(with_b(), commits(trained=(Spans.of([(0, 16)]),)))
     peer.train(poison, positions=EIGHT)
     assert (peer.position.method.dropped_samples, peer.history.step) == (8, 0)
@@ -140,7 +140,7 @@ def test_gradients_that_are_not_finite_are_dropped_and_counted(poison):
 
 
 @NO_NUMBERS
-def test_weights_that_are_not_finite_end_training_before_anything_is_sent(poison):
+def test_nonfinite_weights_end_training_before_sending(poison):
     peer, weight = of_one_weight(with_b(), commits())
     with torch.no_grad():
         weight[1] = poison
@@ -151,7 +151,7 @@ def test_weights_that_are_not_finite_end_training_before_anything_is_sent(poison
 
 
 @pytest.mark.parametrize(("solo_after_s", "words"), [(300.0, "after 300 s"), (math.inf, "never")])
-def test_a_long_search_for_a_group_is_said_and_again_after_twice_as_long(solo_after_s, words, monkeypatch):
+def test_long_group_search_warns_with_backoff(solo_after_s, words, monkeypatch):
     def fail_until_it_was_said_twice(averager):
         peer.leaves = len(peer.asked_for_help) >= 2
         return fails(averager)
@@ -168,7 +168,7 @@ def test_a_long_search_for_a_group_is_said_and_again_after_twice_as_long(solo_af
     assert said["hint"].endswith(f"{words} (swarm.solo)")
 
 
-def test_a_search_that_lasts_no_longer_than_one_that_led_to_a_round_is_nothing_to_say(monkeypatch):
+def test_usual_group_search_is_silent(monkeypatch):
     monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.0)
     peer, _ = of_one_weight(with_b(), commits())
     peer.parts.company.missed_since = time.monotonic() - 100.0
@@ -178,7 +178,7 @@ def test_a_search_that_lasts_no_longer_than_one_that_led_to_a_round_is_nothing_t
     assert peer.history.step == 1 and peer.stepper.last_round.reason and not peer.codes
 
 
-@pytest.mark.parametrize(  # what this one, B and C hold
+@pytest.mark.parametrize(  # states held by this peer, B and C
     ("states", "every", "has_failed", "asked_at"),
     [
         ("xxy", 1, False, []),
@@ -188,7 +188,7 @@ def test_a_search_that_lasts_no_longer_than_one_that_led_to_a_round_is_nothing_t
         ("yxx", 2, True, [1, 2, 3]),
     ],
 )
-def test_weights_that_most_hold_are_adopted_at_once(states, every, has_failed, asked_at, monkeypatch):
+def test_majority_weights_are_adopted_at_once(states, every, has_failed, asked_at, monkeypatch):
     held = dict(zip(("QmMe", "QmB", "QmC"), (state.encode() for state in states), strict=True))
     peer, _ = of_one_weight(with_b(), commits(states=held, group=tuple(held)), average_state_every=every)
     asked = []
@@ -211,7 +211,7 @@ def test_weights_that_most_hold_are_adopted_at_once(states, every, has_failed, a
     assert len({claim.state for claim in peer.gradients.claims}) == len(peer.tracker.attested) == 3
 
 
-def test_positions_whose_gradients_were_dropped_are_trained_again():
+def test_dropped_positions_are_trained_again():
     peer, _, leases = divided(with_b(), fails, averaging_s=0.0)
     peer.leaves_after = 1
     peer.train(positions=EIGHT)
@@ -225,7 +225,7 @@ def test_positions_whose_gradients_were_dropped_are_trained_again():
     assert leases.returned == [8, *EIGHT] and list(peer.parts.work.aside(9)) == [9], "once, in one batch"
 
 
-def test_training_goes_on_during_a_round_until_one_fails():
+def test_training_overlaps_round_until_failure():
     left, gate, brought = iter([fails, commits(20.0)]), threading.Semaphore(0), []
 
     def end(averager):
@@ -256,7 +256,7 @@ def test_training_goes_on_during_a_round_until_one_fails():
     assert len(peer.gradients.claims) == 2, "no round begins at the last step"
 
 
-def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
+def test_round_with_lost_answer_fails(monkeypatch):
     (peer, _), control = of_one_weight(with_b(), averaging_s=0.0), Future()
     control.stage, peer.leaves_after = AveragingStage.FINISHED, 1
     monkeypatch.setattr(seeking, "ANSWER_S", 0.0)
@@ -265,7 +265,7 @@ def test_a_round_whose_answer_is_lost_is_not_waited_for_for_ever(monkeypatch):
     assert "broke off" in peer.stepper.last_round.reason
 
 
-def test_a_peer_alone_has_its_step_kept_while_somebody_fetches_its_state():
+def test_lone_step_is_kept_for_joiners():
     peer, weight = of_one_weight(end=commits(0.25, samples={"QmMe": 8}, group=("QmMe",)))
     peer.parts.interest.note()
     peer.train()
@@ -280,7 +280,7 @@ def test_a_peer_alone_has_its_step_kept_while_somebody_fetches_its_state():
     assert weight.tolist() == [-0.75, -0.75] and peer.history.step == 2, "it steps if that can't be kept, too"
 
 
-def test_a_round_of_local_steps_is_several_steps_of_the_swarm(monkeypatch):
+def test_local_step_round_counts_as_several_steps(monkeypatch):
     pace = Pace(mode="diloco", local_steps=4, outer_learning_rate=1.0, outer_momentum=0.0)
     peer, weight = of_one_weight(with_b(), commits(0.25))
     peer.train()

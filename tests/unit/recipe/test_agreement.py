@@ -1,4 +1,4 @@
-"""What peers share, how it is hashed, and how local data takes part in it."""
+"""The agreement that peers share, its hash, and the part of local data in it."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def recipe_with(*overrides):
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_the_agreement_holds_exactly_the_shared_fields_of_the_task(task, put, of_file):
+def test_agreement_has_exactly_shared_fields(task, put, of_file):
     file = put({"chat.jsonl": "{}"}) / "chat.jsonl"
     more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
     recipe = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more)
@@ -73,7 +73,7 @@ QUANTIZED = ("peft={r: 4, lora_alpha: 32}", "quantization.load_in_4bit=true", "t
         ("swarm.norm_limit=0", False),
     ],
 )
-def test_shared_values_change_the_fingerprint_and_own_choices_do_not(override, is_same):
+def test_only_shared_values_change_fingerprint(override, is_same):
     one, other = (agreement(recipe_with(*QUANTIZED, *LOADED, *more)) for more in ((), (override,)))
     assert (fingerprint(one) == fingerprint(other)) is is_same
     changed = set() if is_same else {override.partition("=")[0], "hivemind_config.opt.run_id"}
@@ -81,7 +81,7 @@ def test_shared_values_change_the_fingerprint_and_own_choices_do_not(override, i
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_each_shared_value_changes_the_fingerprint(task):
+def test_each_shared_value_changes_fingerprint(task):
     more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
     shared = agreement(recipe_with("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more))
     before = fingerprint(shared)
@@ -92,13 +92,13 @@ def test_each_shared_value_changes_the_fingerprint(task):
         assert value != "another" and fingerprint(other) != before, location
 
 
-def test_the_fingerprint_of_a_known_agreement_never_changes():
+def test_fingerprint_is_stable():
     shared = {"b": [1.0, 0.0002, "\u00e9"], "a": None}
     assert canonical(shared) == b'{"a":null,"b":[1,0.0002,"\xc3\xa9"]}'
     assert fingerprint(shared) == "3d5a659ffb6d081bb85e2364bff7bb4a918017f04577889e339cd7885ba648f6"
 
 
-def test_run_id_is_given_or_made_of_the_name_and_the_agreement_and_can_be_filled_in():
+def test_run_id_is_given_or_derived():
     recipe = recipe_with("data.datasets.0.path=owner/data")
     assert run_id(recipe).startswith("quickstart-") and len(run_id(recipe)) == len("quickstart-") + 8
     assert run_id(recipe_with("hivemind_config.opt.run_id=mine")) == "mine"
@@ -108,7 +108,7 @@ def test_run_id_is_given_or_made_of_the_name_and_the_agreement_and_can_be_filled
     assert agreement(resolved) == agreement(recipe) and resolve(resolved) == resolved
 
 
-def test_differences_are_leaf_by_leaf():
+def test_differences_are_per_leaf():
     ours, theirs = {"a": 1, "b": {"c": 2, "d": 3.0}}, {"a": True, "b": {"d": 3, "e": [4]}}
     assert differences(ours, theirs) == (("a", 1, True), ("b.c", 2, None), ("b.e", None, [4]))
 
@@ -138,7 +138,7 @@ def test_local_paths_never_travel(put):
         ("chat", "1234", ["hivemind_config.opt.run_id=x"], (["hivemind_config.opt.run_id"], [])),
     ],
 )
-def test_edited_data_is_told_from_another_recipe(put, of_file, file, text, overrides, changes):
+def test_changed_data_and_fields_are_distinguished(put, of_file, file, text, overrides, changes):
     folder = put({"before/chat.jsonl": "1234", f"after/{file}.jsonl": text})
     earlier = of_file(folder / "before/chat.jsonl")
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes

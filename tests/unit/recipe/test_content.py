@@ -1,4 +1,4 @@
-"""Local data is what it holds: which files count, what equals what, what is missing, and where copies are."""
+"""Local data is known by its content: files that count, equality, missing files, and places of copies."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ def recipe_of(*paths):
     return load_recipe("quickstart", [f"data.datasets=[{datasets}]"]).recipe
 
 
-def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once(put, tmp_path, monkeypatch):
+def test_content_hash_is_cached_sha256(put, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     put({"chat.jsonl": "hello\n"})
     held = held_by("chat.jsonl")
@@ -40,7 +40,7 @@ def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once(put, tm
         patched.setattr(content.hashlib, "file_digest", None)
         assert held_by("chat.jsonl") == held
     assert held_by("~/chat.jsonl") == held
-    put({"chat.jsonl": "yy"})  # once more where it has changed
+    put({"chat.jsonl": "yy"})  # read again after a change
     assert held_by("chat.jsonl").sha256 == hashlib.sha256(b"yy").hexdigest()
 
 
@@ -55,12 +55,12 @@ def test_the_hash_of_a_file_is_what_sha256sum_prints_and_it_is_read_once(put, tm
         ({"b/1.txt": "x", "b/2.txt": "y"}, "b", None, False),
     ],
 )
-def test_content_is_bytes_boundaries_order_and_kinds_and_no_names(put, texts, path, data_files, is_equal):
+def test_content_ignores_only_file_names(put, texts, path, data_files, is_equal):
     put({"a/1.jsonl": "x", "a/2.jsonl": "y", **texts})
     assert (held_by(path, data_files=data_files) == held_by("a")) is is_equal
 
 
-def test_of_a_folder_every_data_file_counts_or_those_that_are_chosen(put):
+def test_folder_content_counts_chosen_data_files(put):
     read = dict.fromkeys(("d[t]/b.jsonl", "d[t]/a-b/x.csv", "d[t]/a/y.txt"), "1")
     hidden = (".hidden.jsonl", ".cache/z.jsonl", "__pycache__/z.jsonl")
     put(read | {f"d[t]/{name}": "no" for name in ("README.md", "dataset_info.json", *hidden)})
@@ -79,14 +79,14 @@ def test_of_a_folder_every_data_file_counts_or_those_that_are_chosen(put):
         ("chats.jsonl", "x", "There is no file or folder 'chats.jsonl/x'.", "Looked in "),
     ],
 )
-def test_what_is_not_there_is_said_with_what_could_be_meant(put, path, files, message, hint):
+def test_missing_path_gets_suggestion(put, path, files, message, hint):
     put({"chats.jsonl": "x", "empty/README.md": "x", "chat.xyz": "x"})
     with pytest.raises(AssetError) as caught:
         held_by(path, data_files=files)
     assert caught.value.message == message and caught.value.hint.startswith(hint)
 
 
-def test_only_data_of_files_gets_a_content_and_everything_that_is_missing_is_listed(put, tmp_path):
+def test_only_local_data_gets_content(put, tmp_path):
     put({"here.jsonl": "x"})
     recipe = recipe_of(TEXT, "here.jsonl", "owner/hub")
     read = read_contents(recipe)
@@ -99,7 +99,7 @@ def test_only_data_of_files_gets_a_content_and_everything_that_is_missing_is_lis
     assert caught.value.message == "\n".join(missing)
 
 
-def test_another_built_in_text_is_told_with_its_version():
+def test_other_builtin_text_names_version():
     recipe = read_contents(recipe_of(TEXT))
     wanted = recipe.to_data()
     wanted["data"]["datasets"][0]["content"] |= {"sha256": "0" * 64, "version": "99.1"}
@@ -109,7 +109,7 @@ def test_another_built_in_text_is_told_with_its_version():
     assert ("data.datasets.0.content.version", version(), "99.1") in caught.value.differences
 
 
-def test_a_wheel_has_the_recipes_and_the_text_of_the_checkout_documentation_first(tmp_path, monkeypatch):
+def test_wheel_has_same_builtin_files(tmp_path, monkeypatch):
     root = Path(__file__).parents[3]
     in_checkout, recipes = content_of(DatasetSection(path=TEXT)), sorted(builtin_recipes())
     names = [file.relative_to(root).as_posix() for file in text_files()]
@@ -125,7 +125,7 @@ def test_a_wheel_has_the_recipes_and_the_text_of_the_checkout_documentation_firs
 
 
 def found(path, folder):
-    """Where the copy is of what a swarm's starter has at `path`."""
+    """Where the copy is of the data that a swarm's starter has at `path`."""
     dataset = f"{{path: 'local:data', content: {json.dumps(held_by(path).model_dump())}}}"
     recipe = load_recipe("quickstart", [f"data.datasets=[{dataset}]"]).recipe
     return with_copies(recipe, folder).data.datasets[0].path
@@ -147,12 +147,12 @@ THREE = {"starter/1.jsonl": "x", "starter/2.jsonl": "yy", "starter/more/3.csv": 
         ({"mine/a.jsonl": "x", "mine/b.jsonl": "yy", "mine/c/d.csv": "z"}, "starter", "mine"),
     ],
 )
-def test_a_copy_is_found_by_its_content(put, tmp_path, texts, wanted, place):
+def test_copy_is_found_by_content(put, tmp_path, texts, wanted, place):
     put(THREE | {"mine/notes.md": ""} | texts)
     assert found(tmp_path / wanted, tmp_path / "mine") == (str(tmp_path / place) if place else "local:data")
 
 
-def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through(put, tmp_path):
+def test_search_survives_loops_pipes_and_links(put, tmp_path):
     put({"starter.jsonl": "yy", "blobs/ab12": "yy", "mine/z/notes.md": ""})
     mine = tmp_path / "mine"
     (mine / "z/copy.jsonl").symlink_to(tmp_path / "blobs/ab12")  # a link to a file is that file
@@ -164,7 +164,7 @@ def test_a_folder_with_loops_pipes_and_broken_links_is_looked_through(put, tmp_p
     assert found(tmp_path / "starter.jsonl", mine) == f"{mine}/z/copy.jsonl"
 
 
-def test_the_data_of_a_recipe_is_found_where_it_moved_to(put, tmp_path):
+def test_moved_data_is_found(put, tmp_path):
     put({"a/1.jsonl": "x", "a/2.jsonl": "yy", "b.jsonl": "z"})
     paths = "[{path: a, data_files: '*.jsonl'}, {path: b.jsonl}, {path: owner/data}]"
     recipe = read_contents(load_recipe("quickstart", [f"data.datasets={paths}"]).recipe)

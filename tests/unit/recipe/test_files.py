@@ -1,4 +1,4 @@
-"""The rows of a data file as they are written, and the files that no reader could read as they are meant."""
+"""The rows of a data file as written, and files that no reader could read as meant."""
 
 import json
 import re
@@ -38,7 +38,7 @@ A = '{"text": "a"}\n'
         ("a.parquet", "text", []),
     ],
 )
-def test_rows_are_known_unless_they_are_not_understood(read, name, content, rows):
+def test_only_understood_rows_are_read(read, name, content, rows):
     assert read(name, content) == rows
 
 
@@ -57,13 +57,13 @@ def test_rows_are_known_unless_they_are_not_understood(read, name, content, rows
         ("a.jsonl", A.encode("utf-16-le"), "is UTF-16,", "iconv -f UTF-16 "),
     ],
 )
-def test_what_would_be_read_otherwise_is_refused(read, name, content, message, hint):
+def test_misreadable_file_is_refused(read, name, content, message, hint):
     with pytest.raises(AssetError, match=message) as caught:
         read(name, content)
     assert re.search(hint, caught.value.hint)
 
 
-def test_of_a_long_file_the_beginning_is_known(read):
+def test_only_beginning_of_file_is_read(read):
     rows = read("a.jsonl", A * 28 + '{"label": 1}\n' + A * 50, 400)
     assert (rows[0], rows[-1]) == ({"text": "a"}, {"label": 1})
     assert read("a.jsonl", A, 0) == []
@@ -73,5 +73,5 @@ def test_of_a_long_file_the_beginning_is_known(read):
         read("a.jsonl", A * 5 + "{\n" + A * 50, 400)
 
 
-def test_columns_may_have_no_name(put):
+def test_csv_columns_may_lack_names(put):
     assert csv_columns(put({"a.csv": ",,text\n0,0,a\n"}) / "a.csv") == ["", "", "text"]

@@ -1,4 +1,4 @@
-"""What a user wrote is read as meant; what is wrong is said with its place, and everything at once."""
+"""A user's recipe is read as meant; mistakes are reported with their places, and all at once."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def only_finding(path, overrides=()):
 
 
 def mistakes():
-    """Read `mistakes.txt`: a change of GOOD, and what is said of it."""
+    """Read `mistakes.txt`: a change of GOOD, and the expected finding."""
     text = Path(__file__).with_name("mistakes.txt").read_text()
     for block in re.findall(r"^[^ #\n].*\n(?:    .*\n)+", text, re.MULTILINE):
         change, *said = block.splitlines()
@@ -50,7 +50,7 @@ def mistakes():
 
 
 @pytest.mark.parametrize(("change", "said"), list(mistakes()))
-def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, change, said):
+def test_mistake_is_one_finding_with_hint(write, change, said):
     old, is_change, new = change.replace("\\n", "\n").partition(" =>")
     overrides = [change.removeprefix("--set ")] if change.startswith("--set ") else []
     text = GOOD.replace(old, new.lstrip()) if is_change or overrides else old[2:]
@@ -73,12 +73,12 @@ def test_each_mistake_is_one_finding_with_its_place_and_its_hint(write, change, 
         (b"a: 1\nb: \xe9\n", "2:1", "is not UTF-8 text"),
     ],
 )
-def test_what_is_no_yaml_is_one_finding(write, text, place, message):
+def test_invalid_yaml_is_one_finding(write, text, place, message):
     found = only_finding(write(text))
     assert (f"{found.line}:{found.col}", found.message) == (place, message)
 
 
-def test_aliases_are_fine_unless_they_multiply(write):
+def test_multiplying_aliases_are_refused(write):
     text = GOOD.replace("owner/data", "&here owner/data") + "  optim_args: *here\n"
     assert load_recipe(write(text)).recipe.training.optim_args == "owner/data"
     lines = ["a0: &a0 [1,1,1,1,1,1,1,1,1,1]"]
@@ -86,7 +86,7 @@ def test_aliases_are_fine_unless_they_multiply(write):
     assert only_finding(write("\n".join(lines))).message == "not valid YAML: too many values"
 
 
-def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from(write):
+def test_recipe_knows_origin_of_each_value(write):
     overrides = ["peft.r=4", "training.max_steps=7", "data.datasets.0.path=b/c", "swarm.mode=diloco"]
     overrides += ["training.lr_scheduler_type=constant", "training.warmup_steps=50", "swarm.local_steps=20"]
     on_windows = "\ufeff" + GOOD.replace("\n", "\r\n")
@@ -100,7 +100,7 @@ def test_a_good_recipe_is_named_after_its_file_and_says_where_each_value_is_from
         assert loaded.document.origin_of(read_location(place)) == origin
 
 
-def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
+def test_all_mistakes_are_listed_in_order(write):
     text = GOOD.replace("owner/model", "7").replace("max_steps: 10", "max_step: 10\n  seed: 1\n  seed: 2")
     path = write(text)
     with pytest.raises(RecipeError, match=f"^{path}: 7 errors$") as caught:
@@ -118,7 +118,7 @@ def test_every_mistake_is_found_at_once_in_the_order_of_the_file(write):
     assert found["the swarm: training.max_steps: should be a whole number, got '5'"] == 0
 
 
-def test_equal_waits_of_solo_are_one_value():
+def test_equal_solo_waits_are_normalized():
     for text, seconds, written in (
         ("never", math.inf, "never"),
         ("after 0 seconds", 0, "always"),
@@ -129,7 +129,7 @@ def test_equal_waits_of_solo_are_one_value():
         assert (swarm.solo, swarm.solo_after_s) == (written, seconds)
 
 
-def test_what_show_prints_loads_again_as_the_same_data():
+def test_rendered_data_loads_back_equal():
     data = {
         "numbers": {"a": 1, "b": {"c": None, "d": {}}, "e": [], "f": [1, "x"], "g": 1e-8, "h": 1e18, "i": -3},
         "texts": [{"x": text} for text in ("true", "x: y", "#x", "", "2e-4", " x ", "a\nb", "\u00e9")],
@@ -141,8 +141,8 @@ def test_what_show_prints_loads_again_as_the_same_data():
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_a_recipe_has_the_section_of_its_task_alone_and_its_data_reads_as_the_same(write, task):
-    """The section may be left out or empty, and other tasks' may be there with nothing in them."""
+def test_recipe_keeps_only_its_task_section(write, task):
+    """The section may be left out or empty, and those of other tasks may be there without content."""
     written = ["seq_cls: {labels: [a, b]}"] if task == "seq-cls" else ["", f"{task}:", f"{task}: {{}}"]
     for section in written:
         empty = "dpo: null" if task != "dpo" else "sft:"
@@ -163,7 +163,7 @@ SFT = "task: sft\n" + GOOD.replace("training:", "  chat_template: chat.jinja\ntr
         (["data.chat_template='{{ x }}.jinja'"], "{{ x }}.jinja"),
     ],
 )
-def test_a_chat_template_is_the_text_of_a_file_beside_the_recipe_or_here(write, overrides, text):
+def test_chat_template_is_read_from_file(write, overrides, text):
     write("\ufeff{{ x }}\r\n{# y #}\r\n", "project/chat.jinja")
     write("here {{ x }}", "chat.jinja")
     assert load_recipe(write(SFT, "project/recipe.yaml"), overrides).recipe.data.chat_template == text
@@ -178,7 +178,7 @@ def test_a_chat_template_is_the_text_of_a_file_beside_the_recipe_or_here(write, 
         (b"{{ x }}\n{% if x }", "is not valid Jinja: unexpected '}' (line 2 of the template)"),
     ],
 )
-def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path, content, message):
+def test_unusable_chat_template_names_line(write, tmp_path, content, message):
     write(content, "chat.jinja")
     found = only_finding(write(SFT))
     assert (found.line, found.col, found.path) == (7, 18, "data.chat_template")
@@ -187,7 +187,7 @@ def test_a_chat_template_that_cannot_be_had_is_said_at_its_line(write, tmp_path,
     assert found.hint == f"did you mean `{tmp_path}/chat.jinja`?"
 
 
-def test_a_missing_file_names_its_neighbour_or_the_built_in_recipes(tmp_path, write):
+def test_missing_recipe_gets_suggestion(tmp_path, write):
     write(GOOD, "spanish.yaml")
     for name, hint in {
         tmp_path / "spanich.yaml": f"did you mean `{tmp_path / 'spanish.yaml'}`?",
@@ -222,7 +222,7 @@ hivemind_config: {dht: {identity_path: '@my.key', initial_peers: ['@friend', /ip
 """
 
 
-def test_a_path_is_relative_to_the_recipe_or_to_here_until_resolved(write, tmp_path, elsewhere, monkeypatch):
+def test_paths_are_resolved_beside_recipe(write, tmp_path, elsewhere, monkeypatch):
     project = tmp_path / "project"
     recipe = write(LOCAL, "project/recipe.yaml")
     for file in (project / "a.jsonl", elsewhere / "a.jsonl", elsewhere / "b.jsonl"):
@@ -247,7 +247,7 @@ def test_a_path_is_relative_to_the_recipe_or_to_here_until_resolved(write, tmp_p
     assert again.recipe == loaded.recipe
 
 
-def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are_no_pattern(put, monkeypatch):
+def test_only_paths_are_anchored(put, monkeypatch):
     odd = put({"set [a]*/x.jsonl": "", "set [a]*/odd [1].csv": "", "home/x.jsonl": ""}) / "set [a]*"
     monkeypatch.setenv("HOME", str(odd.parent / "home"))
     for name in ("owner/model", "gpt2", "builtin/bytes", "local:x.jsonl", "/no/where", "https://x/y.csv", ""):
@@ -261,7 +261,7 @@ def test_what_is_no_path_stays_as_it_is_and_special_characters_of_the_folder_are
 
 @pytest.fixture
 def stdin():
-    """Give standard input back after a test."""
+    """Restore standard input after a test."""
     before = os.dup(0)
     yield
     os.dup2(before, 0)
@@ -269,7 +269,7 @@ def stdin():
 
 
 @pytest.mark.usefixtures("stdin")
-def test_a_recipe_may_come_through_a_pipe_or_from_stdin(elsewhere):
+def test_recipe_comes_from_pipe_or_stdin(elsewhere):
     (elsewhere / "a.jsonl").touch()
     for name, file in (("/dev/fd/0", "/dev/fd/0"), ("-", "<stdin>")):
         reading, writing = os.pipe()

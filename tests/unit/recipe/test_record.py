@@ -1,4 +1,4 @@
-"""A recipe as bytes: what fits, what a newcomer takes of a stranger's, and what is refused."""
+"""A recipe as bytes: its size, what a joiner accepts from a stranger, and what it refuses."""
 
 import copy
 import json
@@ -31,7 +31,7 @@ def wire(*overrides):
 
 
 def with_value(sent, value, *place):
-    """Put something into the shared part of what a swarm published."""
+    """Set a value in the shared part of a published recipe."""
     *sections, key = place
     at = sent["shared"]
     for section in sections:
@@ -48,7 +48,7 @@ def refusal_of(obj, overrides=(), files=None):
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
-def test_a_recipe_survives_the_trip(name):
+def test_recipe_survives_wire_round_trip(name):
     sent = load_recipe(name).recipe
     arrived = from_wire(unpack(pack(sent) + b"the rest of an older one"))
     assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
@@ -68,7 +68,7 @@ NOISE = {
 
 
 @pytest.mark.parametrize("kind", NOISE)
-def test_noise_is_not_a_recipe_and_a_bomb_is_inflated_within_its_bound(kind):
+def test_noise_and_bombs_are_refused(kind):
     tracemalloc.start()
     with pytest.raises(RecipeError, match="too long" if "bomb" in kind else None):
         unpack(NOISE[kind])
@@ -88,21 +88,21 @@ LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
     ],
     ids=["inflated", "deflated"],
 )
-def test_a_recipe_too_long_to_travel_is_refused_at_home_and_its_longest_part_named(culprit, overrides):
+def test_oversized_recipe_names_longest_part(culprit, overrides):
     with pytest.raises(RecipeError) as refused:
         pack(resolve(recipe_with(*overrides)))
     assert "too long to travel" in refused.value.message
     assert refused.value.hint.startswith(f"`{culprit}` takes ")
 
 
-def test_what_no_peer_would_take_is_refused_at_home():
+def test_unacceptable_recipe_is_refused_before_publishing():
     with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
         pack(recipe_with("model.config.notes=/home/me/model"))
     (finding,) = refused.value.findings
     assert (finding.path, finding.file) == ("model.config.notes", "")
 
 
-def test_suggestions_arrive_and_secrets_do_not():
+def test_suggestions_travel_without_secrets():
     own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
     suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
     sent = recipe_with(*own, *suggested)
@@ -117,7 +117,7 @@ def test_suggestions_arrive_and_secrets_do_not():
     assert own.training.per_device_train_batch_size == 1
 
 
-def test_what_only_the_starter_has_must_be_brought(put, of_file):
+def test_local_files_must_be_brought(put, of_file):
     folder = put({"starter/chat.jsonl": "1234", "many/a.jsonl": "1", "many/b.jsonl": "22", "base/x": ""})
     sent = to_wire(of_file(folder / "starter/chat.jsonl"))
     wanted = "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
@@ -137,7 +137,7 @@ def test_what_only_the_starter_has_must_be_brought(put, of_file):
     assert refusal_of(model).hint == hint
 
 
-def test_words_may_look_like_places_where_nothing_is_looked_up():
+def test_path_like_words_are_accepted():
     labels = ["/r/python", "~", "a::b", "local:x", "../up"]
     columns = {"/home": "text", "a::b": "label"}
     sent = wire(*SEQ_CLS, f"seq_cls.labels={json.dumps(labels)}")
@@ -172,7 +172,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("place", "value", "message"), REFUSED)
-def test_a_stranger_cannot_name_a_place_run_code_or_set_what_is_this_peer_s_own(put, place, value, message):
+def test_stranger_paths_and_code_are_refused(put, place, value, message):
     put({"Documents/x": ""})
     (finding,) = refusal_of(with_value(wire(), value, *place)).findings
     assert finding.path.startswith(dotted(place)) and message in finding.message
@@ -199,14 +199,14 @@ CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json
         (("extra",), 1),
     ],
 )
-def test_what_a_stranger_says_is_bounded_and_said_where_it_is(put, place, value):
+def test_stranger_values_are_bounded(put, place, value):
     put({"chat.jinja": "{{ secret }}"})
     findings = refusal_of(with_value(wire(*SEQ_CLS, "peft.r=4"), value, *place)).findings
     assert any(finding.path.startswith(dotted(place)) or not finding.path for finding in findings)
 
 
 @pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "tracker_opts")])
-def test_a_stranger_cannot_suggest_what_is_this_peer_s_own(section, key):
+def test_suggested_own_field_is_refused(section, key):
     sent = wire()
     sent["suggested"]["hivemind_config"].setdefault(section, {})[key] = {"x": 1}
     assert "not something that a swarm may suggest" in refusal_of(sent).findings[0].message
@@ -229,18 +229,18 @@ DEEP = json.loads('{"x":' * 900 + "1" + "}" * 900)
         *(of_form(DEEP), of_form({"training": 5}, {"training": {"save_steps": 5}})),
     ],
 )
-def test_whatever_a_stranger_sends_is_refused_as_a_recipe_error(obj):
+def test_malformed_message_raises_recipe_error(obj):
     refusal_of(obj)
 
 
-def test_the_recipe_of_another_version_is_refused_with_what_to_install():
+def test_recipe_of_other_version_is_refused():
     sent = wire() | {"v": 2, "more": 1}
     refused = refusal_of(unpack(zlib.compress(json.dumps(sent).encode())))
     assert (refused.findings[0].path, refused.hint) == ("v", "use the starter's trahiv")
 
 
 @pytest.mark.parametrize("junk", [None, -1.5, "x", [[{}]], {"a": 1}, True, "local:x", 10**18], ids=repr)
-def test_junk_anywhere_is_either_a_recipe_or_a_recipe_error(junk):
+def test_junk_anywhere_raises_only_recipe_error(junk):
     sent = wire()
     ways = [location for location, _ in leaves(sent["shared"], is_deep=True)]
     for place in dict.fromkeys(way[:end] for way in ways for end in range(1, len(way) + 1)):

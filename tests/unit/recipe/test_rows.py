@@ -1,4 +1,4 @@
-"""What is wrong with a row, what is doubtful in one, and which class it names."""
+"""Errors and doubts of a row, and the class that it names."""
 
 import math
 
@@ -54,7 +54,7 @@ def talk(*messages):
         ),
     ],
 )
-def test_certain_damage_is_an_error(form, row, error):
+def test_damaged_row_is_error(form, row, error):
     assert form.error(row).startswith(error) and bool(form.error(row)) == bool(error)
 
 
@@ -62,7 +62,7 @@ PARTS = [{"type": "text", "text": "Hi"}]
 
 
 @pytest.mark.parametrize("answer", ["assistant", "bot"])
-def test_an_unknown_role_is_the_templates_to_decide(answer):
+def test_template_decides_unknown_role(answer):
     row = talk(USER | {"role": "alice"}, YES | {"role": answer})
     unknown, named = (
         "has an unknown role 'alice' in 'messages' (known: ",
@@ -73,7 +73,7 @@ def test_an_unknown_role_is_the_templates_to_decide(answer):
     assert MESSAGES.error(row, named) == MESSAGES.doubt(row, named) == ""
 
 
-def test_parts_of_a_content_are_doubtful():
+def test_content_parts_are_doubtful():
     row, said = (
         talk(USER | {"content": PARTS}, YES),
         "has a list as a message's 'content' in 'messages', not text",
@@ -94,7 +94,7 @@ def test_parts_of_a_content_are_doubtful():
         (PREFERENCES, {"prompt": [USER], "chosen": [YES], "rejected": [YES]}, ""),
     ],
 )
-def test_doubtful_rows_are_warned_of(form, row, warning):
+def test_doubtful_row_warns(form, row, warning):
     assert form.error(row) == "" and form.warning(row) == warning
 
 
@@ -114,20 +114,20 @@ STARS, TRUTH = ["1", "2", "3"], ["true", "false"]
         *((1, ["1", "0"], 0), ("0", ["1", "0"], 1), (True, ["true", "True"], None), (1e300, STARS, None)),
     ],
 )
-def test_a_class_is_never_another_than_is_written(said, labels, number):
+def test_class_number_matches_written_label(said, labels, number):
     assert class_of(said, labels) == number
 
 
-def test_a_label_error_lists_the_classes():
+def test_label_error_lists_classes():
     assert label_error(0, STARS) == "has the label 0, and `seq_cls.labels` names 3 classes: 1, 2, 3"
     assert label_error(0, ["a", "b"]) == ""
 
 
-def test_a_message_that_calls_tools_needs_no_content():
+def test_tool_call_needs_no_content():
     assert is_conversation([USER, CALL], CHATML) and not is_conversation([{"role": "user"}], CHATML)
 
 
-def test_a_tally_counts_rows_from_one():
+def test_tally_counts_rows_from_one():
     tally = Tally("'x'")
     for row in range(1, 13):
         tally.add(row, "is odd" if row % 2 else "", "is late" if row == 12 else "")

@@ -1,4 +1,4 @@
-"""The schema agrees with upstream, with other tools' words, and with what editors are told of it."""
+"""The schema agrees with upstream, with other tools' names, and with the JSON schema for editors."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def choices(field):
     return {choice for part in get_args(annotation) for choice in get_args(part) or [part]} - {type(None)}
 
 
-def test_the_choices_are_those_of_transformers():
+def test_choices_match_transformers():
     assert choices("training.optim") <= {name.value for name in OptimizerNames}
     followers = {"reduce_lr_on_plateau", "greedy"}
     assert choices("training.lr_scheduler_type") == {name.value for name in SchedulerType} - followers
@@ -45,13 +45,13 @@ def test_the_choices_are_those_of_transformers():
         ("{{" + "(" * 5000, False),
     ],
 )
-def test_a_template_has_a_mistake_where_transformers_does_not_read_it(template, is_right):
+def test_template_check_matches_transformers(template, is_right):
     assert bool(mistake_in(template)) is not is_right
     with contextlib.nullcontext() if is_right else pytest.raises(Exception, match=r".*"):
         _compile_jinja_template(template)
 
 
-def test_a_foreign_name_or_choice_leads_to_one_of_ours():
+def test_foreign_name_hints_at_ours():
     for field, refused in REFUSED_CHOICES.items():
         instead = {word for _, hint in refused.values() for word in hint.split("`")[1::2] if ":" not in word}
         assert instead <= choices(field) and not refused.keys() & choices(field)
@@ -77,7 +77,7 @@ WRONG = [
 ]
 
 
-def test_the_schema_takes_what_the_loader_takes_and_has_defaults_and_descriptions():
+def test_schema_accepts_same_as_loader():
     jsonschema.Draft7Validator.check_schema(schema := recipe_schema())
     assert not [word for word in ("$defs", "prefixItems", "dependent") if word in json.dumps(schema)]
     training = schema["definitions"]["TrainingSection"]["properties"]

@@ -100,11 +100,11 @@ SAID = [
 
 
 @pytest.mark.parametrize(("event", "said"), SAID, ids=[event["event"] for event, _ in SAID])
-def test_an_event_is_said_in_words_unless_a_log_does_not_need_it(event, said):
+def test_event_becomes_log_line(event, said):
     assert line(event) == said
 
 
-def test_the_join_line_is_last_and_alone_and_who_can_not_be_joined_by_one_says_how_else():
+def test_join_line_stands_alone_at_end():
     said = line(READY)
     assert said.splitlines() == [
         "run quickstart-0123abcd, fingerprint 0123456789ab, peer QmPeer",
@@ -150,7 +150,7 @@ def drawn(it, width=100, height=60):
     Version(metadata.version("rich")) < Version("14.3"),
     reason="an older rich pads the first column otherwise",
 )
-def test_the_board_looks_as_it_did():
+def test_board_matches_picture():
     """To take a new picture: TRAHIV_REWRITE=1 pytest tests/unit/telemetry/test_board.py, then look at it."""
     picture = drawn(told(*LOG))
     if os.environ.get("TRAHIV_REWRITE"):
@@ -158,7 +158,7 @@ def test_the_board_looks_as_it_did():
     assert picture == PICTURE.read_text(encoding="utf-8")
 
 
-def test_the_board_can_be_drawn_at_any_time_and_leaves_room_for_what_a_terminal_echoes():
+def test_board_fits_width_at_any_time():
     for length in range(len(LOG) + 1):
         for width in (20, 60, 100):
             lines = drawn(told(*LOG[:length]), width).splitlines()
@@ -193,12 +193,12 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
         ((READY, progress(*(peer("QmA", samples=96),) * 2, samples=192)), "64 of 64 samples", "░"),
     ],
 )
-def test_the_board_shows_what_there_is(log, shown, hidden):
+def test_board_shows_current_state(log, shown, hidden):
     picture = drawn(told(*log))
     assert shown in picture and hidden not in picture
 
 
-def test_a_crowd_is_counted_and_leaves_room_for_the_rest_of_the_board():
+def test_crowd_is_truncated_and_counted():
     crowd = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN + 3)]
     picture = drawn(told(READY, progress(*crowd, samples=0)))
     assert picture.count("●") == MAX_PEERS_SHOWN and "and 3 more" in picture

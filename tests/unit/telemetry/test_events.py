@@ -1,4 +1,4 @@
-"""The event stream: what listeners are told, what reaches the files, and what never stops training."""
+"""The event stream: listeners, files, and failures that never stop training."""
 
 import json
 import logging
@@ -15,7 +15,7 @@ from trahiv_cli.telemetry.events import OLDER_FILES, TRANSIENT, EventFile, Event
 from trahiv_cli.train.folder import log_to
 
 
-def test_every_event_says_its_version_time_and_name_to_those_that_listen(monkeypatch):
+def test_event_has_version_time_and_name(monkeypatch):
     monkeypatch.setattr(events.time, "time", lambda: 1700000000.12345)
     record, stream = [], Events()
     stream.emit("before")
@@ -28,7 +28,7 @@ def test_every_event_says_its_version_time_and_name_to_those_that_listen(monkeyp
     assert record == [{"v": 1, "t": 1700000000.123, "event": "checkpoint", "step": 3, "path": "here"}]
 
 
-def test_an_event_is_one_line_and_readable_and_a_number_that_json_lacks_is_null():
+def test_event_json_is_one_valid_line():
     event = {"loss": math.nan, "round": {"group": [1.5, math.inf], "pair": (-math.inf, 2)}, "none": None}
     line = to_json(event | {"text": "für\nalle \u2028 \x1b[2J"})
     assert "\n" not in line and "\x1b" not in line and "für" in line
@@ -38,7 +38,7 @@ def test_an_event_is_one_line_and_readable_and_a_number_that_json_lacks_is_null(
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Where a file may be as long as 200 bytes."""
+    """A path whose files are limited to 200 bytes."""
     monkeypatch.setattr(events, "MAX_BYTES", 200)
     return tmp_path / "events.jsonl"
 
@@ -47,7 +47,7 @@ def lines_of(path, key="step"):
     return [json.loads(line)[key] for line in path.read_text().splitlines()]
 
 
-def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path):
+def test_event_file_skips_transient_events(path):
     assert "progress" in TRANSIENT
     for step in (1, 2):  # a later run adds to the file
         file = EventFile(path)
@@ -62,7 +62,7 @@ def test_the_file_has_a_line_of_json_for_each_event_but_those_of_live_views(path
     assert path.read_text() == '{"step": 3, "ev\n{"event": "step"}\n'
 
 
-def test_full_files_are_kept_beside_the_newest_into_which_all_processes_write_and_the_oldest_go(path):
+def test_event_files_rotate_across_processes(path):
     processes = EventFile(path), EventFile(path)
     for step in range(100):
         processes[step % 2]({"event": "step", "step": step})  # 29 or 30 bytes
@@ -76,7 +76,7 @@ def test_full_files_are_kept_beside_the_newest_into_which_all_processes_write_an
     assert numbers == list(range(numbers[0], 100)) and len(numbers) > OLDER_FILES * 6
 
 
-def test_a_peer_s_log_is_such_a_file(path):
+def test_peer_log_rotates(path):
     with left_as_it_was():
         log_to(path, is_verbose=False)
         [handler] = logging.getLogger().handlers
@@ -84,11 +84,11 @@ def test_a_peer_s_log_is_such_a_file(path):
     assert isinstance(handler, RotatingFile) and path.read_text().endswith("something\n")
 
 
-def test_a_full_disk_is_no_error_and_whole_events_go_on_when_there_is_room(path, capfd):
+def test_full_disk_loses_only_whole_events(path, capfd):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     file, lost = EventFile(path), EventFile(path.with_name("lost"))
     file({"event": "step", "step": 0})
-    try:  # a file may become so long, as on a disk that fills up: not enough for a line
+    try:  # a limit as on a disk that fills up: not enough for a line
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 7, hard))
         for step in (1, 2, 3):
             file({"event": "step", "step": step})
@@ -101,7 +101,7 @@ def test_a_full_disk_is_no_error_and_whole_events_go_on_when_there_is_room(path,
     assert lines_of(path) == [0, 1, 4] and capfd.readouterr().err == ""
 
 
-def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(path):
+def test_failing_listener_is_dropped_with_warning(path):
     record = []
 
     class Screen:
@@ -117,7 +117,7 @@ def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(p
     file = EventFile(path)
     stream = Events(Screen(), once, file, record.append)
     stream.emit("step", step=1)
-    stream.emit("eval", loss=object())  # is no JSON
+    stream.emit("eval", loss=object())  # not JSON
     stream.emit("step", step=2)
     file.close()
     told = [event["event"] for event in record if "step" in event or "loss" in event]
@@ -128,7 +128,7 @@ def test_a_listener_that_fails_is_dropped_once_with_a_warning_and_others_go_on(p
     assert warnings[-1]["message"].startswith("EventFile failed")
 
 
-def test_events_of_several_threads_arrive_one_at_a_time():
+def test_events_of_threads_are_serialized():
     record, inside = [], threading.Lock()
 
     def listener(event):
@@ -142,7 +142,7 @@ def test_events_of_several_threads_arrive_one_at_a_time():
     assert sorted(record) == list(range(200))
 
 
-def test_a_long_wait_is_talked_about_again_and_again_and_news_of_it_at_once(monkeypatch):
+def test_long_wait_is_reported_repeatedly(monkeypatch):
     record, said = [], threading.Semaphore(0)
 
     def listener(event):

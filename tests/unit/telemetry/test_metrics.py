@@ -1,4 +1,4 @@
-"""Metrics of a run: what its events come to, by the rules of OpenMetrics, and the board that shows them."""
+"""Metrics of a run: derived from its events, by the rules of OpenMetrics, and the board that shows them."""
 
 import json
 import re
@@ -34,7 +34,7 @@ def step(number, **more):
 
 @pytest.fixture
 def metrics():
-    """Those of a peer that took three steps, two of them with another."""
+    """The metrics of a peer that took three steps, two of them with another peer."""
     made = Metrics()
     events = Events(made)
     events.emit("ready", run_id="run-1", peer_id="QmA", max_steps=40, reached="alone")
@@ -56,7 +56,7 @@ def value(metrics, name, **labels):
     return metrics.registry.get_sample_value(f"trahiv_{name}", labels)
 
 
-def test_they_are_what_the_events_come_to(metrics):
+def test_metrics_follow_events(metrics):
     assert metrics.registry.get_sample_value("trahiv_run_info", {"run_id": "run-1", "peer_id": "QmA"}) == 1
     gauges = {"step": 7, "steps": 40, "loss": 1.5, "held_out_loss": 1.75, "peers": 2, "checkpoint_step": 7}
     assert {name: value(metrics, name) for name in gauges} == gauges
@@ -72,7 +72,7 @@ def test_they_are_what_the_events_come_to(metrics):
     assert value(metrics, "state", trahiv_state="ended") == 1
 
 
-def test_names_and_units_keep_the_rules(metrics):
+def test_metric_names_follow_openmetrics(metrics):
     families = list(text_string_to_metric_families(exposition.generate_latest(metrics.registry).decode()))
     assert len(families) > 20
     for family in families:
@@ -85,7 +85,7 @@ def test_names_and_units_keep_the_rules(metrics):
         assert not is_time or words[-1] in ("seconds", "bytes", "second"), family.name
 
 
-def test_each_panel_of_the_board_finds_its_metrics_and_each_metric_has_a_panel(metrics):
+def test_dashboard_and_metrics_match(metrics):
     there = {
         line.split("{")[0].split(" ")[0] for line in generate_latest(metrics.registry).decode().splitlines()
     }
@@ -103,7 +103,7 @@ def test_each_panel_of_the_board_finds_its_metrics_and_each_metric_has_a_panel(m
     assert left == {"trahiv_learning_rate", "trahiv_checkpoint_step", "trahiv_tokens_total"}
 
 
-def test_they_are_served_on_this_machine_and_a_port_that_is_taken_is_said(metrics):
+def test_metrics_are_served_locally(metrics):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

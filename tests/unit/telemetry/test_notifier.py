@@ -1,4 +1,4 @@
-"""The command of `--on-event`, a real one that writes down what it is told."""
+"""The command of `--on-event`, a real one that writes down its events."""
 
 import sys
 
@@ -16,7 +16,7 @@ with open(sys.argv[1], "a") as file:
 """
 
 
-def test_what_a_person_should_know_of_is_told_in_its_order_and_what_passes_is_not(tmp_path):
+def test_notable_events_reach_command_in_order(tmp_path):
     told = tmp_path / "told"
     with Notifier([sys.executable, "-c", SCRIPT, str(told)]) as notifier:
         events = Events(notifier)
@@ -28,7 +28,7 @@ def test_what_a_person_should_know_of_is_told_in_its_order_and_what_passes_is_no
     assert told.read_text() == "joined 3\nwarning not-finite\ndone 9\n"
 
 
-def test_what_ends_the_peer_is_told_and_a_command_that_fails_disturbs_nobody(tmp_path):
+def test_final_error_reaches_command(tmp_path):
     told = tmp_path / "told"
     for command in ([sys.executable, "-c", SCRIPT, str(told)], ["false"], [str(tmp_path / "gone")]):
         with pytest.raises(NotAdmitted), Notifier(command) as notifier:

@@ -1,4 +1,4 @@
-"""What a peer publishes of itself, as its events make it."""
+"""The status that a peer publishes, derived from its events."""
 
 import json
 
@@ -14,7 +14,7 @@ ROUND = {"group": ["QmA", "QmB"], "seconds": 1.5, "committed": True, "reason": N
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Monotonic and swarm's time, in seconds."""
+    """Monotonic and swarm time, in seconds."""
     now = [1000.0]
     monkeypatch.setattr(module, "time", type("", (), {"monotonic": staticmethod(lambda: now[0])}))
     monkeypatch.setattr(module, "swarm_time", lambda: now[0] + 1e9)
@@ -31,7 +31,7 @@ def step(number, *, loss=0.5, round=None, **given):
     return {"event": "step", "given": Given(**given)._asdict(), **fields}
 
 
-def test_it_is_what_the_events_come_to(account, clock):
+def test_status_follows_events(account, clock):
     told = account.status
     assert (told.state, told.step, told.samples, told.tokens, told.name) == ("loading", 3, 5, 600, "Ann")
     clock[0] += 60
@@ -48,7 +48,7 @@ def test_it_is_what_the_events_come_to(account, clock):
     assert (told.round_at, told.round_peers, told.round_seconds) == (1e9 + 1061, 2, 1.5)
 
 
-def test_what_others_should_hear_of_soon_is_marked_and_a_step_is_not(account, clock):
+def test_urgent_changes_are_marked(account, clock):
     def is_marked(event):
         account.has_changed.clear()
         account(event)
@@ -61,7 +61,7 @@ def test_what_others_should_hear_of_soon_is_marked_and_a_step_is_not(account, cl
         assert is_marked({"event": event}) and account.status.state == state
 
 
-def test_a_wait_is_over_when_it_is_not_repeated_or_a_step_is_taken(account, clock):
+def test_wait_ends_by_timeout_or_step(account, clock):
     for over in (lambda: account(step(4)), lambda: clock.__setitem__(0, clock[0] + 11)):
         account({"event": "waiting", "what": "a download"})
         assert account.status.waits_for == "a download"
@@ -69,7 +69,7 @@ def test_a_wait_is_over_when_it_is_not_repeated_or_a_step_is_taken(account, cloc
         assert account.status.waits_for == ""
 
 
-def test_a_failed_round_is_trouble_until_one_is_committed(account):
+def test_failed_round_is_trouble_until_commit(account):
     message = "The round for step 4 failed (nobody came); no weights were changed"
     account({"event": "warning", "code": "round", "message": message})
     account({"event": "warning", "code": "data", "message": "Something else."})
@@ -78,12 +78,12 @@ def test_a_failed_round_is_trouble_until_one_is_committed(account):
     assert account.status.trouble == ""
 
 
-def test_a_text_is_cut_to_whole_characters():
+def test_text_is_cut_at_whole_characters():
     assert shortened("a" * 61) == "a" * 60 and shortened("ab" + "😀" * 20) == "ab" + "😀" * 14
     assert len(shortened("ä" * 100).encode()) == MAX_TEXT
 
 
-def test_what_was_given_goes_on_after_a_restart_whatever_the_file_ends_with(tmp_path):
+def test_given_totals_survive_restart(tmp_path):
     assert given_in(tmp_path) == NOTHING_GIVEN
     path = tmp_path / "events.jsonl"
     record = EventFile(path)

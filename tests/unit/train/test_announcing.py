@@ -1,4 +1,4 @@
-"""What a peer tells others of itself, and what it compares with them, over a DHT that is a stand-in."""
+"""What a peer publishes about itself, and compares with others, over a DHT that is a stand-in."""
 
 import io
 import itertools
@@ -45,7 +45,7 @@ def own_account():
     return Account(run_id(RECIPE), 3, 40)
 
 
-def test_recipe_and_status_are_published_again_and_again_whether_the_dht_answers_or_not(home, monkeypatch):
+def test_publishing_survives_dht_failures(home, monkeypatch):
     tries, is_over, events = itertools.count(), threading.Event(), Events()
 
     def publish(node, recipe):
@@ -63,7 +63,7 @@ def test_recipe_and_status_are_published_again_and_again_whether_the_dht_answers
     assert (told.run_id, told.step, told.max_steps, told.reached) == (run_id(RECIPE), 3, 40, "punched")
 
 
-def test_a_change_is_told_at_once_without_the_recipe(home, monkeypatch):
+def test_change_republishes_status_alone(home, monkeypatch):
     monkeypatch.setattr(announcing, "PUBLISH_EVERY_S", 60.0)
     recipes, account = [], own_account()
     monkeypatch.setattr(announcing, "publish_recipe", lambda *_: recipes.append(1))
@@ -75,7 +75,7 @@ def test_a_change_is_told_at_once_without_the_recipe(home, monkeypatch):
     assert len(recipes) == 1
 
 
-def test_what_others_say_is_told_and_another_peer_with_this_one_s_identity_is_warned_of_once(home):
+def test_copied_identity_warns_once(home):
     told, account = queue.Queue(), own_account()
     before = account.status.model_copy(update={"since": account.status.since - 60})
     publish_status(home.neighbour("QmOther"), Status(run_id="run-1", name="Bob"))
@@ -87,7 +87,7 @@ def test_what_others_say_is_told_and_another_peer_with_this_one_s_identity_is_wa
 
     stands(account.status.since - 1)
     with published(home, RECIPE, account, Events(told.put)):
-        for _ in range(3):  # it is what this peer said before it started again
+        for _ in range(3):  # the record of this peer from before its restart
             event = told.get(timeout=10)
             assert event["event"] == "peers"
             assert [one["name"] for one in event["peers"] if one["peer_id"] == "QmOther"] == ["Bob"]
@@ -98,7 +98,7 @@ def test_what_others_say_is_told_and_another_peer_with_this_one_s_identity_is_wa
         assert told.get(timeout=10)["event"] == told.get(timeout=10)["event"] == "peers"
 
 
-def test_a_peer_says_how_others_reach_it_and_by_whom_they_join(tmp_path):
+def test_ready_event_has_reach_and_entrance(tmp_path):
     own, entrance = "/ip4/192.168.1.7/tcp/1", "/ip4/5.5.5.1/tcp/1"
     node, told = SimpleNamespace(peer_id="QmPeer", standing=None, notes=lambda: ["It listens elsewhere."]), []
     node.known_reach = lambda within_s: Reach("punched", "Hole punching works.")
@@ -111,7 +111,7 @@ def test_a_peer_says_how_others_reach_it_and_by_whom_they_join(tmp_path):
     assert ready["join"] == f"trahiv join --peer {entrance}", "nobody can dial this peer"
 
 
-def test_a_change_of_how_others_reach_a_peer_is_told_once(monkeypatch):
+def test_reach_change_is_reported_once(monkeypatch):
     monkeypatch.setattr(announcing, "REACH_EVERY_S", 0.001)
     node, told = SimpleNamespace(reach=Reach("alone", "Nobody is there.")), queue.Queue()
     events = Events(told.put)
@@ -130,7 +130,7 @@ TERMINAL.isatty = lambda: True
 
 @pytest.mark.parametrize(
     ("streams", "is_notebook", "is_private"),
-    [  # what gets what is logged, and whether that is a person alone
+    [  # the streams of a log, and whether only a person reads them
         ([TERMINAL], False, True),
         ([TERMINAL, FILE], False, False),
         ([FILE], True, False),
@@ -139,7 +139,7 @@ TERMINAL.isatty = lambda: True
         ([], True, True),
     ],
 )
-def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, streams, is_notebook, is_private):
+def test_invitation_is_shown_only_to_person(monkeypatch, streams, is_notebook, is_private):
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setattr("transformers.utils.import_utils.is_in_notebook", lambda: is_notebook)
     log = logging.Logger("log")
@@ -148,7 +148,7 @@ def test_an_invitation_is_shown_to_a_person_and_to_no_log(monkeypatch, streams, 
     assert is_shown_to_a_person(log) == is_private
 
 
-def test_a_warning_is_logged_with_its_hint(caplog):
+def test_warning_is_logged_with_hint(caplog):
     events = Events(log_event)
     with caplog.at_level(logging.WARNING, logger="trahiv_cli"):
         events.emit("checkpoint", step=3, path="there")
@@ -158,7 +158,7 @@ def test_a_warning_is_logged_with_its_hint(caplog):
     ]
 
 
-def test_a_run_without_a_recipe_is_announced_and_logged(tmp_path, caplog):
+def test_run_without_recipe_is_announced(tmp_path, caplog):
     node = FakeNode("QmOwn")
     node.known_reach = lambda *_: Reach("direct", "")
     address = "/ip4/192.0.2.7/tcp/4321"

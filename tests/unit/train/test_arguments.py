@@ -66,7 +66,7 @@ def test_every_field_is_decided_once():
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_field_is_named(arguments, samples, name):
+def test_refused_field_is_named(arguments, samples, name):
     args = arguments()
     require_swarmable(args, {"train_dataset": samples})
     setattr(args, name, REFUSED[name])

@@ -1,5 +1,5 @@
-"""What a batch counts for, that its gradient enters the swarm's mean with just that weight, and memory that
-does not suffice for it."""
+"""The weight of a batch, that its gradient enters the swarm's mean with just that weight, and batches that do
+not fit into memory."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ LABELS = torch.tensor([[5, 6, 7, -100]])
     ],
     ids=["pairs", "one row", "shifted already"],
 )
-def test_rows_may_be_something_else_than_samples(batch, samples, weight):
+def test_rows_may_differ_from_samples(batch, samples, weight):
     counted = weigh(batch, batch_size=4, is_shifted=True)
     assert (counted.samples, counted.weight) == (samples, weight)
     rows = weigh({"labels": LABELS}, batch_size=4, is_shifted=True, counts_rows=True)
@@ -37,7 +37,7 @@ def test_rows_may_be_something_else_than_samples(batch, samples, weight):
 
 
 class Announced:
-    """Answers as the swarm's optimizer does, without a swarm, and notes what it was told."""
+    """Answers as the swarm's optimizer does, without a swarm, and notes its calls."""
 
     def __init__(self, trainer):
         self._model = trainer.model
@@ -65,7 +65,7 @@ class Announced:
 
 
 def rows(*lengths, labels=None):
-    """A batch of rows of 9 tokens, of which the first so many have a label; or with other labels."""
+    """A batch of rows of 9 tokens, of which the first `lengths` have a label; or with other labels."""
     tokens = torch.randint(3, 30, (len(lengths), 9), generator=torch.Generator().manual_seed(sum(lengths)))
     trained = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], tokens, -100)
     return {"input_ids": tokens, "labels": trained if labels is None else torch.tensor(labels)}
@@ -88,7 +88,7 @@ class Bench:
         )
 
     def limit_memory(self, num_rows, failure=torch.OutOfMemoryError):
-        """Have the swarm's trainer fail with more rows at a time."""
+        """Have the swarm's trainer fail with more than this number of rows."""
 
         def run_out(_, args, inputs):
             if len(inputs["input_ids"]) > num_rows:
@@ -98,7 +98,7 @@ class Bench:
 
     @staticmethod
     def train(trainer, batches):
-        """Forward and backward over one window, as `Trainer` does it; its losses and the summed gradient."""
+        """Forward and backward over one window, as `Trainer` does it; losses and summed gradient."""
         trainer.model.zero_grad()
         taken, items = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
         trainer.current_gradient_accumulation_steps = len(taken)
@@ -116,7 +116,7 @@ def same(one, other, tolerance=1e-5):
     return bool((one - other).abs().max() <= tolerance * other.abs().max())
 
 
-def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tokens(bench, llama):
+def test_shorter_batch_is_weighted_by_tokens(bench, llama):
     it = bench(llama())
     for _ in range(2):
         ours, theirs = it.train(it.swarm, [rows(9, 9)]), it.train(it.plain, [rows(9, 9)])
@@ -145,8 +145,8 @@ def test_equal_batches_are_left_to_the_bit_and_a_shorter_one_enters_with_its_tok
     ],
     ids=["clm", "one trains nothing", "the first trains nothing", "mlm", "classes"],
 )
-def test_a_window_equals_one_batch_of_all_its_samples(bench, llama, cls, window, weights):
-    """BERT's losses are each batch's own mean, whatever they are told of the window."""
+def test_window_equals_one_large_batch(bench, llama, cls, window, weights):
+    """BERT's losses are each batch's own mean, whatever the window."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_labels": 3}
     one = {"num_hidden_layers": 1, "num_attention_heads": 1}
@@ -160,7 +160,7 @@ def test_a_window_equals_one_batch_of_all_its_samples(bench, llama, cls, window,
     assert it.swarm.current_gradient_accumulation_steps == len(window)
 
 
-def test_a_window_of_a_model_that_counts_no_tokens_is_the_mean_over_its_batches(bench, llama):
+def test_window_without_token_count_is_mean(bench, llama):
     it = bench(llama())
     it.plain.model_accepts_loss_kwargs = it.swarm.model_accepts_loss_kwargs = False
     window = [rows(9, 9)] * 4
@@ -169,7 +169,7 @@ def test_a_window_of_a_model_that_counts_no_tokens_is_the_mean_over_its_batches(
     assert not it.train(it.swarm, [rows(0, 0)])[1].any()
 
 
-def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(bench, llama):
+def test_oversized_batch_is_trained_in_parts(bench, llama):
     it = bench(llama(), batch=4)
     it.limit_memory(1)
     it.swarm._divided = SimpleNamespace(next_batch=iter(range(9)).__next__)
@@ -187,7 +187,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_parts_and_counts_as_before(benc
         it.train(it.swarm, [batch])
 
 
-def test_batch_that_is_too_slow_is_stepped_in_parts(bench, llama):
+def test_slow_batch_is_stepped_in_parts(bench, llama):
     it, batch = bench(llama(), batch=4), rows(8, 2, 0, 5)
     it.optimizer.samples_in_time = 1
     it.train(it.swarm, [batch])
@@ -198,7 +198,7 @@ def test_batch_that_is_too_slow_is_stepped_in_parts(bench, llama):
     assert it.optimizer.stepped == [1, 2, 3], "scaled gradients are not stepped in between"
 
 
-def test_a_slow_window_is_stepped_after_each_batch(bench, llama, monkeypatch):
+def test_slow_window_steps_after_each_batch(bench, llama, monkeypatch):
     it = bench(llama(), batch=1)
     it.optimizer.samples_in_time = 2
     monkeypatch.setattr(type(it.swarm.accelerator), "sync_gradients", False)
@@ -206,7 +206,7 @@ def test_a_slow_window_is_stepped_after_each_batch(bench, llama, monkeypatch):
     assert it.optimizer.stepped == [1, 2, 3] and len(it.losses) == 3
 
 
-def test_memory_that_runs_out_between_steps_repeats_the_rest(bench, llama):
+def test_out_of_memory_between_steps_repeats_rest(bench, llama):
     it = bench(llama(), batch=4)
     it.optimizer.samples_in_time = 2
     step = it.optimizer.step
@@ -228,7 +228,7 @@ def evaluated(trainer, *lengths):
     return trainer.evaluate(dataset)["eval_loss"]
 
 
-def test_an_evaluation_is_that_of_the_trainer_and_goes_on_with_fewer_samples_at_a_time(bench, llama):
+def test_evaluation_continues_with_smaller_batches(bench, llama):
     it, equal = bench(llama()), [9] * 8
     assert evaluated(it.swarm, 9, 4, 2) == evaluated(it.plain, 9, 4, 2)
     assert not it.optimizer.weights and not it.losses
@@ -247,7 +247,7 @@ def test_an_evaluation_is_that_of_the_trainer_and_goes_on_with_fewer_samples_at_
         assert len(which.told) == told, "only for memory it tries with fewer, down to one"
 
 
-def test_each_sample_is_in_one_part_and_what_has_no_rows_in_each_and_pairs_stay_pairs():
+def test_parts_hold_each_sample_once():
     numbers, names = torch.arange(10).reshape(5, 2), list("abcde")
     batch = {"input_ids": numbers, "names": names, "return_loss": True, "scale": torch.tensor(2.0)}
     (two, first), (three, second) = split(batch, 5, 2)
@@ -261,7 +261,7 @@ def test_each_sample_is_in_one_part_and_what_has_no_rows_in_each_and_pairs_stay_
     assert (first["texts"], second["texts"], second["p"]) == (["a", "x"], ["b", "y"], torch.tensor([4]))
 
 
-def test_what_cannot_be_divided_is_one_part():
+def test_indivisible_batch_is_one_part():
     for size, batch in (
         (1, {"labels": torch.arange(1)}),
         (4, {"input_ids": torch.zeros(1, 64), "position_ids": torch.zeros(1, 64)}),  # packed into one row

@@ -1,4 +1,4 @@
-"""The swarm's step as the clock: what is due when, and what is told about it."""
+"""The swarm's step as the clock: when actions are due, and events about them."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -37,7 +37,7 @@ class Hearer(TrainerCallback):
 
 
 class Swarm:
-    """A callback over an optimizer that is only its numbers, with everything that was published and saved."""
+    """A callback over an optimizer that is only its numbers, with all events and checkpoints."""
 
     def __init__(
         self, monkeypatch, leave=lambda: False, budget=ENDLESS_BUDGET, steps_per_pass=100, **settings
@@ -92,7 +92,7 @@ class Swarm:
         self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
 
     def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
-        """One local step of the Trainer, in which the optimizer became what `changes` say."""
+        """One local step of the Trainer, which sets the optimizer's fields in `changes`."""
         self.callback.add_loss(torch.tensor(loss), BatchWeight(4, weight, None, tokens=40))
         vars(self.optimizer).update(changes)
         self.clock[0] += seconds
@@ -115,7 +115,7 @@ def swarm(monkeypatch):
     return lambda **more: Swarm(monkeypatch, **more)
 
 
-def test_what_is_due_survives_steps_that_were_skipped(swarm):
+def test_due_actions_survive_skipped_steps(swarm):
     it, asked = swarm(logging_steps=2, eval_steps=3, save_steps=4, max_steps=8, eval_delay=4), []
     for step in (1, 2, 3, 7, 7, 8):
         it.swarm_step(step)
@@ -124,7 +124,7 @@ def test_what_is_due_survives_steps_that_were_skipped(swarm):
     assert asked[3:] == [(True, True, True), (False,) * 3, (True, True, True)]
 
 
-def test_a_checkpoint_is_due_by_the_clock_unless_refused(swarm):
+def test_checkpoint_is_due_by_clock(swarm):
     for strategy, due in (("steps", [3, 6]), ("no", [])):
         it = swarm(save_minutes=1, save_strategy=strategy, save_steps=50)
         for step in range(1, 7):
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_due_by_the_clock_unless_refused(swarm):
         assert it.saved == due
 
 
-def test_strategies_by_epoch_are_due_after_each_pass(swarm):
+def test_epoch_strategies_are_due_after_passes(swarm):
     by_epoch = {f"{kind}_strategy": "epoch" for kind in ("logging", "eval", "save")}
     it, due = swarm(steps_per_pass=4, max_steps=10, **by_epoch), []
     it.control = it.events.on_epoch_begin(it.args, it.state, it.control)
@@ -147,7 +147,7 @@ def test_strategies_by_epoch_are_due_after_each_pass(swarm):
     assert it.user.steps_of("on_epoch_begin") == [0, 4, 9]
 
 
-def test_callbacks_hear_of_steps_of_the_swarm(swarm):
+def test_callbacks_hear_swarm_steps(swarm):
     it = swarm()
     for step in (1, 2):
         it.local_step()
@@ -158,7 +158,7 @@ def test_callbacks_hear_of_steps_of_the_swarm(swarm):
     assert it.user.heard == steps
 
 
-def test_on_save_comes_once_a_checkpoint_is_written(swarm):
+def test_on_save_follows_written_checkpoint(swarm):
     it = swarm()
     written, failed, replaced, late = saves = [Future() for _ in range(4)]
     for step, it.checkpoints.last in enumerate(saves, 1):
@@ -175,14 +175,14 @@ def test_on_save_comes_once_a_checkpoint_is_written(swarm):
     assert it.user.heard[-3:] == [("on_save", 1), ("on_save", 4), ("on_step_end", 5)]
 
 
-def test_another_run_of_the_trainer_keeps_the_callbacks(swarm):
+def test_second_training_keeps_callbacks(swarm):
     it, other = swarm(), swarm()
     again = SwarmEvents(it.events, other.callback, 5)
     assert again.callbacks == [other.callback, *it.events.callbacks[1:]]
 
 
 @pytest.mark.parametrize(("own", "saved"), [(OwnSteps((8.0,), 8), [1, 1]), (OwnSteps(), [1])])
-def test_a_long_round_s_own_steps_are_saved(swarm, own, saved):
+def test_long_round_saves_own_steps(swarm, own, saved):
     it = swarm(save_minutes=1, save_strategy="steps", save_steps=50)
     it.swarm_step(1, seconds=70.0, own_steps=own)
     for _ in range(3):
@@ -190,7 +190,7 @@ def test_a_long_round_s_own_steps_are_saved(swarm, own, saved):
     assert it.saved == saved
 
 
-def test_a_wish_to_leave_ends_an_evaluation(swarm):
+def test_wish_to_leave_ends_evaluation(swarm):
     wish = []
     it = swarm(leave=lambda: bool(wish))
     it.callback.on_prediction_step(None, None, None)
@@ -201,7 +201,7 @@ def test_a_wish_to_leave_ends_an_evaluation(swarm):
     it.callback.on_prediction_step(None, None, None)  # of `predict`, whose result is wanted
 
 
-def test_training_ends_with_the_swarm_or_by_a_wish(swarm):
+def test_training_ends_with_swarm_or_wish(swarm):
     wish = []
     it, over = swarm(leave=lambda: bool(wish), max_steps=9), swarm(max_steps=0)
     it.local_step(last_round=ROUND)
@@ -217,7 +217,7 @@ def test_training_ends_with_the_swarm_or_by_a_wish(swarm):
     assert control.should_training_stop, "before the first batch"
 
 
-def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
+def test_budget_ends_training_at_round_border(swarm):
     for budget, steps in ((Budget(steps=3), 3), (Budget(samples=30), 2), (Budget(seconds=8), 4)):
         it = swarm(budget=budget)
         for step in range(1, steps + 1):
@@ -237,7 +237,7 @@ def test_a_budget_ends_training_at_the_border_of_a_round(swarm):
 @pytest.mark.parametrize(
     ("weights", "logged"), [([4.0, 4.0], 9.0), ([4.0, 0.0, 12.0], 2.5), ([0.0, 0.0], None)]
 )
-def test_logged_loss_is_of_batches_with_trained_tokens(swarm, weights, logged):
+def test_logged_loss_skips_untrained_batches(swarm, weights, logged):
     it, logs = swarm(), {"loss": 9.0, "train_loss": 9.0}
     for number, weight in enumerate(weights):
         it.local_step(loss=1.0 + number, weight=weight)
@@ -247,7 +247,7 @@ def test_logged_loss_is_of_batches_with_trained_tokens(swarm, weights, logged):
     assert logs["swarm/step"] == 0
 
 
-def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
+def test_step_event_has_mean_loss(swarm):
     it = swarm()
     it.optimizer.tracker.others = (object(),)
     it.local_step(loss=1.0)
@@ -271,7 +271,7 @@ def test_a_step_of_the_swarm_is_told_with_the_mean_since_the_last_one(swarm):
     assert it.callback.samples_seen == 128 and it.callback.most_peers == 2
 
 
-def test_the_loss_is_the_mean_over_trained_tokens_and_an_evaluation_s_time_is_not_training(swarm):
+def test_loss_is_weighted_by_trained_tokens(swarm):
     it = swarm()
     it.local_step(loss=1.0, weight=30.0)
     it.local_step(loss=torch.nan, weight=0.0)  # a mean over no tokens
@@ -286,7 +286,7 @@ def test_the_loss_is_the_mean_over_trained_tokens_and_an_evaluation_s_time_is_no
     assert (it.told[2]["loss"], it.told[2]["samples_per_second"]) == (None, 4.0)
 
 
-def test_a_round_that_failed_is_said_once_and_dropped_samples_by_their_number(swarm):
+def test_failed_round_is_reported_once(swarm):
     it = swarm()
     it.local_step(last_round=FAILED)
     it.local_step(dropped_samples=4)
@@ -297,7 +297,7 @@ def test_a_round_that_failed_is_said_once_and_dropped_samples_by_their_number(sw
     assert all(words in event["message"] for words, event in zip(said, it.told, strict=True))
 
 
-def test_batches_that_overflowed_float16_are_taken_back_and_told_once_a_step_or_after_many(swarm):
+def test_overflowed_batches_are_withdrawn(swarm):
     it = swarm()
     it.accelerator.optimizer_step_was_skipped = True
     it.local_step()

@@ -75,12 +75,12 @@ def bits(a_model, optimizer):
 
 
 def at(step, branch=b"?"):
-    """A history of so many steps; another `branch` is another one."""
+    """A history of `step` steps; another `branch` is another history."""
     return History(step, 10 * step, branch * DIGEST_BYTES)
 
 
 def data_of(a_model, optimizer, history, outer=None, **swarm):
-    """What is saved of a swarm's optimizer that is only these values."""
+    """The checkpoint data of a swarm's optimizer that is only these values."""
     usual = {"ledger": Ledger(), "pace": DEFAULT_PACE, "agreed_values": {}, "own_steps": OwnSteps()}
     averager = SimpleNamespace(
         outer=outer, lock_state=StateLock(), weights=trained_of(a_model), buffers=Buffers(a_model)
@@ -100,7 +100,7 @@ def saved(folder, step=3, name="adamw_torch"):
 
 
 def restored(checkpoint, name="adamw_torch"):
-    """Make a model and its optimizer as a checkpoint has them."""
+    """Make a model and its optimizer from a checkpoint."""
     again = model()
     checkpoint.load_weights(again)
     fresh = optimizer_of(again, name)
@@ -109,7 +109,7 @@ def restored(checkpoint, name="adamw_torch"):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_going_on_equals_never_having_stopped(tmp_path, name):
+def test_resuming_equals_uninterrupted_training(tmp_path, name):
     store, *trained = saved(tmp_path / "checkpoints", name=name)
     again = restored(store.newest(), name)
     names = [[*map(list, optimizer.state.values())] for _, optimizer in (again, trained)]
@@ -121,7 +121,7 @@ def test_going_on_equals_never_having_stopped(tmp_path, name):
     assert bits(*again) == bits(*trained)
 
 
-def test_random_numbers_are_kept_beside_the_agreed_state(tmp_path):
+def test_random_and_agreed_state_are_restored(tmp_path):
     def draw():
         return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
@@ -147,17 +147,18 @@ def test_random_numbers_are_kept_beside_the_agreed_state(tmp_path):
 
 
 class ResumingSteps(LocalSteps):
-    """Local steps that go on from any."""
+    """Local steps that resume from any own steps."""
 
     def __init__(self):
-        pass
+        self.resumed = []
 
     def resume(self, own):
+        self.resumed.append(own)
         return True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_agreed_buffers_and_a_peer_s_own_are_kept(tmp_path, dtype):
+def test_agreed_and_own_buffers_are_restored(tmp_path, dtype):
     def normalized():
         return torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)).to(dtype)
 
@@ -183,9 +184,14 @@ def test_agreed_buffers_and_a_peer_s_own_are_kept(tmp_path, dtype):
     newest.load_own_steps(SimpleNamespace(state_averager=averager, position=position))
     assert all(map(torch.equal, again.buffers(), trained.buffers()))
     assert not torch.equal(again[1].running_mean, agreed[0])
+    larger = SimpleNamespace(weights=[torch.zeros(5)], buffers=Buffers(again))
+    position.method.resumed.clear()
+    with pytest.raises(AssetError, match="another model"):
+        newest.load_own_steps(SimpleNamespace(state_averager=larger, position=position))
+    assert not position.method.resumed and not larger.weights[0].any()
 
 
-def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is_left_as_it_is(tmp_path):
+def test_checkpoint_holds_only_trained_weights(tmp_path):
     store, trained, optimizer = saved(tmp_path)
     assert {entry.name for entry in (tmp_path / "step-3").iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
     assert checkpoint.load_file(tmp_path / "step-3" / WEIGHTS).keys() == {"0.weight", "0.bias", "1.weight"}
@@ -201,7 +207,7 @@ def test_a_checkpoint_holds_trained_weights_alone_and_one_of_the_same_history_is
         assert store.newest().state.history == history
 
 
-def test_more_own_steps_replace_a_checkpoint_of_its_step(tmp_path):
+def test_more_own_steps_replace_checkpoint(tmp_path):
     trained, store = model(), Checkpoints(tmp_path)
     optimizer = optimizer_of(trained)
     few, many = OwnSteps((8.0,), 8, Spans(((0, 8),))), OwnSteps((16.0,), 16, Spans(((0, 16),)))
@@ -217,7 +223,7 @@ def test_more_own_steps_replace_a_checkpoint_of_its_step(tmp_path):
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [20, 60]), (1, [60]), (2, [20, 60])])
-def test_steps_of_a_way_that_was_left_are_deleted(tmp_path, keep, left):
+def test_checkpoints_of_abandoned_history_are_deleted(tmp_path, keep, left):
     trained, store = model(), Checkpoints(tmp_path, keep)
     optimizer = optimizer_of(trained)
     for step in (20, 80, 100):
@@ -229,7 +235,7 @@ def test_steps_of_a_way_that_was_left_are_deleted(tmp_path, keep, left):
     assert store.newest().step == 70
 
 
-def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_path):
+def test_half_written_checkpoints_are_ignored(tmp_path):
     assert Checkpoints(tmp_path / "none").newest() is None
     store, trained, optimizer = saved(tmp_path)
     (tmp_path / "step-8").mkdir()
@@ -252,7 +258,7 @@ def test_half_written_folders_are_no_checkpoints_and_older_ones_are_deleted(tmp_
         (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, file, harm):
+def test_damaged_checkpoint_is_skipped_and_replaced(tmp_path, file, harm):
     store, trained, optimizer = saved(tmp_path)
     store.save(data_of(trained, optimizer, at(4)))
     harm(tmp_path / "step-4" / file)
@@ -266,7 +272,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said_and_replaced(tmp_path, fil
 
 @pytest.mark.parametrize("other", [lambda: model(width=32), lambda: model().append(torch.nn.Linear(1, 1))])
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "adamw_8bit"])
-def test_what_is_damaged_or_of_another_model_is_refused_and_nothing_changes(tmp_path, other, name):
+def test_foreign_checkpoint_changes_nothing(tmp_path, other, name):
     newest, their_model, theirs = saved(tmp_path)[0].newest(), other(), optimizer_of(model(), name)
     before = bits(their_model, theirs)
     with pytest.raises(AssetError, match="another model"):
@@ -283,7 +289,7 @@ def test_what_is_damaged_or_of_another_model_is_refused_and_nothing_changes(tmp_
     assert bits(their_model, theirs) == before
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_only_the_last_that_waits_is(tmp_path):
+def test_background_save_keeps_only_newest_waiting(tmp_path):
     began, go_on, said = threading.Event(), threading.Event(), []
 
     class Slow(Checkpoints):
@@ -314,7 +320,7 @@ def full(_, path=None):
 
 
 @pytest.mark.parametrize("full_at", [(checkpoint, "save_file", full), (os, "fsync", full)])
-def test_a_full_disk_is_said_and_leaves_the_older_checkpoint_alone(tmp_path, monkeypatch, full_at):
+def test_full_disk_keeps_older_checkpoint(tmp_path, monkeypatch, full_at):
     (_, trained, optimizer), said = saved(tmp_path), []
     store = Checkpoints(tmp_path, keep=1, events=Events(said.append))
     for history in (at(3, branch=b"!"), at(4)):  # of another history, and newer
@@ -326,5 +332,5 @@ def test_a_full_disk_is_said_and_leaves_the_older_checkpoint_alone(tmp_path, mon
         assert "No space left" in said[-1]["message"] and said[-1]["hint"]
         assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
         assert store.newest().state.history == at(3)
-    store.save_beside(data_of(trained, optimizer, at(4)))  # the next one is tried
+    store.save_beside(data_of(trained, optimizer, at(4)))  # the next save is tried again
     assert store.finish() == tmp_path / "step-4"

@@ -91,7 +91,7 @@ def told(trainer, max_steps=2):
 
 
 def refused(mine, theirs):
-    """Names of what differs, in a newcomer's error; none if it is let in."""
+    """Names of the differing settings, in a joiner's error; none if it is accepted."""
     node = FakeNode("me")
     both = Comparison(node, "run", mine), Comparison(node.neighbour("one"), "run", theirs)
     try:
@@ -104,7 +104,7 @@ def refused(mine, theirs):
 
 
 def another(value):
-    """A value of about the same kind that is not the same."""
+    """Another value of about the same kind."""
     value = value.value if isinstance(value, Enum) else value
     if isinstance(value, bool):
         return not value
@@ -112,7 +112,7 @@ def another(value):
 
 
 @pytest.mark.parametrize("cls", [TrainingArguments, SFTConfig, DPOConfig])
-def test_an_unlike_argument_is_refused_or_listed(arguments, trainer, cls):
+def test_unlike_argument_is_refused_or_listed(arguments, trainer, cls):
     trainer.swarm_args = args = arguments(cls)
     ours = settings_of(trainer, 2, None)
     assert refused(ours, settings_of(trainer, 2, None)) == set()
@@ -125,7 +125,7 @@ def test_an_unlike_argument_is_refused_or_listed(arguments, trainer, cls):
 
 @pytest.mark.parametrize("cls", [TrainingArguments, SFTConfig, DPOConfig])
 def test_each_argument_is_decided(cls):
-    """A new one, or a new default, of a library fails here: `MAY_DIFFER`, or `COMPARED` above."""
+    """A library's new argument or default fails here: add it to `MAY_DIFFER`, or to `COMPARED` above."""
     for one in (one for one in fields(cls) if one.name not in MAY_DIFFER | ALWAYS):
         default = one.default if one.default_factory is MISSING else one.default_factory()
         assert text_of(default) == COMPARED[one.name], one.name
@@ -140,7 +140,7 @@ def test_each_argument_is_decided(cls):
         ({"bf16": True}, "precision"),
     ],
 )
-def test_what_comes_of_arguments_is_compared(arguments, make, samples, changes, name):
+def test_derived_settings_are_compared(arguments, make, samples, changes, name):
     both = []
     for more in ({}, changes):
         made = make(args=arguments(**more))
@@ -148,7 +148,7 @@ def test_what_comes_of_arguments_is_compared(arguments, make, samples, changes, 
     assert refused(*both) == {name}
 
 
-def test_passes_count_by_the_steps_they_give(arguments, trainer, samples):
+def test_passes_compare_by_resulting_steps(arguments, trainer, samples):
     args = arguments(max_steps=-1, num_train_epochs=8)  # 8 x 16 samples, 64 a step
     steps = trainer.swarm_settings.max_steps(args, samples)
     ours = told(trainer)
@@ -157,7 +157,7 @@ def test_passes_count_by_the_steps_they_give(arguments, trainer, samples):
 
 
 @pytest.mark.parametrize("section", [OptSection, SwarmSection])
-def test_an_unlike_swarm_field_is_refused_or_own(trainer, section):
+def test_unlike_swarm_field_is_refused_or_own(trainer, section):
     ours, before = told(trainer), trainer.swarm_settings
     kind, place = ("opt", ("hivemind_config", "opt")) if section is OptSection else ("swarm", ("swarm",))
     for name in section.model_fields:
@@ -204,7 +204,7 @@ class OwnOptimizer(SwarmTrainer):
         return self.optimizer
 
 
-def test_an_own_optimizer_is_compared(llama, make):
+def test_own_optimizer_is_compared(llama, make):
     settings = []
     for momentum in (0.5, 0.5, 0.9):
         OwnOptimizer.momentum = momentum
@@ -212,7 +212,7 @@ def test_an_own_optimizer_is_compared(llama, make):
     assert refused(*settings[:2]) == set() and refused(*settings[1:]) == {"optimizer"}
 
 
-def test_a_given_schedule_is_compared(llama, make):
+def test_given_schedule_is_compared(llama, make):
     settings = []
     for share in (0.5, 0.5, 0.25):
         model = llama()
@@ -222,7 +222,7 @@ def test_a_given_schedule_is_compared(llama, make):
     assert refused(*settings[:2]) == set() and refused(*settings[1:]) == {"schedule"}
 
 
-def test_losses_and_collators_are_compared_by_name_and_settings(make, trainer):
+def test_losses_and_collators_are_compared(make, trainer):
     ours = told(trainer)
 
     def other(*args, **keywords):
@@ -237,7 +237,7 @@ def test_losses_and_collators_are_compared_by_name_and_settings(make, trainer):
     assert refused(first, same) == set() and refused(first, more) == {"data collator"}
 
 
-def test_configurations_that_no_weight_shows_are_compared(llama, trainer):
+def test_model_and_adapter_configs_are_compared(llama, trainer):
     """The number of heads and an adapter's scale change no shape."""
     ours, alphas = told(trainer), []
     trainer.model.config.num_attention_heads, trainer.model.config.use_cache = 1, False
@@ -251,13 +251,13 @@ def test_configurations_that_no_weight_shows_are_compared(llama, trainer):
 
 @dataclass
 class NewerArguments(TrainingArguments):
-    """Those of a version that knows one more, and of a user who keeps files elsewhere."""
+    """Arguments of a version that knows one more, and of a user whose files are elsewhere."""
 
     sharpness: float = 0.0
     cache_path: str = field(default="", metadata={"may_differ": True})
 
 
-def test_versions_differ_where_a_new_argument_is_set(arguments, trainer):
+def test_new_argument_differs_only_when_set(arguments, trainer):
     ours = told(trainer)
     trainer.swarm_args = arguments(NewerArguments, cache_path="/elsewhere")
     assert refused(ours, told(trainer)) == set()
@@ -265,7 +265,7 @@ def test_versions_differ_where_a_new_argument_is_set(arguments, trainer):
     assert refused(ours, told(trainer)) == {"sharpness"}
 
 
-def test_too_many_settings_have_one_digest():
+def test_excess_settings_share_one_digest():
     many = {f"a_rather_long_argument_{number}": "another value" for number in range(200)}
     node = FakeNode("me")
     Comparison(node, "run", many)
@@ -291,13 +291,13 @@ def rows(make):
         lambda number: str(number),
     ],
 )
-def test_samples_of_any_kind_are_told_apart(make):
+def test_samples_of_any_kind_are_distinguished(make):
     data = rows(make)
     assert digest_of_samples(data) == digest_of_samples(rows(make))
     assert digest_of_samples(data[::-1]) != digest_of_samples(data) != digest_of_samples(data[:50])
 
 
-def test_samples_are_alike_on_unlike_machines():
+def test_sample_digest_is_machine_independent():
     def data(home, noise):
         return rows(
             lambda number: {"x": torch.ones(9) * (number + 1 + noise), "file": f"{home}/{number}.wav"}
@@ -313,7 +313,7 @@ def test_pictures_and_bytes_are_compared():
     assert digest_of_samples(rows(lambda n: {"x": b"a"})) != digest_of_samples(rows(lambda n: {"x": b"b"}))
 
 
-def test_random_samples_say_nothing_and_generators_stay():
+def test_random_samples_are_not_digested():
     class Augmented(list):
         def __getitem__(self, position):
             drawn = random.random(), float(np.random.rand()), float(torch.rand(()))

@@ -1,6 +1,6 @@
-"""Peers that loaded something else are refused with the reason, by what others published.
+"""Peers that loaded something else are refused with the reason, by the records of others.
 
-What a liar publishes turns nobody away: `tests/simulation/test_records_of_a_liar.py`.
+Records of a liar turn no peer away: `tests/simulation/test_records_of_a_liar.py`.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ ME, ONE, TWO, ANOTHER = (SimpleNamespace(peer_id=name) for name in ("me", "one",
 @pytest.mark.parametrize(
     ("part", "value", "hint"), [("frozen weights", "c" * 64, "revision"), (SAMPLES, "801", "divide_data")]
 )
-def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_schema(part, value, hint):
+def test_unlike_joiner_is_refused_with_difference(part, value, hint):
     node = FakeNode("me")
     ours = Comparison(node, "run", OURS)
     ours.require_alike([ONE, TWO])  # they have published nothing
@@ -36,7 +36,7 @@ def test_what_differs_from_most_is_said_and_unlike_peers_never_have_the_same_sch
     assert ours.schema == same.schema != theirs.schema
 
 
-def test_a_part_that_one_side_lacks_differs():
+def test_missing_part_is_difference():
     """One peer divides its data and the other does not: they would never average, and wait for each other."""
     node = FakeNode("me")
     undivided = {part: text for part, text in OURS.items() if part != SAMPLES}
@@ -48,7 +48,7 @@ def test_a_part_that_one_side_lacks_differs():
         assert refused.value.differences == ((SAMPLES, *row),)
 
 
-def test_a_traceback_shows_the_table_and_the_hint():
+def test_traceback_shows_table_and_hint():
     node = FakeNode("me")
     ours = Comparison(node, "run", {"learning_rate": "0.01", "weight_decay": "0"})
     Comparison(node.neighbour("one"), "run", {"learning_rate": "0.0001", "weight_decay": "0.1"})
@@ -62,7 +62,7 @@ def test_a_traceback_shows_the_table_and_the_hint():
     assert "in the swarm" in head and hint.startswith("hint: give these the same values")
 
 
-def test_of_two_that_entered_together_the_one_with_the_greater_id_leaves(monkeypatch):
+def test_greater_id_leaves_on_joint_entry(monkeypatch):
     def no_answer(*_):
         raise SwarmError("no answer")
 
@@ -91,7 +91,7 @@ def digests(folder, r=4, tokenizer=None, **options):
     return likeness(get_peft_model(model, lora) if r else model, tokenizer)
 
 
-def test_adapters_count_by_their_shape_and_what_is_frozen_by_every_number(llama_folder, tmp_path):
+def test_adapters_compare_by_shape_only(llama_folder, tmp_path):
     torch.manual_seed(1)
     expected = digests(llama_folder)
     torch.manual_seed(2)
@@ -106,7 +106,7 @@ def test_adapters_count_by_their_shape_and_what_is_frozen_by_every_number(llama_
     assert digests(llama_folder, r=8)[TRAINABLE] != expected[TRAINABLE]
 
 
-def test_moving_buffers_count_like_trained_weights():
+def test_moving_buffers_compare_like_trained_weights():
     def digests_of(mask=0.0, mean=0.0, width=2):
         model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
         torch.nn.init.zeros_(model[0].weight)
@@ -122,7 +122,7 @@ def test_moving_buffers_count_like_trained_weights():
     assert digests_of(width=3)[TRAINABLE] != ours[TRAINABLE]
 
 
-def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):
+def test_template_and_tokens_change_tokenizer_digest(llama_folder):
     longer = chat_tokenizer()
     longer.add_tokens(["<more>"])
     tokenizers = (chat_tokenizer(), chat_tokenizer(), chat_tokenizer(CHATML_MARKED), longer)
@@ -130,7 +130,7 @@ def test_another_template_or_token_differs_in_the_tokenizer(llama_folder):
     assert others[0] == first and len({first, *others}) == 3
 
 
-def test_quantized_weights_count_by_files_and_trained_ones_not(llama_folder, tmp_path):
+def test_quantized_weights_compare_by_files(llama_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     with torch.no_grad():  # of a layer that is quantized; all others stay
         model.model.layers[0].mlp.up_proj.weight[0, 0] += 1

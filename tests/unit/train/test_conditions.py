@@ -1,4 +1,4 @@
-"""Conditions under which a peer may use its machine, as this machine answers."""
+"""Conditions under which a peer may use its machine, and how this machine answers."""
 
 import datetime
 import os
@@ -24,7 +24,7 @@ from trahiv_cli.train.conditions import (
 
 @pytest.fixture
 def tools(monkeypatch):
-    """`tools(name=answer)` has commands answer, and no others be there."""
+    """`tools(name=answer)` has these commands answer, and all others be missing."""
 
     def tools(**answers):
         def asked(name, *words):
@@ -54,7 +54,7 @@ def tools(monkeypatch):
         "not",
     ],
 )
-def test_what_is_no_condition_is_refused_with_all_there_are(tools, text):
+def test_unknown_condition_lists_known_ones(tools, text):
     tools(nvidia_smi="")
     with pytest.raises(
         ValueError, match="is not a condition; there are idle, .* mains .* gpu-free 8 .* not PROC"
@@ -62,12 +62,12 @@ def test_what_is_no_condition_is_refused_with_all_there_are(tools, text):
         parse_condition(text)
 
 
-def test_what_this_machine_can_t_tell_is_refused(tools):
+def test_unsupported_condition_is_refused(tools):
     with pytest.raises(ValueError, match="needs nvidia-smi"):
         parse_condition("gpu-free 8")
 
 
-def test_each_is_read_as_it_was_written(tools, monkeypatch):
+def test_conditions_are_parsed(tools, monkeypatch):
     tools(nvidia_smi="")
     said = {}
     for name in ("idle", "hours", "gpu_free", "process"):
@@ -90,7 +90,7 @@ def test_each_is_read_as_it_was_written(tools, monkeypatch):
         ("09:00-17:00", ("9:00",), ("17:00",)),
     ],
 )
-def test_hours_may_go_over_midnight(hours, is_in, is_out):
+def test_hours_may_cross_midnight(hours, is_in, is_out):
     def at(text):
         return datetime.time(*map(int, text.split(":")))
 
@@ -101,19 +101,19 @@ def test_hours_may_go_over_midnight(hours, is_in, is_out):
     }
 
 
-def test_a_program_that_runs_is_found_by_its_name():
+def test_running_program_is_found_by_name():
     own = psutil.Process().name()
     assert unmet_process(own) == f"{own} runs" and unmet_process("no such game") == ""
 
 
-def test_a_machine_on_its_battery_does_not_train_and_one_without_a_battery_does(monkeypatch):
+def test_machine_on_battery_pauses(monkeypatch):
     for battery, is_unmet in ((None, False), (True, False), (None, False), (False, True)):
         state = None if battery is None else SimpleNamespace(power_plugged=battery)
         monkeypatch.setattr(psutil, "sensors_battery", lambda state=state: state, raising=False)
         assert bool(unmet_mains()) == is_unmet
 
 
-def test_who_types_in_a_terminal_uses_the_machine(tools):
+def test_terminal_input_counts_as_use(tools):
     leader, terminal = os.openpty()
     try:
         os.utime(os.ttyname(terminal), (time.time() - 1, time.time()))
@@ -123,7 +123,7 @@ def test_who_types_in_a_terminal_uses_the_machine(tools):
         os.close(terminal)
 
 
-def test_a_screen_says_itself_when_it_was_used(tools, monkeypatch):
+def test_xprintidle_reports_screen_use(tools, monkeypatch):
     monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))  # no terminal
     assert unmet_idle(1e9) == ""
     monkeypatch.setenv("DISPLAY", ":0")
@@ -142,7 +142,7 @@ def test_a_screen_says_itself_when_it_was_used(tools, monkeypatch):
         ("tty", "no", 0, None),
     ],
 )
-def test_logind_tells_of_the_screen_where_a_desktop_does(tools, monkeypatch, kind, hint, since_s, seconds):
+def test_logind_reports_desktop_idle_time(tools, monkeypatch, kind, hint, since_s, seconds):
     monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))
     now = time.time()
 
@@ -159,7 +159,7 @@ def test_logind_tells_of_the_screen_where_a_desktop_does(tools, monkeypatch, kin
     assert module.screen_idle_seconds() is None, "nobody is logged in"
 
 
-def test_what_this_peer_has_taken_of_the_gpu_counts_as_left(tools, monkeypatch):
+def test_own_gpu_memory_counts_as_free(tools, monkeypatch):
     said = {"--query-gpu=memory.free": "2048\n"}
     tools(nvidia_smi=lambda words: next((text for word, text in said.items() if word in words), ""))
     said["--query-compute-apps=pid,used_memory"] = f"1, [N/A]\n77, 9000\n{os.getpid()}, 4096\n"
@@ -174,7 +174,7 @@ def test_what_this_peer_has_taken_of_the_gpu_counts_as_left(tools, monkeypatch):
         unmet_gpu_free(1.0)
 
 
-def test_a_tool_that_fails_or_is_not_there_says_nothing():
+def test_failing_or_missing_tool_is_silent():
     assert (
         module._asked("false") == module._asked("no-such-tool") == "" and module._asked("echo", "7") == "7\n"
     )

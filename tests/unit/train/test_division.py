@@ -1,4 +1,4 @@
-"""Peers that read a stream by shards train each of its samples once in a pass, whoever stops half-way."""
+"""Peers that read a stream by shards train each of its samples once in a pass, even if one stops half-way."""
 
 from types import SimpleNamespace
 
@@ -39,7 +39,7 @@ class Reader:
         return batch
 
 
-def test_a_peer_reads_each_sample_once_in_a_pass_in_another_order_each_time_also_after_a_restart():
+def test_pass_reads_each_sample_once():
     board, again = Board(), Board()
     reader, before = Reader(board), Reader(again)
     batches = [reader.train() for _ in range(2 * SAMPLES // BATCH)]
@@ -56,7 +56,7 @@ def test_a_peer_reads_each_sample_once_in_a_pass_in_another_order_each_time_also
     assert [number for _ in range(4) for number in reader.train()] == list(range(12)), "in order"
 
 
-def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leaves():
+def test_dataset_is_read_by_whole_batches():
     given = iter([0, 9, 4, 13, 2, 5, 8, None])  # of two passes; None: it leaves
     sampler = DividedSampler(7, BATCH, 7, lambda: False)
     sampler.leases = SimpleNamespace(take=lambda should_leave: next(given))
@@ -67,7 +67,7 @@ def test_a_data_set_is_read_by_whole_batches_and_no_further_by_a_peer_that_leave
     assert list(sampler) == [sampler.index(8)]
 
 
-def test_what_has_no_shards_and_no_plain_order_is_not_divided(arguments):
+def test_only_divisible_data_is_divided(arguments):
     one = datasets.Dataset.from_dict({"number": [1]})
     for samples, strategy, workers, size in (
         (stream_of(), "random", 0, {"number of shards": "4"}),

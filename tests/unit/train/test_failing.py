@@ -1,4 +1,4 @@
-"""A failure that ends training leaves a checkpoint of the last step, and says what it was."""
+"""A failure that ends training leaves a checkpoint of the last step, and is explained."""
 
 from types import SimpleNamespace
 
@@ -47,13 +47,13 @@ class Trainer:
         torch.OutOfMemoryError("in a step"),
     ],
 )
-def test_any_failure_leaves_a_checkpoint(failure):
+def test_any_failure_leaves_checkpoint(failure):
     trainer = Trainer()
     assert "resumes from step-7" in trainer.fail(failure)
     assert trainer.saved == 1
 
 
-def test_a_state_that_is_not_whole_is_not_saved():
+def test_torn_state_is_not_saved():
     torn, later = Trainer(), Trainer()
     for trainer in (torn, later):
         with pytest.raises(MemoryError), trainer.lock.changing():
@@ -70,11 +70,11 @@ def test_a_state_that_is_not_whole_is_not_saved():
 
 
 @pytest.mark.parametrize("copy_fails", [MemoryError(), torch.OutOfMemoryError("again")])
-def test_a_copy_that_fails_hides_no_failure(copy_fails):
+def test_failing_save_keeps_original_error(copy_fails):
     assert "earlier ones are untouched" in Trainer(failure=copy_fails).fail(IndexError("a row"))
 
 
-def test_nothing_is_saved_of_weights_that_diverged():
+def test_diverged_weights_are_not_saved():
     trainer = Trainer()
     trainer.fail(NotFinite("weights are NaN"))
     early = Trainer(has_entered=False)
@@ -92,7 +92,7 @@ def test_nothing_is_saved_of_weights_that_diverged():
         "DataLoader timed out after 600 seconds",
     ],
 )
-def test_a_lost_worker_has_its_own_sentence(said):
+def test_lost_worker_is_explained(said):
     trainer, told = Trainer(), []
     with pytest.raises(PeerBroken, match="A worker process of the data loader was killed") as failure:
         with leaving_a_checkpoint(trainer, Events(told.append)):
@@ -117,7 +117,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 @pytest.mark.parametrize("failure", [IndexError("row 1 has no text"), ValueError("line 3: not JSON")])
-def test_an_error_of_the_data_is_told_as_that(failure):
+def test_data_error_is_explained(failure):
     with pytest.raises(TrahivError, match=f"could not be read further: {failure}") as told:
         with explaining_the_data():
             list(DataLoader(Rows(failure)))
@@ -125,7 +125,7 @@ def test_an_error_of_the_data_is_told_as_that(failure):
 
 
 @pytest.mark.parametrize("failure", [OutOfMemory("no room"), MemoryError("no room")])
-def test_another_failure_while_reading_passes(failure):
+def test_other_failures_while_reading_pass(failure):
     with pytest.raises(type(failure)), explaining_the_data():
         list(DataLoader(Rows(failure)))
     with pytest.raises(KeyError), explaining_the_data():

@@ -1,4 +1,4 @@
-"""Which folder a peer takes, and that nobody else takes it meanwhile; between processes: `tests/swarm`."""
+"""Which folder a peer takes, and that no other takes it meanwhile; between processes: `tests/swarm`."""
 
 import json
 from contextlib import ExitStack
@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
 
 
 def make(name, membership, *files):
-    """Make a folder in `runs` with these files, and by what its peer is a member."""
+    """Make a folder in `runs` with these files, and its peer's membership."""
     folder = Path("runs", name)
     folder.mkdir(parents=True)
     for file in (*files, MEMBER_FILE):
@@ -37,7 +37,7 @@ def taken_to_join(membership=OURS):
         return folder.name
 
 
-def test_a_folder_has_one_owner_at_a_time_and_who_meets_it_is_told_what_to_type():
+def test_taken_folder_is_refused():
     Path("a file").touch()
     with pytest.raises(SetupError, match="a file can't be written"), owned(Path("a file")):
         pass
@@ -57,7 +57,7 @@ def test_a_folder_has_one_owner_at_a_time_and_who_meets_it_is_told_what_to_type(
     assert not Path("never there").exists()
 
 
-def test_joiners_beside_each_other_get_a_folder_each_and_a_failure_of_theirs_is_their_own():
+def test_concurrent_joiners_get_own_folders():
     with ExitStack() as stack:
         names = [stack.enter_context(owned_to_join("run", OURS)).name for _ in range(3)]
     assert names == ["run", "run-2", "run-3"]
@@ -65,7 +65,7 @@ def test_joiners_beside_each_other_get_a_folder_each_and_a_failure_of_theirs_is_
         raise FolderTaken("elsewhere")
 
 
-def test_a_joiner_comes_back_to_the_folder_of_its_invitation_and_not_to_that_of_a_swarm_started_here():
+def test_joiner_returns_to_folder_of_invitation():
     make("run", OURS, OWNER_FILE)
     assert taken_to_join() == taken_to_join(OF_ANOTHER) == "run", "there is no other"
     make("run-2", OF_ANOTHER, INVITED_BY_FILE)
@@ -75,7 +75,7 @@ def test_a_joiner_comes_back_to_the_folder_of_its_invitation_and_not_to_that_of_
         assert taken_to_join(OURS) == "run-2", "it may have got a fresh line"
 
 
-def test_nobody_visits_as_a_peer_that_runs():
+def test_visitor_avoids_identity_of_running_peer():
     mine, owners = make("a", OURS, IDENTITY_FILE), make("b", OURS, OWNER_FILE, IDENTITY_FILE)
     invitation = Invitation(membership=OURS)
     assert known_identity(invitation, None) == mine / IDENTITY_FILE
@@ -86,9 +86,7 @@ def test_nobody_visits_as_a_peer_that_runs():
     assert known_identity(Invitation(membership=OF_ANOTHER), None) is None
 
 
-def test_what_the_peers_say_is_in_a_file_of_its_own_and_what_ends_the_peer_in_the_record(
-    tmp_path,
-):
+def test_peer_reports_have_own_file(tmp_path):
     events = Events()
     with pytest.raises(SetupError), recorded(tmp_path, events):
         for name in ("Ann", "Bob"):

@@ -1,4 +1,4 @@
-"""What a user overrides in a trainer is called in a swarm as in a Trainer, or refused by its name."""
+"""A user's overrides of a trainer are called in a swarm as in a Trainer, or refused by name."""
 
 from types import MethodType
 
@@ -25,7 +25,7 @@ HOOKS += ["_get_train_sampler", "_evaluate", "_inner_training_loop", "_prepare_i
 REPLACED = {"train": "the life of a run"} | dict.fromkeys(
     ("save_model", "store_flos"), "only `_save_checkpoint` calls it; a swarm writes checkpoints of its own"
 )
-"""What Trainer itself calls in a training and a swarm's does not, and why."""
+"""Methods that Trainer calls in a training and a swarm's does not, and why."""
 
 
 def placed(where, cls, own):
@@ -96,7 +96,7 @@ def noting(noted):
 
 
 @pytest.mark.parametrize("where", ["above", "below"])
-def test_each_override_that_trainer_calls_is_called(trained, where):
+def test_every_trainer_override_is_called(trained, where):
     plain, ours = set(), set()
     by_steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     trained("plain", noting(plain), **by_steps)
@@ -137,7 +137,7 @@ def own_step(self, model, inputs, num_items_in_batch=None):
         ("above", {"training_step": own_step}),
     ],
 )
-def test_batches_of_an_own_loss_are_weighed(trained, samples, where, own):
+def test_batches_of_own_loss_are_weighted(trained, samples, where, own):
     how = {"target": 8, "data": unlike(samples), "swarm": {"divide_data": False}}
     ours, usual = trained(where, own, **how), trained("above", {}, **how)
     assert torch.allclose(weights(ours), weights(usual), atol=1e-6)
@@ -145,7 +145,7 @@ def test_batches_of_an_own_loss_are_weighed(trained, samples, where, own):
     assert len({weight for _, weight in ours.swarm_optimizer.trained}) > 1
 
 
-def test_a_step_that_can_not_be_weighed_is_refused(trained):
+def test_step_without_accelerator_backward_is_refused(trained):
     def step(self, model, inputs, num_items_in_batch=None):
         loss = model(**inputs).loss
         loss.backward()
@@ -202,7 +202,7 @@ OWN = {
 
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("where", ["above", "below", "assigned"])
-def test_an_override_does_what_it_does_in_trainer(trained, where, own):
+def test_override_works_as_in_trainer(trained, where, own):
     how = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.3}
     plain, ours = trained("plain", OWN[own], **how), trained(where, OWN[own], **how)
     assert torch.allclose(weights(ours), weights(plain), atol=1e-6)
@@ -214,7 +214,7 @@ def test_an_override_does_what_it_does_in_trainer(trained, where, own):
 
 
 @pytest.mark.parametrize("how", ["optimizers", "optimizer_cls_and_kwargs"])
-def test_a_given_optimizer_is_the_one_that_steps(trained, llama, how):
+def test_given_optimizer_is_stepped(trained, llama, how):
     own = {"_get_train_sampler": in_order}
     ends = []
     for where in ("plain", "above"):
@@ -234,7 +234,7 @@ def test_a_given_optimizer_is_the_one_that_steps(trained, llama, how):
         assert trainer.swarm_optimizer.last_learning_rates == [pytest.approx(0.01 / 4)]
 
 
-def test_a_schedule_keeps_the_rates_of_frozen_groups(trained, llama):
+def test_schedule_keeps_rates_of_frozen_groups(trained, llama):
     ends = []
     for where in ("plain", "above"):
         model = llama()
@@ -248,7 +248,7 @@ def test_a_schedule_keeps_the_rates_of_frozen_groups(trained, llama):
     assert torch.allclose(*ends, atol=1e-6)
 
 
-def test_an_own_optimizer_lists_weights_in_the_models_order(llama):
+def test_own_optimizer_follows_model_order(llama):
     model = llama()
     params = list(model.parameters())
     optimizer = torch.optim.SGD([{"params": params[3::-1]}, {"params": params[4:][::-1]}], lr=1)
@@ -299,7 +299,7 @@ def test_an_own_optimizer_lists_weights_in_the_models_order(llama):
         ("_save_checkpoint", lambda self, model, trial: None, r"`Mine\._save_checkpoint` can't"),
     ],
 )
-def test_what_a_swarm_can_not_use_is_refused(trained, monkeypatch, name, own, said):
+def test_unusable_override_is_refused(trained, monkeypatch, name, own, said):
     monkeypatch.setattr("tests.kit.lone.LoneOptimizer.__init__", None)  # before the swarm is entered
     for where in ("above", "below", "assigned"):
         with pytest.raises(RecipeError, match=said) as refused:
@@ -308,7 +308,7 @@ def test_what_a_swarm_can_not_use_is_refused(trained, monkeypatch, name, own, sa
 
 
 class Counting(TrainerCallback):
-    """Notes at which step which event came, and what the callback was shown."""
+    """Notes each event with its step, and the settings that the callback saw."""
 
     def __init__(self):
         self.came, self.shown = [], set()
@@ -345,7 +345,7 @@ class Counting(TrainerCallback):
     ],
     ids=["by epoch", "by steps", "best"],
 )
-def test_callbacks_hear_what_they_hear_of_trainer(trained, how):
+def test_callbacks_hear_same_as_in_trainer(trained, how):
     heard = []
     for where in ("plain", "above"):
         counting = Counting()
@@ -354,7 +354,7 @@ def test_callbacks_hear_what_they_hear_of_trainer(trained, how):
     assert heard[0] == heard[1] and heard[0][0]
 
 
-def test_several_batches_make_one_step_for_callbacks(trained):
+def test_several_batches_are_one_callback_step(trained):
     counting = Counting()
     trainer = trained("above", {}, target=12, callbacks=[counting], max_steps=2)
     steps = [(event, step) for event, step in counting.came if event.startswith("step")]
@@ -364,7 +364,7 @@ def test_several_batches_make_one_step_for_callbacks(trained):
     assert trainer.state.global_step == trainer.state.max_steps == 2
 
 
-def test_early_stopping_stops_and_leaves_a_checkpoint(trained):
+def test_early_stopping_leaves_checkpoint(trained):
     how = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", "max_steps": 12}
     stopping = EarlyStoppingCallback(early_stopping_patience=2)
     trainer = trained("above", {}, learning_rate=0.0, callbacks=[stopping], **how)
@@ -373,7 +373,7 @@ def test_early_stopping_stops_and_leaves_a_checkpoint(trained):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_model_in_half_precision_trains(trained, llama, frozen):
+def test_half_precision_model_trains(trained, llama, frozen):
     ends = []
     for where in ("plain", "above"):
         model = llama().bfloat16()
@@ -385,7 +385,7 @@ def test_a_model_in_half_precision_trains(trained, llama, frozen):
     assert trainer.evaluate()["eval_loss"] < ends[1][0]
 
 
-def test_normalized_layers_keep_their_statistics_in_float32(llama):
+def test_batch_norm_statistics_become_float32(llama):
     from trahiv_cli.train.inner import change_to_float32
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).bfloat16()
@@ -401,7 +401,7 @@ def test_normalized_layers_keep_their_statistics_in_float32(llama):
         ({}, {"train_sampling_strategy": "group_by_length"}, "group_by_length"),
     ],
 )
-def test_one_warning_says_that_data_is_not_divided(trained, own, how, why):
+def test_undivided_data_warns_once(trained, own, how, why):
     told = []
     trainer = trained("below", own, events=Events(told.append), **how)
     [warning] = [event for event in told if event["event"] == "warning"]
@@ -409,13 +409,13 @@ def test_one_warning_says_that_data_is_not_divided(trained, own, how, why):
     assert trainer.swarm_optimizer.announced == []
 
 
-def test_undivided_data_that_is_wanted_is_not_warned_of(trained):
+def test_chosen_undivided_data_gives_no_warning(trained):
     told = []
     trained("below", {}, events=Events(told.append), swarm={"divide_data": False})
     assert not [event for event in told if event["event"] == "warning"]
 
 
-def test_each_training_announces_what_it_trains(trained, monkeypatch):
+def test_each_training_announces_its_batches(trained, monkeypatch):
     trainer = trained("above", {}, target=8, max_steps=1)
     announced = [trainer.swarm_optimizer.announced]
     trainer.train()
@@ -423,7 +423,7 @@ def test_each_training_announces_what_it_trains(trained, monkeypatch):
     assert announced == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
 
 
-def test_peers_of_undivided_data_have_different_orders(arguments, llama, samples):
+def test_undivided_data_order_differs_by_peer(arguments, llama, samples):
     orders = []
     for peer in ("QmA", "QmB", "QmA"):
         config = {"opt": {"run_id": "run-1", "target_batch_size": 8}}
@@ -436,7 +436,7 @@ def test_peers_of_undivided_data_have_different_orders(arguments, llama, samples
     assert orders[0] == orders[2] != orders[1]
 
 
-def test_asking_for_the_loader_meanwhile_changes_nothing(trained):
+def test_extra_loader_call_changes_nothing(trained):
     def asking(self, *args):
         self.get_train_dataloader()
         return Trainer.training_step(self, *args)
@@ -446,7 +446,7 @@ def test_asking_for_the_loader_meanwhile_changes_nothing(trained):
     assert len(list(trainer.get_train_dataloader())) == 4
 
 
-def test_the_sampler_of_grpo_keeps_its_groups(tmp_path, monkeypatch):
+def test_grpo_sampler_keeps_groups(tmp_path, monkeypatch):
     groups, told = [], []
 
     def reward(prompts, completions, **_):

@@ -11,7 +11,7 @@ EXIT_CODES = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
 
 
 @pytest.mark.parametrize(("number", "code"), EXIT_CODES)
-def test_a_phase_with_nothing_to_finish_is_left_where_the_signal_arrives(number, code):
+def test_signal_ends_interruptible_phase_at_once(number, code):
     leaving, reached = Leaving(), []
     with leaving.installed(), pytest.raises(Left), leaving.interruptible():
         reached.append("begin")
@@ -23,7 +23,7 @@ def test_a_phase_with_nothing_to_finish_is_left_where_the_signal_arrives(number,
         pytest.fail("a phase was begun after a signal")
 
 
-def test_a_phase_that_is_over_is_not_left_and_handlers_are_given_back(monkeypatch):
+def test_signal_outside_phase_waits_for_second(monkeypatch):
     ended, given_back = [], []
 
     def at_once():
@@ -44,7 +44,7 @@ def test_a_phase_that_is_over_is_not_left_and_handlers_are_given_back(monkeypatc
     assert [signal.getsignal(number) for number, _ in EXIT_CODES] == before
 
 
-def test_a_wish_is_heard_at_the_end_of_a_phase_and_a_signal_counts_for_more():
+def test_wish_waits_for_end_of_phase():
     leaving = Leaving()
     with leaving.installed():
         with leaving.interruptible():
@@ -58,7 +58,7 @@ def test_a_wish_is_heard_at_the_end_of_a_phase_and_a_signal_counts_for_more():
     assert (leaving.reason, leaving.exit_code) == ("signal", 130)
 
 
-def test_a_budget_is_a_time_or_a_number_and_is_spent_at_last_without_a_round_and_what_is_none_is_said():
+def test_budget_is_parsed_and_spent():
     assert (Budget.parse("2h"), Budget.parse("1d2h3m4s")) == (Budget(seconds=7200), Budget(seconds=93784))
     assert (Budget.parse("500 samples"), Budget.parse("20steps")) == (Budget(samples=500), Budget(steps=20))
     for text in ("", "h", "2", "2 h", "-2h", "30m2h", "0h", "0 steps", "many", "2.5h"):

@@ -65,7 +65,7 @@ def resumed(folder, pace=DILOCO):
 
 
 @pytest.mark.parametrize("pace", [DILOCO, STREAMING], ids=["diloco", "streaming"])
-def test_short_lives_add_up_to_a_round(tmp_path, pace):
+def test_short_lives_add_up_to_round(tmp_path, pace):
     stayed = Peer(pace)
     for life in range(3):
         peer = resumed(tmp_path, pace) if life else Peer(pace)
@@ -84,7 +84,7 @@ def test_short_lives_add_up_to_a_round(tmp_path, pace):
     assert again.resumed == [Spans(((0, 24),))]
 
 
-def test_own_steps_of_a_running_round_are_saved(tmp_path):
+def test_own_steps_of_running_round_are_saved(tmp_path):
     peer = Peer(STREAMING)
     peer.train(positions=range(8))
     peer.position.method.set_aside(goes_on=True)
@@ -95,7 +95,7 @@ def test_own_steps_of_a_running_round_are_saved(tmp_path):
 
 
 @pytest.mark.parametrize("pace", [DEFAULT_PACE, STREAMING], ids=["sync", "other fragments"])
-def test_another_mode_leaves_own_steps_out(tmp_path, pace):
+def test_other_mode_drops_own_steps(tmp_path, pace):
     peer = Peer()
     peer.train(positions=range(8))
     peer.save(tmp_path)
@@ -104,7 +104,7 @@ def test_another_mode_leaves_own_steps_out(tmp_path, pace):
 
 
 @pytest.mark.parametrize(("members", "left"), [(("QmMe", "QmB"), 0), (("QmB", "QmC"), 8)])
-def test_a_followed_round_takes_the_own_steps_it_has(members, left):
+def test_followed_round_takes_its_own_steps(members, left):
     peer = Peer()
     peer.train(positions=range(8))
     with peer.gradients.get_tensors() as averages:
@@ -117,7 +117,7 @@ def test_a_followed_round_takes_the_own_steps_it_has(members, left):
     assert (peer.values == agreed) is not bool(left)
 
 
-def test_a_newer_state_replaces_own_steps(tmp_path):
+def test_newer_state_replaces_own_steps(tmp_path):
     peer = Peer()
     peer.train(positions=range(8))
     peer.save(tmp_path)

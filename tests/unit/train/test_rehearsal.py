@@ -1,4 +1,4 @@
-"""What only training and saving can raise is raised before others are invited, and leaves no trace."""
+"""Errors that only training and saving raise come before others are invited; a rehearsal leaves no trace."""
 
 import inspect
 import json
@@ -64,7 +64,7 @@ def prepared(tmp_path):
     return prepare
 
 
-def test_rehearsal_leaves_the_trainer_unchanged(prepared):
+def test_rehearsal_leaves_trainer_unchanged(prepared):
     trainer, _, rehearsed = prepared("sft", LLAMA | {"attention_dropout": 0.1}, sft={"max_length": 64})
     trainer.model.register_buffer("seen", torch.ones(2))
 
@@ -100,7 +100,7 @@ def test_every_task_can_be_rehearsed(prepared, tmp_path, task):
         ({"model_type": "bert", **HEADS, "intermediate_size": 32}, "sees the tokens that it is to predict"),
     ],
 )
-def test_model_that_cannot_train_is_refused(prepared, model, message):
+def test_untrainable_model_is_refused(prepared, model, message):
     with pytest.raises(AssetError, match=message):
         prepared(model=model, clm={"max_length": 32})[2]()
 
@@ -130,18 +130,18 @@ def test_packing_without_borders_is_refused(prepared, kind):
 
 
 @pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
-def test_packing_with_borders_or_wanted_without_is_allowed(prepared, strategy):
+def test_packing_with_borders_or_wrapped_is_allowed(prepared, strategy):
     model = {"bfd": LLAMA, "wrapped": {"model_type": "bloom", "vocab_size": 384} | OTHERS["bloom"]}[strategy]
     prepared("sft", model, sft={"max_length": 128, "packing": True, "packing_strategy": strategy})[2]()
 
 
-def test_an_excerpt_of_packed_samples_keeps_their_borders():
+def test_packed_excerpt_keeps_borders():
     row = {"input_ids": list(range(10)), "labels": list(range(10)), "seq_lengths": [2, 3, 5]}
     cut = {"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "seq_lengths": [1, 3, 1]}
     assert excerpt(row, 1, 6) == cut and excerpt(row, 0, 99) == row
 
 
-def test_generation_config_that_cannot_be_saved_is_replaced(prepared, tmp_path):
+def test_unsavable_generation_config_is_replaced(prepared, tmp_path):
     folder = write_llama(tmp_path / "model")
     wrong = {"do_sample": False, "temperature": 0.9, "eos_token_id": [2, 3]}
     (folder / "generation_config.json").write_text(json.dumps(wrong))
@@ -152,7 +152,7 @@ def test_generation_config_that_cannot_be_saved_is_replaced(prepared, tmp_path):
     assert trainer.model.generation_config.eos_token_id == [2, 3]
 
 
-def test_tokenizer_that_cannot_be_saved_is_refused(prepared, monkeypatch):
+def test_unsavable_tokenizer_is_refused(prepared, monkeypatch):
     def save(*_):
         raise TypeError("Object of type function is not JSON serializable")
 
@@ -163,7 +163,7 @@ def test_tokenizer_that_cannot_be_saved_is_refused(prepared, monkeypatch):
 
 
 @pytest.mark.parametrize("of_generation", [False, True])
-def test_config_that_cannot_be_saved_or_loaded_is_refused(prepared, of_generation):
+def test_unsavable_config_is_refused(prepared, of_generation):
     trainer, _, rehearsed = prepared(clm={"max_length": 32})
     config = trainer.model.generation_config if of_generation else trainer.model.config
     config.id2label = {"bad": object()} if of_generation else {"bad": 0}
@@ -171,7 +171,7 @@ def test_config_that_cannot_be_saved_or_loaded_is_refused(prepared, of_generatio
         rehearsed()
 
 
-def test_weights_that_share_memory_are_refused(prepared):
+def test_memory_sharing_weights_are_refused(prepared):
     trainer, _, rehearsed = prepared(clm={"max_length": 32})
     first, second = trainer.model.model.layers[:2]
     second.mlp.up_proj.weight = torch.nn.Parameter(first.mlp.up_proj.weight.data[:-1])
@@ -182,7 +182,7 @@ def test_weights_that_share_memory_are_refused(prepared):
 
 
 @pytest.mark.parametrize(("template", "ends"), [(None, [2]), (ENDLESS, None)])
-def test_token_that_ends_a_turn_is_listed(prepared, tmp_path, template, ends):
+def test_turn_end_token_is_listed(prepared, tmp_path, template, ends):
     folder = write_llama(tmp_path / "model")
     tokenizer = chat_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
@@ -207,7 +207,7 @@ def test_token_that_ends_a_turn_is_listed(prepared, tmp_path, template, ends):
         {"optim": "rmsprop_bnb", "optim_args": "centered=true"},
     ],
 )
-def test_optimizer_that_cannot_be_built_is_refused(prepared, arguments):
+def test_unbuildable_optimizer_is_refused(prepared, arguments):
     trainer, _, rehearsed = prepared(clm={"max_length": 32})
     for name, value in arguments.items():
         setattr(trainer.args, name, value)
@@ -215,7 +215,7 @@ def test_optimizer_that_cannot_be_built_is_refused(prepared, arguments):
         rehearsed()
 
 
-def test_drop_in_tries_its_optimizer_before_a_node(llama, samples, arguments, monkeypatch):
+def test_drop_in_tries_optimizer_before_node(llama, samples, arguments, monkeypatch):
     monkeypatch.setattr(trainer_module, "started", lambda *_, **__: pytest.fail("a node was started"))
     config = {"opt": {"run_id": "test", "target_batch_size": 8}}
     args = arguments(lr_scheduler_type="cosine_with_min_lr")
@@ -225,7 +225,7 @@ def test_drop_in_tries_its_optimizer_before_a_node(llama, samples, arguments, mo
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_keywords_of_schedules_are_the_installed_ones(name):
+def test_schedule_keywords_match_transformers(name):
     ours = set(inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[name]).parameters)
     ours -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
     assert set(SCHEDULES[name]) == ours

@@ -1,4 +1,4 @@
-"""What can't work in a swarm is said before anything starts, and what can arrives at the optimizer."""
+"""Settings that can't work in a swarm are refused before anything starts; others reach the optimizer."""
 
 import math
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ STEPPED = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, momentum=
 STEPPED.param_groups[0]["params"][0].grad = torch.ones(1)
 STEPPED.step()
 
-TROUBLE = {  # what is said: a field of the arguments as on another machine, or a keyword; what to do instead
+TROUBLE = {  # by message: fields of the arguments as on another machine; keywords; what to do instead
     "several GPUs": ({"_n_gpu": 2}, {}, "CUDA_VISIBLE_DEVICES=1"),
     "with several processes": (
         {"_setup_devices": torch.device("cpu"), "distributed_state": SimpleNamespace(num_processes=2)},
@@ -56,7 +56,7 @@ TROUBLE = {  # what is said: a field of the arguments as on another machine, or 
 
 
 @pytest.mark.parametrize("what", TROUBLE)
-def test_what_cannot_work_in_a_swarm_is_refused(arguments, llama, what):
+def test_arguments_unusable_in_swarm_are_refused(arguments, llama, what):
     (fields, keywords, instead), args = TROUBLE[what], arguments()
     vars(args).update(fields)
     with pytest.raises(RecipeError) as refused:
@@ -75,13 +75,13 @@ def test_what_cannot_work_in_a_swarm_is_refused(arguments, llama, what):
         (SWARM, {"solo": 1, "robust": True}, r"swarm\.solo: .*; swarm\.robust: "),
     ],
 )
-def test_a_wrong_word_is_refused(config, swarm, said):
+def test_wrong_setting_is_refused(config, swarm, said):
     with pytest.raises(RecipeError, match=said) as refused:
         SwarmSettings.read(config, swarm)
     assert refused.value.hint
 
 
-def test_a_swarm_needs_arguments_each_of_them_once_and_trackers_see_no_invitation(arguments, llama):
+def test_trainer_needs_args_exactly_once(arguments, llama):
     with pytest.raises(RecipeError, match="needs `args`"):
         SwarmTrainer(model=llama(), hivemind_config=SWARM)
     for given in ((llama(), arguments()), (None,) * 40):
@@ -94,7 +94,7 @@ def test_a_swarm_needs_arguments_each_of_them_once_and_trackers_see_no_invitatio
     assert (args.max_steps, args.warmup_steps, args.max_grad_norm) == (2, 1, 1.0), "the caller's stay"
 
 
-def test_a_local_batch_may_be_all_of_the_target_and_passes_need_a_length(arguments, samples):
+def test_local_batch_beyond_target_is_refused(arguments, samples):
     settings = SwarmSettings.read(SWARM | {"dht": {"initial_peers": "trahiv1:abc"}}, None)
     assert settings.initial_peers == ("trahiv1:abc",), "as a friend pastes it"
     args = arguments(per_device_train_batch_size=8, gradient_accumulation_steps=8, max_steps=-1)
@@ -115,13 +115,13 @@ def test_a_local_batch_may_be_all_of_the_target_and_passes_need_a_length(argumen
         (SwarmSection(solo="after 1 second"), RoundRules(1.0), "sync", 0.05),
     ],
 )
-def test_how_rounds_are_judged_arrives_and_the_mode_is_auto_unless_one_is_named(swarm, rules, mode, share):
+def test_round_rules_and_mode_are_passed_on(swarm, rules, mode, share):
     keywords = SwarmSettings.read(SWARM, swarm).round_keywords()
     assert (keywords["rules"], keywords["pace"].mode, keywords["auto_share"]) == (rules, mode, share)
 
 
-def test_what_a_recipe_says_arrives(monkeypatch, tmp_path):
-    """A compiled model has the weights' own names, and so averages with one that is not."""
+def test_recipe_settings_reach_optimizer(monkeypatch, tmp_path):
+    """A compiled model has the weights' own names, and so averages with one that is not compiled."""
     sizes = ("hidden_size=12", "num_hidden_layers=1", "intermediate_size=8")
     said = [*(f"model.config.{size}" for size in sizes), "training.bf16=false", "swarm.norm_limit=3"]
     recipe, built = with_run_id(load_recipe("quickstart", said).recipe), []

@@ -26,7 +26,7 @@ def trainer(arguments, llama, samples):
     return SwarmTrainer(model=llama(), args=args, train_dataset=samples)
 
 
-def test_what_must_not_be_is_refused_before_a_node_is_started(trainer, tmp_path):
+def test_misuse_is_refused_before_node_starts(trainer, tmp_path):
     with pytest.raises(RecipeError, match="no meaning in a swarm"):
         trainer.train(resume_from_checkpoint=True)
     with owned(tmp_path / "out"), pytest.raises(FolderTaken, match="A peer runs in .*out already"):
@@ -37,7 +37,7 @@ def test_what_must_not_be_is_refused_before_a_node_is_started(trainer, tmp_path)
         trainer.push_to_hub()
 
 
-def test_an_evaluation_draws_the_same_each_time_and_is_among_the_newest_logs(trainer, samples):
+def test_evaluation_is_deterministic_and_logged(trainer, samples):
     put_in_swarm(trainer)
     trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9, agreed_weights=nullcontext)
     trainer.state.log_history[:] = [{"step": 0}] * LOGS_KEPT
@@ -52,7 +52,7 @@ def test_an_evaluation_draws_the_same_each_time_and_is_among_the_newest_logs(tra
 
 
 class Ending:
-    """Stands for a node, the swarm's optimizer, its callback and what saves, and notes how they end."""
+    """Stands for a node, the swarm's optimizer, its callback and its checkpoints, and notes how they end."""
 
     def __init__(self):
         self.done, self.checkpoints = [], self
@@ -63,7 +63,7 @@ class Ending:
 
 
 @pytest.mark.parametrize("error", [SwarmError("lost"), ValueError("of a callback"), MemoryError()])
-def test_a_failure_ends_training_after_a_checkpoint(monkeypatch, trainer, error):
+def test_failure_ends_training_after_checkpoint(monkeypatch, trainer, error):
     ending = Ending()
 
     def train(self, **_):
@@ -80,7 +80,7 @@ def test_a_failure_ends_training_after_a_checkpoint(monkeypatch, trainer, error)
     trainer.close()
 
 
-def test_a_wish_to_leave_ends_only_this_evaluation(monkeypatch, trainer, samples):
+def test_wish_to_leave_ends_one_evaluation(monkeypatch, trainer, samples):
     put_in_swarm(trainer)
     trainer.swarm_optimizer = SimpleNamespace(local_epoch=7, max_steps=9, agreed_weights=nullcontext)
 
@@ -100,7 +100,7 @@ def test_a_wish_to_leave_ends_only_this_evaluation(monkeypatch, trainer, samples
 
 
 @pytest.mark.parametrize("args_class", [TrainingArguments, SwarmTrainingArguments])
-def test_without_a_swarm_it_trains_to_the_bits_of_trainer(arguments, llama, samples, args_class):
+def test_without_swarm_equals_trainer_bitwise(arguments, llama, samples, args_class):
     def trained(cls, args_class):
         args = arguments(args_class, logging_steps=1, logging_strategy="steps", learning_rate=0.01)
         it = cls(model=llama(), args=args, train_dataset=samples)

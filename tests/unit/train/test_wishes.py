@@ -1,4 +1,4 @@
-"""What is wished of a peer that runs, and when that is heard; real commands: `tests/swarm/test_guest.py`."""
+"""Wishes to a running peer, and when it follows them; real commands: `tests/swarm/test_guest.py`."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def folder(tmp_path):
         yield tmp_path
 
 
-def test_a_wish_stands_until_another_one_or_until_it_is_forgotten(folder):
+def test_wish_stands_until_replaced_or_forgotten(folder):
     assert wished(folder) is None
     for what in ("pause", "finish", None, None, "pause"):
         wish(folder, what)
@@ -39,7 +39,7 @@ def test_a_wish_stands_until_another_one_or_until_it_is_forgotten(folder):
         assert wished(folder) is None
 
 
-def test_a_peer_that_starts_again_for_a_wish_can_be_wished_something_else_meanwhile(tmp_path):
+def test_pause_can_be_withdrawn_during_restart(tmp_path):
     (tmp_path / RESOLVED).write_text("{}")
     with owned(tmp_path):
         wish(tmp_path, "pause")
@@ -48,7 +48,7 @@ def test_a_peer_that_starts_again_for_a_wish_can_be_wished_something_else_meanwh
         wish(tmp_path, "finish")
 
 
-def test_a_condition_that_can_t_be_told_counts_as_one_that_holds(folder, clock, caplog):
+def test_unknown_condition_counts_as_met(folder, clock, caplog):
     def fail():
         raise ValueError("nvidia-smi does not answer")
 
@@ -56,7 +56,7 @@ def test_a_condition_that_can_t_be_told_counts_as_one_that_holds(folder, clock, 
     assert wishes.why_paused() == "" and "nvidia-smi does not answer" in caplog.text
 
 
-def test_nothing_is_wished_where_nobody_trains(tmp_path):
+def test_wish_without_peer_is_refused(tmp_path):
     with pytest.raises(SetupError, match="No peer trains in"):
         wish(tmp_path, "pause")
     with owned(tmp_path), pytest.raises(SetupError, match="No peer trains in"):  # a bootstrap node
@@ -64,7 +64,7 @@ def test_nothing_is_wished_where_nobody_trains(tmp_path):
     assert not (tmp_path / WISH_FILE).exists()
 
 
-def test_a_disk_that_is_full_is_said(folder, monkeypatch):
+def test_full_disk_refuses_wish(folder, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_is_said(folder, monkeypatch):
         wish(folder, "pause")
 
 
-def test_a_pause_is_heard_at_a_look_and_the_wish_to_finish_when_a_step_was_taken(folder, clock):
+def test_pause_is_immediate_finish_after_step(folder, clock):
     leaving = Leaving()
     wishes = Wishes(folder, leaving, clock=clock)
     for what, event, reason in (
@@ -93,7 +93,7 @@ def test_a_pause_is_heard_at_a_look_and_the_wish_to_finish_when_a_step_was_taken
     assert leaving.reason == "pause" and wishes.why_paused() == BY_ITS_USER
 
 
-def test_who_should_finish_does_not_wait_for_a_step_for_ever(folder, clock):
+def test_finish_wait_is_bounded(folder, clock):
     leaving = Leaving()
     wishes = Wishes(folder, leaving, clock=clock)
     for what, seconds, reason in (
@@ -109,7 +109,7 @@ def test_who_should_finish_does_not_wait_for_a_step_for_ever(folder, clock):
         assert leaving.reason == reason, what
 
 
-def test_a_condition_that_does_not_hold_pauses_until_all_have_held_for_a_while(folder, clock):
+def test_unmet_condition_pauses_until_settled(folder, clock):
     asked, unmet = [], {"a": "", "b": ""}
     conditions = [Condition(name, lambda name=name: asked.append(name) or unmet[name]) for name in unmet]
     wishes = Wishes(folder, Leaving(), conditions, clock)
@@ -128,7 +128,7 @@ def test_a_condition_that_does_not_hold_pauses_until_all_have_held_for_a_while(f
     assert wishes.why_paused() == BY_ITS_USER
 
 
-def test_a_running_peer_is_looked_at_while_the_block_runs(folder, monkeypatch):
+def test_wishes_are_polled_in_background(folder, monkeypatch):
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.001)
     leaving = Leaving()
     wishes = Wishes(folder, leaving)
