@@ -24,9 +24,9 @@ from rich.live import Live
 from rich.text import Text
 
 from trahiv_cli.errors import TrahivError
+from trahiv_cli.run.lock import require_free
 from trahiv_cli.telemetry.board import Board
 from trahiv_cli.telemetry.lines import line
-from trahiv_cli.train.folder import require_free
 
 FOLDER = Path("runs/demo")
 READY_WITHIN_S = 120

@@ -49,7 +49,7 @@ PROOFS = {
         "simulation/test_failures.py::test_group_continues_despite_cut_link",
         FAILS_ALWAYS,
     ),
-    "a connection that dies": ("unit/swarm/test_links.py::test_peer_of_a_dead_connection_is_disconnected",),
+    "a connection that dies": ("unit/swarm/test_links.py::test_peer_of_dead_connection_is_disconnected",),
     "all of its links, for a while": ("simulation/test_failures.py::test_isolated_peer_catches_up",),
     "nobody can be reached, others are alive": (
         "simulation/test_failures.py::test_isolated_peers_follow_solo_rules",

@@ -60,7 +60,7 @@ def looked_at(
     """Check the machine, then the network, as far as that is useful, and the hub."""
     from trahiv_cli.doctor.machine import examine_machine, names
     from trahiv_cli.recipe.schema import DhtSection
-    from trahiv_cli.train.folder import RUNS
+    from trahiv_cli.run.lock import RUNS
 
     asking = ThreadPoolExecutor(1).submit(names)  # it may take seconds
     yield from examine_machine(recipe, folder or RUNS)

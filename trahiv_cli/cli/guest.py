@@ -12,8 +12,8 @@ from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import SetupError
 
 if TYPE_CHECKING:
+    from trahiv_cli.run.control import Request
     from trahiv_cli.telemetry.events import Event
-    from trahiv_cli.train.wishes import Wish
 
 ANSWER_S = 60.0
 LOOK_EVERY_S = 0.2
@@ -31,7 +31,7 @@ def pause(run_dir: RunArgument = None, format: FormatOption = None) -> None:
     It saves a checkpoint first, and stays there for others who join.
     """
     out.use(format)
-    from trahiv_cli.train.wishes import BY_ITS_USER
+    from trahiv_cli.run.control import BY_ITS_USER
 
     tell(
         run_dir,
@@ -44,7 +44,7 @@ def pause(run_dir: RunArgument = None, format: FormatOption = None) -> None:
 def resume(run_dir: RunArgument = None, format: FormatOption = None) -> None:
     """Have a paused peer train again."""
     out.use(format)
-    from trahiv_cli.train.wishes import BY_ITS_USER
+    from trahiv_cli.run.control import BY_ITS_USER
 
     answer = tell(
         run_dir,
@@ -68,7 +68,7 @@ def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
 
 
 def tell(
-    run_dir: Path | None, what: Wish | None, is_answer: Callable[[Event], bool], meanwhile: str
+    run_dir: Path | None, what: Request | None, is_answer: Callable[[Event], bool], meanwhile: str
 ) -> str | None:
     """Send a control request (None: train) to a peer, wait for its answer, and show it.
 
@@ -76,13 +76,13 @@ def tell(
     and returns None; SetupError if the peer has ended.
     """
     quiet_libraries()
+    from trahiv_cli.run.control import request
+    from trahiv_cli.run.lock import holder_of
     from trahiv_cli.telemetry.events import EVENT_FILE, newest_events
     from trahiv_cli.telemetry.lines import line
-    from trahiv_cli.train.folder import holder_of
-    from trahiv_cli.train.wishes import wish
 
     folder = run_dir or running_folder()
-    wish(folder, what)
+    request(folder, what)
     deadline = time.monotonic() + ANSWER_S
     while time.monotonic() < deadline:
         newest = newest_events(folder / EVENT_FILE)
@@ -100,11 +100,11 @@ def tell(
 
 def running_folder() -> Path:
     """Find the newest folder in `runs` whose peer runs or has a control request; SetupError if none does."""
-    from trahiv_cli.train.folder import RESOLVED, RUNS, holder_of
-    from trahiv_cli.train.wishes import wished
+    from trahiv_cli.run.control import requested
+    from trahiv_cli.run.lock import RESOLVED, RUNS, holder_of
 
     there = [path.parent for path in RUNS.glob(f"*/{RESOLVED}")]
-    running = [one for one in there if holder_of(one) is not None or wished(one) is not None]
+    running = [one for one in there if holder_of(one) is not None or requested(one) is not None]
     if not running:
         raise SetupError(
             f"No peer trains in {RUNS}/ here.",

@@ -41,7 +41,7 @@ def invite(
         said = "who watches leaves no trace: give a time, --expires 1d"
         raise typer.BadParameter(said, param_hint="--once")
     quiet_libraries()
-    from trahiv_cli.swarm.invitation import join_by
+    from trahiv_cli.recipe.pasted import join_by
     from trahiv_cli.swarm.membership import Role
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
@@ -69,7 +69,8 @@ def members(
     """List the members of a closed swarm and its open invitations."""
     out.use(format)
     quiet_libraries()
-    from trahiv_cli.swarm.invitation import MEMBER_FILE, read_owner
+    from trahiv_cli.swarm.files import MEMBER_FILE
+    from trahiv_cli.swarm.invitation import read_owner
     from trahiv_cli.swarm.owning import OwnedSwarm, list_members
 
     folder, invitation = swarm_named(peer, output_dir, MEMBER_FILE)

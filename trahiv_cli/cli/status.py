@@ -41,10 +41,10 @@ def status(
     """Show who is in a swarm, how far it is and how each is reached."""
     out.use(format)
     quiet_libraries()
+    from trahiv_cli.run.lock import holder_of
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.invitation import passing_standing
     from trahiv_cli.swarm.owning import looking_in
-    from trahiv_cli.train.folder import holder_of
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     try:

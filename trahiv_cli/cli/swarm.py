@@ -188,8 +188,8 @@ def join(
     loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
     place = host_maddr, announce_maddr, reach, identity, output_dir
     options = options_of(*place, budget, wait, name, only_when, max_upload, max_download, niceness)
+    from trahiv_cli.run.lock import require_free
     from trahiv_cli.swarm.invitation import read_invitation
-    from trahiv_cli.train.folder import require_free
 
     options = replace(options, invitation=read_invitation(peer), was_line_hidden=bool(hidden))
     if output_dir is not None:

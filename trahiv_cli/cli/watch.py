@@ -17,7 +17,7 @@ from trahiv_cli.errors import SetupError, TrahivError
 from trahiv_cli.recipe.builtin import how_to_install
 
 if TYPE_CHECKING:
-    from trahiv_cli.train.wishes import Wish
+    from trahiv_cli.run.control import Request
     from trahiv_cli.watch.server import Deed, Page
 
 RUN_HELP = "The run's folder. Default: the newest in runs/."
@@ -25,7 +25,7 @@ PORT_HELP = "The port of this machine that the page is at. Default: a free one."
 BROWSER_HELP = "Only print the address of the page."
 WAY_IN = '<!doctype html><meta http-equiv="refresh" content="0; url={}">'
 MAX_HOURS = 10_000
-SAID: dict[Wish | None, str] = {
+SAID: dict[Request | None, str] = {
     "pause": "It pauses when its present local step is over.",
     "finish": "It leaves when the swarm has taken its present step.",
     None: "It goes on, unless a condition of --only-when speaks against that.",
@@ -160,11 +160,11 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
     An action that needs hivemind loads it, which takes seconds, only when it runs.
     """
 
-    def wishing(what: Wish | None) -> Deed:
+    def wishing(what: Request | None) -> Deed:
         def deed(_: dict[str, Any]) -> dict[str, Any]:
-            from trahiv_cli.train.wishes import wish
+            from trahiv_cli.run.control import request
 
-            wish(folder, what)
+            request(folder, what)
             return {"message": SAID[what]}
 
         return deed

@@ -16,7 +16,6 @@ from trahiv_cli.optim.method import SharedGradients
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.rounds import Outcome
-from trahiv_cli.swarm.clock import swarm_time
 
 MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
 """A member may bring samples this number of rounds beyond the last trained position: it may have leased them
@@ -32,7 +31,6 @@ class Position:
         self.method = self._make_method()
         self.step_taken = -1
         """The present step if this peer took it itself; -1 if it was replayed or downloaded."""
-        self.round_at = 0.0
         """When the last round with others was committed, in Unix seconds; 0: never."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before any step, the rates of the first."""
@@ -72,8 +70,6 @@ class Position:
         """Take the step of a round of this peer, which may have been alone in it."""
         self._move(history, outcome, self.method.apply)
         self.step_taken = history.step
-        if len(outcome.group) > 1:
-            self.round_at = swarm_time()
         self._parts.adaptation.measure(outcome)
 
     def follow(self, history: History, outcome: Outcome) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import shlex
 
 INVITATION_PREFIX = "trahiv1:"
 """Every invitation begins with this prefix; the rest may hold a secret."""
@@ -65,3 +66,8 @@ def peers_in(text: str) -> list[str]:
         elif found := OTHER.match(word.removeprefix("--peer=")):
             peers.append(found[0])
     return peers
+
+
+def join_by(place: str) -> str:
+    """Return the command that joins through an address, or through the `@FILE` of an invitation."""
+    return shlex.join(["trahiv", "join", "--peer", place])

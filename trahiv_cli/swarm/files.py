@@ -1,4 +1,4 @@
-"""Atomic file writes, mostly of files that only their owner can read. This module imports nothing heavy."""
+"""The private files of a run's folder, and atomic writes. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 from trahiv_cli.errors import SetupError
+
+# Private files in a run's folder.
+OWNER_FILE = "owner.key"  # the private key of the swarm's owner, in hex
+MEMBER_FILE = "secret.key"  # this peer's membership: an invitation without addresses
+INVITATION_FILE = "invitation"  # the invitation that this peer gives to others
+INVITED_BY_FILE = "invited-by"  # this peer's own; a command line names the file, without the secret
 
 
 def require_private(path: Path) -> None:

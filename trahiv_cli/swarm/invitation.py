@@ -7,7 +7,6 @@ so it is written only into private files and onto a person's screen.
 from __future__ import annotations
 
 import secrets
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,19 +19,13 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, content_of, invitation_of, peers_in
 from trahiv_cli.swarm.addresses import is_address_of, reach_of
-from trahiv_cli.swarm.files import require_private, write_private
+from trahiv_cli.swarm.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE, require_private, write_private
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
 from trahiv_cli.swarm.snapshot import unpacked
 
 Secret = TypeVar("Secret")
-
-# Private files in a run's folder.
-OWNER_FILE = "owner.key"  # the private key of the swarm's owner, in hex
-MEMBER_FILE = "secret.key"  # this peer's membership: an invitation without addresses
-INVITATION_FILE = "invitation"  # the invitation that this peer gives to others
-INVITED_BY_FILE = "invited-by"  # this peer's own; a command line names the file, without the secret
 
 MAX_CHARS = 2048
 MAX_ADDRESSES = 4  # per peer, the furthest-reaching ones; the line must be short enough to paste
@@ -228,8 +221,3 @@ def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) ->
 def keep_invitation(path: Path, invitation: Invitation) -> None:
     """Write an invitation into a private file; raise SetupError if that fails, with the old file kept."""
     _keep(path, invitation.to_text())
-
-
-def join_by(place: str) -> str:
-    """Return the command that joins through an address, or through the `@FILE` of an invitation."""
-    return shlex.join(["trahiv", "join", "--peer", place])

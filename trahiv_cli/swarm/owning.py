@@ -20,12 +20,9 @@ from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.swarm import roll
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import (
-    INVITATION_FILE,
-    INVITED_BY_FILE,
-    MEMBER_FILE,
-    OWNER_FILE,
     Invitation,
     keep_invitation,
     passing_standing,

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trahiv_cli.errors import SwarmError
+from trahiv_cli.recipe.pasted import join_by
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.exchange import publish_recipe
-from trahiv_cli.swarm.invitation import join_by, write_invitation
+from trahiv_cli.swarm.invitation import write_invitation
 from trahiv_cli.swarm.node import GRACE_S, REACH_KNOWN_S, Node
 from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
 from trahiv_cli.telemetry.events import Event, Events

@@ -7,12 +7,8 @@ peer locks its folder before it writes anything there, and keeps the lock while 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
-import os
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,21 +16,13 @@ from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupErr
 from trahiv_cli.recipe.agreement import agreement, differences, renamed, run_id, what_changed
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.run.lock import RESOLVED, RUNS, folder_taken, holder_of, owned
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.addresses import require_peer_address
 from trahiv_cli.swarm.exchange import PublishedRun, fetch_offer
-from trahiv_cli.swarm.files import write_whole
+from trahiv_cli.swarm.files import INVITED_BY_FILE, OWNER_FILE, write_whole
 from trahiv_cli.swarm.identity import IDENTITY_FILE
-from trahiv_cli.swarm.invitation import (
-    INVITATION_FILE,
-    INVITED_BY_FILE,
-    OWNER_FILE,
-    Invitation,
-    find_standing,
-    join_by,
-    passing_standing,
-    read_invitation,
-)
+from trahiv_cli.swarm.invitation import Invitation, find_standing, passing_standing, read_invitation
 from trahiv_cli.swarm.membership import Membership
 from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.reach import ReachRules
@@ -49,82 +37,8 @@ from trahiv_cli.telemetry.events import (
 )
 from trahiv_cli.train.checkpoint import saved_in
 
-RUNS = Path("runs")
-"""The folder in which runs live unless the user says otherwise."""
-
-RESOLVED = "recipe.json"
-LOCK_FILE = "lock"
 MAX_FOLDERS_OF_A_RUN = 100
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
-
-_FLOCK = "hhqqi0q"  # Linux's `struct flock`: type, whence, start, length, pid
-_held: set[Path] = set()  # folders that this process owns; the kernel's locks work between processes only
-
-
-# -- the owner --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def owned(folder: Path) -> Iterator[Path]:
-    """Own a folder while the block runs; create it if necessary.
-
-    The lock is a POSIX record lock: the kernel drops it when this process ends, and no child inherits it.
-
-    Raises:
-        FolderTaken: a peer of this or another process runs there.
-        SetupError: the folder can't be written.
-    """
-    require_free(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_FILE).open("a")
-    except OSError as error:
-        raise SetupError(
-            f"The run's folder {folder} can't be written: {error.strerror or error}.",
-            hint="choose another place with --output-dir DIR",
-        ) from error
-    with lock:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                raise _taken(folder, holder_of(folder)) from error
-            # Some network file systems have no locks; other peers can't be kept out there.
-        resolved = folder.resolve()
-        _held.add(resolved)
-        try:
-            yield folder
-        finally:
-            _held.discard(resolved)
-
-
-def require_free(folder: Path) -> None:
-    """Raise `FolderTaken` if a peer runs in a folder."""
-    if (pid := holder_of(folder)) is not None:
-        raise _taken(folder, pid)
-
-
-def holder_of(folder: Path) -> int | None:
-    """Return the id of the process whose peer runs in a folder; 0 if it runs elsewhere, None if none runs."""
-    if folder.resolve() in _held:  # do not ask the kernel: closing the file would drop the lock
-        return os.getpid()
-    try:
-        with (folder / LOCK_FILE).open() as file:
-            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
-    except OSError:
-        return None
-    return int(found[4]) if found[0] != fcntl.F_UNLCK else None
-
-
-def _taken(folder: Path, pid: int | None) -> FolderTaken:
-    file = folder / INVITATION_FILE
-    line = join_by(f"@{file}") if file.exists() else "the `trahiv join` line that it printed"
-    return FolderTaken(
-        f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
-        hint=f"to train with that peer, type: {line}; for anything else, name another folder with "
-        "--output-dir DIR (in Python: output_dir)",
-    )
 
 
 # -- a joiner's choice ------------------------------------------------------------------------------
@@ -151,7 +65,7 @@ def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
                 stack.enter_context(owned(folder))
                 break
         else:
-            raise _taken(folders[0], None)
+            raise folder_taken(folders[0], None)
         yield folder
 
 

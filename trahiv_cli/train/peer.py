@@ -32,8 +32,11 @@ from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
 from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
 from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
+from trahiv_cli.run.control import forget_request
+from trahiv_cli.run.lock import RUNS, owned
 from trahiv_cli.swarm.acquaintances import known_peers
-from trahiv_cli.swarm.invitation import INVITED_BY_FILE, MEMBER_FILE, Invitation, keep_invitation
+from trahiv_cli.swarm.files import INVITED_BY_FILE, MEMBER_FILE
+from trahiv_cli.swarm.invitation import Invitation, keep_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import ReachRules, Wanted
 from trahiv_cli.telemetry.events import Events
@@ -42,17 +45,15 @@ from trahiv_cli.train.announcing import announce, progress_told, published, reac
 from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import (
-    RUNS,
     keep_recipe,
     log_to,
-    owned,
     owned_to_join,
     recorded,
     start_node,
     warn_of_edited_data,
 )
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left, Reason
-from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes, forget_wish
+from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes
 
 if TYPE_CHECKING:
     from trahiv_cli.assets.data import Splits
@@ -151,7 +152,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             message = f"This peer's folder is {folder}: {usual} is that of another peer."
             events.emit("folder", path=str(folder), message=message)
         if not options.is_again:
-            forget_wish(folder)
+            forget_request(folder)
         keep_recipe(folder, recipe, text)
         saved = saved_in(folder)
         max_steps = recipe.training.max_steps
@@ -176,7 +177,7 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
                 ended = replace(ended, reason="signal")
             if ended.reason != "pause":  # else it restarts, and emits `paused` then
                 ended.tell(events, leaving.resume)
-                forget_wish(folder)
+                forget_request(folder)
             return ended
 
 

@@ -22,6 +22,7 @@ from transformers.trainer_callback import PrinterCallback
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.schema import SwarmSection
+from trahiv_cli.run.lock import owned
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.account import NOTHING_GIVEN, Given
@@ -31,7 +32,7 @@ from trahiv_cli.train.callbacks import SwarmCallback
 from trahiv_cli.train.checkpoint import CHECKPOINTS
 from trahiv_cli.train.drop_in import started, told
 from trahiv_cli.train.failing import leaving_a_checkpoint
-from trahiv_cli.train.folder import owned, recorded
+from trahiv_cli.train.folder import recorded
 from trahiv_cli.train.hooks import put_in_swarm, require_no_replaced
 from trahiv_cli.train.inner import GivenOptimizer
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left

@@ -7,74 +7,27 @@ hold counts as a request to pause.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, get_args
 
 import psutil
 
-from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.files import write_whole
+from trahiv_cli.run.control import BY_ITS_USER, requested
 from trahiv_cli.telemetry.events import Event
 from trahiv_cli.train.announcing import every
 from trahiv_cli.train.conditions import Condition
-from trahiv_cli.train.folder import RESOLVED, holder_of
 from trahiv_cli.train.leaving import OVERTIME_S, Leaving
 
 logger = logging.getLogger(__name__)
 
-Wish = Literal["pause", "finish"]
-
-WISH_FILE = "wish"
 LOOK_EVERY_S = 1.0
 CONDITIONS_EVERY_S = 5.0
 SETTLED_S = 15.0
 """Seconds for which all conditions must have held before a paused peer resumes."""
-
-BY_ITS_USER = "its user paused it"
-
-
-def wish(folder: Path, what: Wish | None) -> None:
-    """Request `what` of the peer that trains in a folder; None requests that it trains.
-
-    Raises SetupError if no peer trains there, or the folder can't be written; nothing was changed. If an
-    earlier request exists, the peer may be restarting; it reads the new request then.
-    """
-    is_there = holder_of(folder) is not None or wished(folder) is not None
-    if not (is_there and (folder / RESOLVED).exists()):
-        raise SetupError(
-            f"No peer trains in {folder}; nothing was changed.",
-            hint="name the run's folder: trahiv pause RUN_DIR; to stop a program of your own, press Ctrl-C",
-        )
-    try:
-        if what is None:
-            (folder / WISH_FILE).unlink(missing_ok=True)
-        else:
-            write_whole(folder / WISH_FILE, what.encode())
-    except OSError as error:
-        raise SetupError(
-            f"{folder} can't be written: {error.strerror or error}; nothing was changed.",
-            hint="free some space; Ctrl-C in the peer's own terminal has it leave with a checkpoint",
-        ) from error
-
-
-def wished(folder: Path) -> Wish | None:
-    """Read the request to the peer of a folder, if there is one."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        text = (folder / WISH_FILE).read_text(encoding="ascii").strip()
-        return next((one for one in get_args(Wish) if one == text), None)
-    return None
-
-
-def forget_wish(folder: Path) -> None:
-    """Delete an earlier request: a peer that its user has just started should train."""
-    with contextlib.suppress(OSError):
-        (folder / WISH_FILE).unlink(missing_ok=True)
 
 
 def _unmet(condition: Condition) -> str:
@@ -117,11 +70,11 @@ class Wishes:
     @property
     def is_to_finish(self) -> bool:
         """Whether this peer should leave at the next round."""
-        return wished(self._folder) == "finish"
+        return requested(self._folder) == "finish"
 
     def why_paused(self) -> str:
         """Return why this peer should not train now, or an empty text."""
-        if wished(self._folder) == "pause":
+        if requested(self._folder) == "pause":
             return BY_ITS_USER
         if (now := self._clock()) >= self._look_at:
             self._look_at = now + CONDITIONS_EVERY_S

@@ -3,10 +3,10 @@
 import pytest
 
 from trahiv_cli.cli import guest
+from trahiv_cli.run.control import BY_ITS_USER, requested
+from trahiv_cli.run.lock import RESOLVED, owned
 from trahiv_cli.telemetry.events import EventFile, Events
 from trahiv_cli.train import folder as folders
-from trahiv_cli.train.folder import RESOLVED, owned
-from trahiv_cli.train.wishes import BY_ITS_USER, wished
 
 
 @pytest.fixture
@@ -26,19 +26,19 @@ def test_commands_show_peer_answer_and_keep_wish(trahiv, run):
     folder, events = run
     events.emit("step", step=4)
     assert trahiv("pause") == (0, "", "runs/run-1: it pauses when its present local step is over.\n")
-    assert wished(folder) == "pause"
+    assert requested(folder) == "pause"
     events.emit("paused", step=4, why=BY_ITS_USER)
     code, out, err = trahiv("pause", "runs/run-1")
     assert (code, err) == (0, "") and out.startswith("runs/run-1: paused at step 4: its user paused it.")
     code, out, err = trahiv("resume")
-    assert (code, out, wished(folder)) == (0, "", None) and "it goes on soon" in err
+    assert (code, out, requested(folder)) == (0, "", None) and "it goes on soon" in err
     events.emit("paused", step=4, why="it trains from 22:00 to 07:00")
     code, out, err = trahiv("resume")
     assert "it trains from 22:00 to 07:00" in out and "start it again without --only-when" in err
     events.emit("resumed", step=4, seconds=9.0)
     assert trahiv("resume")[1] == "runs/run-1: goes on after a pause of 9 s\n"
     code, out, err = trahiv("finish")
-    assert (code, out, wished(folder)) == (
+    assert (code, out, requested(folder)) == (
         0,
         "",
         "finish",

@@ -14,13 +14,13 @@ from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli import status as module
 from trahiv_cli.cli.status import REACHED
 from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.run.lock import owned
 from trahiv_cli.swarm import clock, owning
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
 from trahiv_cli.telemetry.events import PEERS_FILE
-from trahiv_cli.train.folder import owned
 
 
 @pytest.fixture

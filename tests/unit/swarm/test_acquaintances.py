@@ -1,6 +1,6 @@
-"""Whom a peer has met, written down; when it publishes its addresses, reads others', and calls on others.
+"""The file of known peers, and when a node publishes its addresses, reads others', and calls peers.
 
-What is no list of addresses is left out, and what was met is there after a restart:
+That invalid address lists are ignored, and that known peers survive a restart, is tested in
 `tests/simulation/test_records_of_a_liar.py`.
 """
 
@@ -36,7 +36,7 @@ def meet(met, *numbers):
         met.meet(peer_id(number), [address(number)])
 
 
-def test_ports_are_kept_and_news_alone_is_written_and_nothing_of_a_visit(tmp_path):
+def test_visits_and_unchanged_peers_write_nothing(tmp_path):
     path = tmp_path / "peers.json"
     met = Acquaintances(path)
     met.meet(PEER, [address(port=port) for port in range(1, 1000)])
@@ -56,7 +56,7 @@ def test_ports_are_kept_and_news_alone_is_written_and_nothing_of_a_visit(tmp_pat
         gone.save()
 
 
-def test_who_was_there_last_comes_first_and_together_with_others_lately(tmp_path, clock):
+def test_recent_peers_come_first(tmp_path, clock):
     clock.now = 1e9
     met = Acquaintances(tmp_path / "peers.json", clock)
     assert met.lately == frozenset()
@@ -72,7 +72,7 @@ def test_who_was_there_last_comes_first_and_together_with_others_lately(tmp_path
     assert met.lately == {PEER, OTHER}
 
 
-def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(clock):
+def test_invented_ids_replace_no_present_peer(clock):
     clock.now = 1e9
     met = Acquaintances(None, clock)
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_names_that_somebody_makes_up_push_nobody_out_who_is_there(clock):
     ["", '{"version": 2}', '{"version": 1, "ports": {}, "peers": {"Qm": 7}}']
     + [json.dumps({"version": 1, "ports": {OPEN: port}, "peers": {}}) for port in (0, "4001", True)],
 )
-def test_a_file_that_is_none_is_taken_for_an_empty_one(tmp_path, content):
+def test_damaged_file_counts_as_empty(tmp_path, content):
     (tmp_path / "peers.json").write_text(content)
     met = Acquaintances(tmp_path / "peers.json")
     met.meet(PEER, [address(2), "not a multiaddr", f"/ip4/999.0.113.7/tcp/31337/p2p/{PEER}", None])
@@ -97,7 +97,7 @@ def test_a_file_that_is_none_is_taken_for_an_empty_one(tmp_path, content):
 
 
 class Network(FakeNode):
-    """A node whose routing table a test says (`there`), and who else is connected; it remembers its calls."""
+    """A node whose routing table (`there`) and connections a test sets; it records its calls."""
 
     reach = SimpleNamespace(kind="direct")
 
@@ -109,7 +109,7 @@ class Network(FakeNode):
         self.reunion = Reunion(self, KEY, self.met, clock=clock)
 
     def turn(self, seconds=0.0):
-        """Take a turn now, and then one every `CHORES_EVERY_S` for so long."""
+        """Take a turn now, and then one every `CHORES_EVERY_S` for some seconds."""
         for at in range(int(seconds / CHORES_EVERY_S) + 1):
             self.clock.now += CHORES_EVERY_S * bool(at)
             self.reunion.turn()
@@ -128,7 +128,7 @@ class Network(FakeNode):
         return self.calls.append((self.clock.now, peers))
 
     def pauses(self):
-        """Between the calls on peer 1."""
+        """The pauses between calls to peer 1, in seconds."""
         return [later - at for at, later in pairwise(at for at, peers in self.calls if PEER in peers)]
 
 
@@ -137,7 +137,7 @@ def network(clock):
     return Network(clock)
 
 
-def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_once(network, clock):
+def test_address_changes_are_published_at_once(network, clock):
     for network.addresses in ([address(0)], [address(0, port=2)]):
         network.turn()
         assert network.fetch(KEY) == {ME: network.addresses}
@@ -150,7 +150,7 @@ def test_a_node_can_be_found_from_its_first_turn_on_and_under_a_new_address_at_o
     assert network.fetch(KEY) == {}, "nobody can reach it"
 
 
-def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_absent_one(network):
+def test_newcomer_is_saved_with_newest_address(network):
     for number in (2, 3):
         network.tell(number)
     network.there = {2}
@@ -164,11 +164,11 @@ def test_a_newcomer_is_written_down_in_seconds_with_its_newest_address_and_no_ab
     assert called_on == {peer_id(3)}, "who publishes and is not there; who is there is left in peace"
 
 
-def test_of_more_peers_than_are_written_down_those_of_before_stay(network, clock):
+def test_full_list_keeps_known_peers(network, clock):
     meet(network.met, *range(1, MAX_PEERS + 1))
     clock.now += 86400.0
     network.there = set(range(1, 2 * MAX_PEERS))
-    for number in sorted(network.there, reverse=True):  # the others come first in the answer
+    for number in sorted(network.there, reverse=True):  # the new ones come first in the answer
         network.tell(number)
     for port in (1, 2):
         network.turn()
@@ -177,7 +177,7 @@ def test_of_more_peers_than_are_written_down_those_of_before_stay(network, clock
         network.tell(1, port=2)
 
 
-def test_who_was_there_lately_is_called_on_often(network, clock):
+def test_recently_seen_peer_is_called_often(network, clock):
     meet(network.met, 1, 2)
     network.there = {2}
     network.turn(2 * acq.LONGEST_PAUSE_S)
@@ -185,7 +185,7 @@ def test_who_was_there_lately_is_called_on_often(network, clock):
     assert max(network.pauses()) <= acq.LONGEST_PAUSE_LATELY_S + CHORES_EVERY_S
 
 
-def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock):
+def test_calls_to_missing_peer_back_off(network, clock):
     meet(network.met, 1)
     clock.now += 86400.0
     meet(network.met, 2)
@@ -194,13 +194,13 @@ def test_who_is_missing_is_called_on_at_once_and_ever_more_rarely(network, clock
     pauses = network.pauses()
     assert network.calls[0][0] == began and pauses == sorted(pauses) and pauses[0] <= 2 * CHORES_EVERY_S
     assert acq.LONGEST_PAUSE_S <= max(pauses) <= acq.LONGEST_PAUSE_S + CHORES_EVERY_S
-    for network.there in ({1, 2}, {2}):  # it was there again meanwhile
+    for network.there in ({1, 2}, {2}):  # it was present again in between
         network.turn()
     assert network.calls[-1][0] == clock.now
 
 
-def test_who_is_connected_and_has_been_dropped_is_called_on_and_is_written_down_as_there(network, clock):
-    """Both dropped each other while one stood still: neither would ask the other again by itself."""
+def test_connected_dropped_peer_is_called(network, clock):
+    """Both dropped each other while one was stalled: neither would ask the other again by itself."""
     network.there, network.connected = {2}, {1, 2}
     network.tell(1)
     network.turn(60.0)
@@ -212,8 +212,8 @@ def test_who_is_connected_and_has_been_dropped_is_called_on_and_is_written_down_
     assert len(network.calls) == called
 
 
-def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(network, clock):
-    also = [address(), address(0), address(port=2)]  # of the join line
+def test_lone_node_calls_often_in_small_groups(network, clock):
+    also = [address(), address(0), address(port=2)]  # from the join line
     Reunion(network, KEY, network.met, also=also, clock=clock).turn()
     assert [peers for _, peers in network.calls] == [{PEER: [address(), address(port=2)]}]
     meet(network.met, 1)
@@ -225,7 +225,7 @@ def test_a_node_that_is_alone_calls_all_the_time_and_never_on_everybody_at_once(
     assert len({peer for _, peers in network.calls for peer in peers}) == 3 * acq.CALLS_AT_ONCE - 1
 
 
-def test_a_visitor_publishes_nothing_and_calls_on_others_for_itself(network, clock):
+def test_visitor_calls_peers_but_publishes_nothing(network, clock):
     visit = Reunion(network, KEY, network.met, also=[address()], is_visitor=True, clock=clock)
     asked = []
     network.run = lambda coroutine: ([], []) if coroutine is acq.peers_there else asked.append(coroutine.args)
@@ -234,7 +234,7 @@ def test_a_visitor_publishes_nothing_and_calls_on_others_for_itself(network, clo
 
 
 class Daemon:
-    """What a node dials and pings with, and by which it meets; where nobody `answers` a dial, it fails."""
+    """A node with its p2pd, protocol and meeting. A dial fails unless `answers`, a ping if that is "not"."""
 
     def __init__(self, own, answers=False, error=None):
         self.answers, self.error, self.said, self.known = answers, error or P2PDaemonError("no route"), [], []
@@ -261,7 +261,7 @@ class Daemon:
 
 
 def call(daemon, peer, *, is_visitor=False):
-    """Call on a peer at an address."""
+    """Call a peer at an address."""
 
     async def scene():
         peers = {peer: [address().replace(PEER, peer)]}
@@ -278,7 +278,7 @@ LOW, HIGH = (PeerID.from_base58(one) for one in (ME, OTHER))
 
 
 @pytest.mark.parametrize("error", [P2PDaemonError("no route"), TimeoutError(), OSError("p2pd is gone")])
-def test_of_two_that_can_t_dial_each_other_the_one_with_the_lower_id_asks_for_a_meeting(error):
+def test_lower_id_requests_meeting_after_failed_dial(error):
     assert call(low := Daemon(LOW, error=error), PEER) == ["meet", "ping"]
     assert low.known == [PeerID.from_base58(PEER)]
     assert call(Daemon(HIGH, error=error), PEER) == []
@@ -288,10 +288,10 @@ def test_of_two_that_can_t_dial_each_other_the_one_with_the_lower_id_asks_for_a_
     assert call(alone, PEER) == []
 
 
-def test_who_is_dialled_need_not_be_met_and_who_does_not_answer_is_not_known():
+def test_only_answering_peer_enters_routing_table():
     for answers, known in ((True, [PeerID.from_base58(PEER)]), ("not", [])):
         daemon = Daemon(LOW, answers)
         assert call(daemon, PEER) == ["ping"] and daemon.known == known
     daemon = Daemon(LOW)
-    daemon.peer_id_to_uid = dict.fromkeys([LOW, HIGH])  # a member that can be dialled is in the middle
+    daemon.peer_id_to_uid = dict.fromkeys([LOW, HIGH])  # the middle is a member that can be dialled
     assert call(daemon, PEER) == ["meet"] and daemon.known == []

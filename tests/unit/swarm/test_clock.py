@@ -1,4 +1,4 @@
-"""The swarm's time goes on whatever happens to a machine's clock; who enters a swarm takes it over."""
+"""The swarm's time is independent of later changes to a machine's clock, and joiners take it over."""
 
 import ctypes
 import math
@@ -12,7 +12,7 @@ from trahiv_cli.swarm.clock import swarm_time, take_over
 
 
 @pytest.mark.parametrize("jump", [-7200, 7200])
-def test_it_is_the_machine_s_time_and_goes_on_when_that_is_set(monkeypatch, jump):
+def test_swarm_time_ignores_clock_changes(monkeypatch, jump):
     before, machine = swarm_time(), time.time
     assert before == pytest.approx(time.time(), abs=1.0)
     monkeypatch.setattr(time, "time", lambda: machine() + jump)
@@ -28,7 +28,7 @@ def test_it_is_the_machine_s_time_and_goes_on_when_that_is_set(monkeypatch, jump
         *(([theirs], 0.0, 0.0) for theirs in (math.nan, math.inf, -math.inf, -(2.0**32), 1e15)),
     ],
 )
-def test_of_several_times_the_one_in_the_middle_is_taken_over(monkeypatch, told, delay, taken):
+def test_median_time_is_taken_over(monkeypatch, told, delay, taken):
     monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, 0.0))
     now = swarm_time()
     assert take_over([(ahead, delay) for ahead in told]) == pytest.approx(taken)

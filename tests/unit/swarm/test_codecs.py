@@ -1,4 +1,4 @@
-"""What each codec keeps of a tensor, what it costs on the wire, and which messages it refuses."""
+"""The precision of each codec, the size of its messages, and the messages that it refuses."""
 
 import math
 
@@ -10,12 +10,12 @@ from hivemind.proto import runtime_pb2
 
 from trahiv_cli.swarm.codecs import CODECS, LEVELS, read_tensor
 
-pytestmark = pytest.mark.filterwarnings("error")  # torch says so of memory that must not be written
+pytestmark = pytest.mark.filterwarnings("error")  # torch warns about read-only memory
 
 NUM_VALUES, SOME = 131072, 8192
 LOSSY = [name for name in CODECS if name != "none"]
 FLOAT32 = torch.finfo(torch.float32)
-MOST = {"none": 0, "blockwise4": 0.15}  # the largest error, in parts of the largest magnitude; else 1 / 100
+MOST = {"none": 0, "blockwise4": 0.15}  # the largest error over the largest magnitude; otherwise 1 / 100
 
 each_codec = pytest.mark.parametrize("name", CODECS)
 
@@ -59,7 +59,7 @@ BANDS = {  # root mean square of the error over that of the values
 
 
 @each_codec
-def test_a_codec_loses_as_much_as_its_table_says(name):
+def test_codec_error_matches_table(name):
     drawn_values = GAUSSIAN, HEAVY_TAILS, SIX_DECADES, FAR_FROM_ZERO
     for values, (low, high) in zip(drawn_values, BANDS[name], strict=True):
         assert low <= lost(name, values) <= high
@@ -71,7 +71,7 @@ def test_a_codec_loses_as_much_as_its_table_says(name):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [(name, one) for name in CODECS for one in CODECS[name].dtypes])
-def test_shape_and_dtype_come_back_in_memory_of_their_own_and_are_encoded_again_to_the_same(name, dtype):
+def test_round_trip_keeps_shape_and_dtype(name, dtype):
     all_values = (HEAVY_TAILS[: SOME - 100] * 1e4).to(dtype).reshape(-1, 2, 2)
     views = all_values.transpose(0, 2), all_values[::2], all_values[:1].expand(9, 2, 2), all_values[0, 0, 0]
     for tensor in (all_values, *views):
@@ -88,7 +88,7 @@ def test_shape_and_dtype_come_back_in_memory_of_their_own_and_are_encoded_again_
     assert encode(name, before.requires_grad_(is_float)).requires_grad is is_float
 
 
-def test_none_keeps_what_is_no_number_and_sixteen_bits_keep_small_values_beside_large_ones():
+def test_small_values_survive_beside_large_ones():
     odd = torch.tensor([float("nan"), float("inf"), -0.0])
     assert torch.equal(there_and_back("none", odd).view(torch.int32), odd.view(torch.int32))
     for scale in (1e-38, 1e30):
@@ -110,7 +110,7 @@ NARROW = torch.tensor([1.0, -57600 / 65504, -57600 / 65504, -60000 / 65504])
 
 
 @each_codec
-def test_extreme_values_come_back_finite_and_near(name):
+def test_extreme_values_stay_finite(name):
     for values in EXTREMES:
         tensor = torch.tensor(values)
         error = there_and_back(name, tensor).double() - tensor.double()
@@ -129,7 +129,7 @@ HEADERS = {"none": 0, "float16": 2, "uniform8": 4 * 3, "blockwise8": 4 * 9, "blo
 
 
 @each_codec
-def test_a_message_has_its_codes_and_a_small_header_and_is_empty_for_an_empty_tensor(name):
+def test_message_size_matches_codec(name):
     codec, tensor = CODECS[name](), torch.ones(2 * 1024 + 1)
     codes = math.ceil(codec.estimate_compression_ratio(info_of(tensor)) * tensor.nbytes)
     expected = codec.encoded_bytes(tensor.numel(), tensor.dtype)
@@ -140,7 +140,7 @@ def test_a_message_has_its_codes_and_a_small_header_and_is_empty_for_an_empty_te
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_a_lossy_codec_refuses_what_it_has_no_code_for_and_names_the_tensor(name):
+def test_lossy_codec_refuses_unencodable_values(name):
     for poison in (float("nan"), float("inf"), -float("inf"), 1e300):
         tensor = torch.ones(2000, dtype=torch.float64)
         tensor[1234] = poison
@@ -168,7 +168,7 @@ def test_a_lossy_codec_refuses_what_it_has_no_code_for_and_names_the_tensor(name
         (["blockwise4"], {"buffer": b"\xc0\x7f\xff\xff"}, "not finite"),
     ],
 )
-def test_a_message_that_no_codec_makes_is_refused(names, changes, words):
+def test_malformed_message_is_refused(names, changes, words):
     for name in names:
         message = encode(name, torch.ones(4))
         message.size[:] = changes.get("size", [4])
@@ -178,7 +178,7 @@ def test_a_message_that_no_codec_makes_is_refused(names, changes, words):
             CODECS[name]().extract(message)
 
 
-def test_a_message_is_read_by_the_number_of_its_codec_and_by_no_other():
+def test_codec_number_selects_decoder():
     for name in CODECS:
         message = encode(name, GAUSSIAN[:SOME])
         assert torch.equal(read_tensor(message), CODECS[name]().extract(message))
@@ -187,7 +187,7 @@ def test_a_message_is_read_by_the_number_of_its_codec_and_by_no_other():
             read_tensor(runtime_pb2.Tensor(compression=number, size=[0], dtype="float32"))
 
 
-def test_a_message_of_blockwise4_is_what_the_documentation_says_and_gives_its_levels_back():
+def test_blockwise4_message_matches_documentation():
     tensor = torch.zeros(67)
     tensor[[0, 1, 64, 66]] = torch.tensor([-2.0, -2.0 * 90 / 1024, 3.0, -3.0 * 880 / 1024])
     scales = b"\x00\xc0" + b"\x40\x40"  # the upper halves of -2.0 and 3.0 in float32

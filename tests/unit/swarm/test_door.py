@@ -1,4 +1,4 @@
-"""With whom a process of a peer speaks: strangers, members, and members that have forgotten each other."""
+"""Whose calls a process of a peer admits: strangers, members, and members that forgot each other."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def shown(peer, membership=SWARM):
 
 
 def admit(door, peer, membership=SWARM, handler=STORE):
-    """Return why a door does not let a member in; empty if it does."""
+    """Return why a door refuses a member; empty if it admits it."""
     try:
         door.admit(peer, shown(peer, membership), handler)
         return ""
@@ -47,7 +47,7 @@ def admit(door, peer, membership=SWARM, handler=STORE):
 
 
 class Wire(Network):
-    """A network of peers that answer pings; it notes who called what."""
+    """A network of peers that answer pings; it records each call with its caller."""
 
     def __init__(self):
         super().__init__()
@@ -58,10 +58,10 @@ class Wire(Network):
         return await super().find(caller, peer, name)
 
     async def serve(self, peer, membership):
-        """Have a peer answer pings; a process of it that was there before is gone."""
+        """Have a peer answer pings, in place of its earlier process."""
         self.remove(peer)
         book = PolicyBook(membership.owner) if membership else None
-        p2p = self.p2p_of(peer, Door(membership, book, peer.to_bytes()).another())  # as an averager's
+        p2p = self.p2p_of(peer, Door(membership, book, peer.to_bytes()).another())  # like an averager's
         p2p.book, p2p.asked = book, []
 
         async def answer(request: dht_pb2.PingRequest, context: P2PContext) -> dht_pb2.PingResponse:
@@ -78,7 +78,7 @@ async def ping(p2p, peer):
 
 
 async def refused(call, words=REFUSAL):
-    """Have a call refused."""
+    """Make a call that must be refused."""
     with pytest.raises(P2PHandlerError, match=words):
         await call
 
@@ -101,7 +101,7 @@ def wire():
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What is logged."""
+    """The logged warnings."""
     said = []
     monkeypatch.setattr(doors.logger, "warning", said.append)
     return said
@@ -115,15 +115,15 @@ def now(monkeypatch, clock):
 
 
 @played
-async def test_a_caller_has_each_peer_introduce_itself_once(wire):
+async def test_peers_introduce_themselves_once(wire):
     a, b = await wire.serve(A, SWARM), await wire.serve(B, SWARM)
     for _ in range(2):
         assert await ping(a, B) and await ping(b, A), "B knows A by its calls"
     assert b.asked == [A, A] and a.asked == [B, B]
     assert [call for _, call in wire.calls] == [INTRODUCE, *["rpc_ping"] * 4]
-    b = await wire.serve(B, SWARM)  # its process was started anew, and has met nobody
+    b = await wire.serve(B, SWARM)  # a restarted process, which knows no peer
     assert await ping(a, B) and b.asked == [A]
-    a = await wire.serve(A, SWARM)  # so was this one, whose first caller gives up at once
+    a = await wire.serve(A, SWARM)  # also restarted; its first call is cancelled at once
     first = asyncio.create_task(ping(a, B))
     await asyncio.sleep(0)
     first.cancel()
@@ -132,7 +132,7 @@ async def test_a_caller_has_each_peer_introduce_itself_once(wire):
 
 
 @played
-async def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_that(wire):
+async def test_open_swarm_needs_no_introduction(wire):
     a, b = await wire.serve(A, None), await wire.serve(B, None)
     assert await ping(a, B) and wire.calls == [(A, "rpc_ping")] and b.asked == [A]
     m = await wire.serve(M, SWARM)
@@ -144,7 +144,7 @@ async def test_in_an_open_swarm_nobody_is_asked_and_a_member_of_another_learns_t
     ("membership", "words"), [(None, "is closed"), (OTHER_SWARM, "not take this peer for a member")]
 )
 @played
-async def test_a_stranger_is_refused_unheard_and_named_once(wire, membership, words, warnings):
+async def test_stranger_is_refused_and_named_once(wire, membership, words, warnings):
     a, stranger = await wire.serve(A, SWARM), await wire.serve(M, membership)
     for _ in range(3):
         await refused(ping(stranger, A))
@@ -158,7 +158,7 @@ async def test_a_stranger_is_refused_unheard_and_named_once(wire, membership, wo
 
 
 @played
-async def test_a_member_calls_nobody_who_can_t_show_a_certificate(wire):
+async def test_member_calls_no_peer_without_certificate(wire):
     async def reflect(certificate, remote_id):
         return certificate
 
@@ -172,13 +172,13 @@ async def test_a_member_calls_nobody_who_can_t_show_a_certificate(wire):
         await refused(ping(a, M), words)
     assert a.door.was_refused
     assert "taken" not in a.door.why_refused().message, "the owner did not sign these words"
-    wire.tamper = lambda message: []  # it is on its way for ever
+    wire.tamper = lambda message: []  # the message never arrives
     await refused(ping(m, A), "did not introduce itself")
     assert m.asked == a.asked == []
 
 
 def spend(door, peer, membership=SWARM):
-    """How many calls a peer is answered at once."""
+    """How many calls of a peer are answered at once."""
     certificate = shown(peer, membership) if membership else b""
     answered = 0
     with pytest.raises(Refused, match="too many calls"):
@@ -188,8 +188,8 @@ def spend(door, peer, membership=SWARM):
     return answered
 
 
-def test_names_by_one_invitation_push_nobody_out_who_came_by_another(monkeypatch, now):
-    """Who is remembered has calls of its own; who is not shares with the others by its invitation."""
+def test_one_invitation_crowds_out_no_other(monkeypatch, now):
+    """A remembered peer has its own call limit; all others with the same invitation share one."""
     monkeypatch.setattr(doors, "PEERS_REMEMBERED", 4)
     door, other = Door(SWARM), OWNER.invite()
     assert not any(admit(door, peer, other) for peer in (A, B))
@@ -199,7 +199,7 @@ def test_names_by_one_invitation_push_nobody_out_who_came_by_another(monkeypatch
 
 
 @pytest.mark.parametrize("membership", [SWARM, None], ids=["closed", "open"])
-def test_who_calls_too_often_is_refused_for_a_while_and_named_once(now, warnings, membership):
+def test_calls_are_rate_limited_per_peer(now, warnings, membership):
     door = Door(membership)
     admit(door, A)
     assert spend(door, A, membership) == doors.CALLS_AT_ONCE
@@ -208,13 +208,13 @@ def test_who_calls_too_often_is_refused_for_a_while_and_named_once(now, warnings
     assert spend(door, B, membership) == doors.CALLS_AT_ONCE, "another one has calls of its own"
     assert warnings[0] == f"Peer {A} was refused: it calls too often." and warnings.count(warnings[0]) == 1
     now.now += 1e6
-    half = doors.CALL_BYTES * doors.CALLS_AT_ONCE // 2  # of what it may send, but for the call itself
-    door.count(A, num_bytes=half)  # a long request counts as many calls as it may hold records
+    half = doors.CALL_BYTES * doors.CALLS_AT_ONCE // 2  # of the bytes it may send, besides the call
+    door.count(A, num_bytes=half)  # a long request counts as one call for each record that fits in it
     with pytest.raises(Refused):
         door.count(A, num_bytes=half)
 
 
-def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, now, warnings):
+def test_strangers_share_one_call_limit(monkeypatch, now, warnings):
     judged, real = [], doors.certified
     monkeypatch.setattr(doors, "certified", lambda *shown: judged.append(shown) or real(*shown))
     door = Door(SWARM)
@@ -222,7 +222,7 @@ def test_all_strangers_together_call_no_more_often_than_one_member(monkeypatch, 
         with pytest.raises(Refused):
             door.admit_request(made_up(number), bytes(CERTIFICATE_BYTES), PING)
     assert len(judged) == doors.CALLS_AT_ONCE and not any("too often" in said for said in warnings)
-    for peer in (A, B):  # came by the invitation of this peer
+    for peer in (A, B):  # have the same invitation as this peer
         assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
 
 
@@ -231,7 +231,7 @@ def decided(owner=OWNER, **marks):
 
 
 @played
-async def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(wire, warnings):
+async def test_kicked_peer_neither_calls_nor_is_called(wire, warnings):
     a, m = await wire.serve(A, SWARM), await wire.serve(M, SWARM)
     assert await ping(a, M) and await ping(m, A)
     a.book.offer(decided(out=[mark_of(M.to_bytes())]))
@@ -239,12 +239,12 @@ async def test_who_is_taken_out_is_answered_and_called_by_nobody_and_learns_why(
         await refused(ping(m, A))
         await refused(ping(a, M), f"is not called|{REFUSAL}")
     assert a.asked == [M] and m.asked == [A]
-    m.door.learn_from(f"{REFUSAL}: its invitation is over")  # nobody signed that
+    m.door.learn_from(f"{REFUSAL}: its invitation is over")  # this is not signed
     assert "has taken this peer out" in m.door.why_refused().message
     assert warnings == [f"Peer {M} was refused: the owner has taken it out."]
 
 
-def test_an_invitation_for_one_lets_the_first_in_until_the_owner_says_who_stays():
+def test_single_use_invitation_admits_first_peer():
     once, book = OWNER.invite(is_once=True), PolicyBook(OWNER.public)
     door, key = Door(SWARM, book), once.grant.key
     for handler in (FIND, *MEETING):
@@ -256,7 +256,7 @@ def test_an_invitation_for_one_lets_the_first_in_until_the_owner_says_who_stays(
 
 
 @played
-async def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else(wire, warnings):
+async def test_watcher_only_reads_records(wire, warnings):
     watcher = OWNER.invite(Role.watcher)
     a, w = await wire.serve(A, SWARM), await wire.serve(M, watcher)
     for _ in range(2):
@@ -268,7 +268,7 @@ async def test_a_watcher_is_called_by_nobody_reads_records_and_does_nothing_else
 
 
 class Writer(bytearray):
-    """The end of a stream that is written to; `read` is what a handler read at the other end."""
+    """The writing end of a stream; `read` is the content that a handler read at the other end."""
 
     write, read, is_closed, is_full = bytearray.extend, None, False, False
 
@@ -281,7 +281,7 @@ class Writer(bytearray):
 
 
 async def opener(wire, door):
-    """Make what opens a stream of a peer to a handler behind a door."""
+    """Return a function that opens a stream of a peer to a handler behind a door."""
 
     async def handler(info, reader, writer):
         writer.read = await reader.read()
@@ -300,7 +300,7 @@ async def opener(wire, door):
 
 
 @played
-async def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is_closed(wire):
+async def test_stream_without_valid_certificate_is_closed(wire):
     open_stream = await opener(wire, Door(SWARM))
     assert (await open_stream(M, shown(M) + b"content")).read == b"content"
     for content in (b"", bytes(CERTIFICATE_BYTES), shown(M, OTHER_SWARM), shown(B)):
@@ -310,16 +310,16 @@ async def test_a_member_s_stream_begins_with_its_certificate_and_a_stranger_s_is
     end = await (await opener(wire, Door()))(M, b"content")
     assert end.read == b"content"
     end.is_full = True
-    with pytest.raises(TimeoutError):  # who takes nothing of what it is sent is not waited for
+    with pytest.raises(TimeoutError):  # a peer that reads nothing is not waited for
         await end.drain()
 
 
 @played
 @pytest.mark.parametrize(("what", "waited_s"), [("hangs up", LINGER_S / 2), ("waits", LINGER_S), ("ends", 0)])
-async def test_a_stream_is_closed_after_its_caller_has_closed_it_or_soon(wire, what, waited_s):
+async def test_stream_closes_after_caller_or_timeout(wire, what, waited_s):
     async def handler(info, reader, writer):
         writer.close()
-        if what == "ends":  # the process does, and cancels what it serves
+        if what == "ends":  # the process ends, and cancels its handlers
             asyncio.current_task().cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(LINGER_S)
@@ -335,7 +335,7 @@ async def test_a_stream_is_closed_after_its_caller_has_closed_it_or_soon(wire, w
 
 @played
 @pytest.mark.parametrize("fails", [False, True])
-async def test_what_a_handler_sends_has_an_end_that_is_said_and_a_failure_is_another_one(wire, fails):
+async def test_response_stream_distinguishes_end_from_failure(wire, fails):
     async def serve(requests, context):
         async for request in requests:
             yield request
@@ -354,7 +354,7 @@ async def test_what_a_handler_sends_has_an_end_that_is_said_and_a_failure_is_ano
     assert taken == [True]
 
 
-def test_one_peer_has_only_so_many_streams_open_and_fewer_that_send_a_state(warnings):
+def test_open_streams_per_peer_are_limited(warnings):
     door = Door(SWARM)
     assert not any(admit(door, peer) for peer in (A, M))
     giving = (STATE, MEETING[1])
@@ -372,11 +372,11 @@ def test_one_peer_has_only_so_many_streams_open_and_fewer_that_send_a_state(warn
 
 
 @played
-async def test_all_strangers_together_have_only_so_many_streams_open(wire):
+async def test_strangers_share_one_stream_limit(wire):
     door = Door(SWARM)
     open_stream = await opener(wire, door)
     assert not admit(door, A)
-    for _ in range(2):  # all that were closed count no more
+    for _ in range(2):  # closed streams no longer count
         numbers = range(doors.STREAMS_AT_ONCE + 9)
         silent = [asyncio.create_task(open_stream(made_up(n), b"", ends=False)) for n in numbers]
         assert (await open_stream(A, shown(A) + b"of a member")).read == b"of a member"

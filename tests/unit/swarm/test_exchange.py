@@ -1,6 +1,6 @@
-"""The recipe's way through the DHT: how it is packed, and which of the records found is believed.
+"""Recipes in the DHT: how they are packed, and which of the published ones is accepted.
 
-Noise keeps nobody out: `tests/simulation/test_records_of_a_liar.py`.
+That invalid records keep no joiner out is tested in `tests/simulation/test_records_of_a_liar.py`.
 """
 
 import random
@@ -29,7 +29,7 @@ def publish(node, recipe, step=7):
 
 
 def long_recipe(seed=0):
-    """One that takes three records."""
+    """A recipe that takes three records."""
     words = " ".join(f"{random.Random(seed + i).getrandbits(64):x}" for i in range(800))
     return recipe("clm=", "task=sft", f"data.chat_template='{{# {words} #}}{{{{ messages }}}}'")
 
@@ -46,7 +46,7 @@ def node(clock):
     return made
 
 
-def test_a_recipe_outlives_a_missed_publication_and_not_its_peers(node, clock):
+def test_recipe_outlives_missed_publication(node, clock):
     clock.now = 2 * PUBLISH_EVERY_S
     assert fetch_offer(node, []).run_id == "run-1"
     clock.now = exchange.RECORD_TTL_S
@@ -57,7 +57,7 @@ def test_a_recipe_outlives_a_missed_publication_and_not_its_peers(node, clock):
     assert caught.value.exit_code == 4
 
 
-def test_one_of_several_runs_must_be_named(node):
+def test_ambiguous_run_must_be_named(node):
     publish(node.neighbour("QmB"), recipe(run="run-2"))
     for named in (None, "run-3"):
         with pytest.raises(RecipeMismatch, match="run-1, run-2") as refused:
@@ -67,7 +67,7 @@ def test_one_of_several_runs_must_be_named(node):
     assert offer.run_id == accept_offer(offer).hivemind_config.opt.run_id == "run-2"
 
 
-def test_the_peer_on_the_join_line_wins_over_any_number_and_others_that_disagree_are_refused():
+def test_recipe_of_named_peer_wins():
     node = FakeNode("QmA")
     for peer, steps, step in (("QmA", 1, 7), ("QmB", 2, 8), ("QmC", 2, 10**6)):
         publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"), step)
@@ -78,7 +78,7 @@ def test_the_peer_on_the_join_line_wins_over_any_number_and_others_that_disagree
             fetch_offer(node, named)
 
 
-def test_the_recipe_that_fits_the_invitation_wins():
+def test_recipe_matching_invitation_wins():
     node = FakeNode("QmA")
     for peer, steps in (("QmA", 1), ("QmB", 2), ("QmC", 2)):
         publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"))
@@ -90,7 +90,7 @@ def test_the_recipe_that_fits_the_invitation_wins():
         fetch_offer(node, [], "run-1", "0" * 24)
 
 
-def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_nothing(node):
+def test_long_recipe_arrives_whole_or_fails(node):
     publish(node, LONG)
     keys = [recipe_key("run-1", number) for number in range(3)]
     assert list(node.records)[-2:] == keys[:0:-1], "the last first: who finds the first finds the rest"
@@ -106,11 +106,11 @@ def test_a_long_recipe_takes_several_records_and_arrives_whole_or_counts_as_noth
             node.records[key] = whole
     node.neighbour("QmStranger").publish(RUNS_KEY, {"run_id": "run-1", "step": -1}, exchange.RECORD_TTL_S)
     node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), exchange.RECORD_TTL_S)
-    publish(node, RECIPE)  # a shorter one leaves records behind
+    publish(node, RECIPE)  # a shorter recipe leaves old records behind
     assert fetch_offer(node, []).fingerprint == FINGERPRINT
 
 
-def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
+def test_recipe_reads_are_limited(monkeypatch):
     node, read = FakeNode("QmStarter"), []
     fetch = node.fetch
     monkeypatch.setattr(node, "fetch", lambda key: read.append(key) or fetch(key))
@@ -122,7 +122,7 @@ def test_no_more_records_are_read_than_a_recipe_may_take(monkeypatch):
     assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
 
 
-def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_is_its_own(node):
+def test_joiner_changes_only_own_fields(node):
     offer = fetch_offer(node, [])
     assert agreement(accept_offer(offer)) == agreement(RECIPE)
     accepted = accept_offer(offer, ["training.per_device_train_batch_size=2"])
@@ -130,18 +130,18 @@ def test_an_offer_becomes_the_starters_recipe_in_which_a_newcomer_changes_what_i
     with pytest.raises(RecipeMismatch, match=f"fingerprint {FINGERPRINT[:12]}"):
         accept_offer(offer, ["training.max_steps=41"])
     shared = offer.wire["shared"]
-    del shared["training"]["weight_decay"]  # has another value here than at the starter's: the default
+    del shared["training"]["weight_decay"]  # so it has the default here, and another value at the starter's
     wire = {"v": 1, "shared": shared, "suggested": {}}
     with pytest.raises(RecipeMismatch, match="fingerprint"):
         accept_offer(PublishedRun("run-1", fingerprint(shared), wire, step=0))
-    shared["model"] = {"model_name_or_path": "/etc"}  # it reaches for this machine
+    shared["model"] = {"model_name_or_path": "/etc"}  # a path on this machine
     with pytest.raises(RecipeError) as refused:
         accept_offer(PublishedRun("run-1", fingerprint(shared), wire, step=0))
     assert refused.value.exit_code == 2
 
 
-def test_a_newcomer_is_let_in_with_a_copy_of_the_starter_s_data_and_no_other(tmp_path):
-    """What is said where none is brought is in `tests/unit/recipe/test_record.py`."""
+def test_joiner_needs_same_local_data(tmp_path):
+    """The error for a joiner without data is tested in `tests/unit/recipe/test_record.py`."""
     (tmp_path / "chat.jsonl").write_text("1234")
     (tmp_path / "copy.jsonl").write_text("1234")
     node, own = FakeNode(), f"data.datasets.0.path={tmp_path}"

@@ -1,4 +1,4 @@
-"""The line that a newcomer pastes, what makes it a member, and the private files of both and of its id."""
+"""The invitation that a joiner pastes, its membership, and the private files of both and of its id."""
 
 import os
 import re
@@ -23,7 +23,7 @@ SECRETS = (invitations.OWNER_FILE, invitations.MEMBER_FILE)
 WHOLE = Invitation((AWAY, HOME), SECRET, "tiny-4f0c1d2e", "6a1b" * 4)
 
 
-def test_it_is_one_short_word_that_comes_back_as_it_was_and_a_damaged_one_is_refused():
+def test_invitation_round_trips_and_detects_damage():
     for invitation in (
         *(WHOLE, Invitation((HOME,)), Invitation((NAMED, AWAY, THERE), SECRET, "äöü-名前")),
         Invitation((HOME,), OWNER.invite(Role.watcher, is_once=True, expires=2**32)),
@@ -42,7 +42,7 @@ def test_it_is_one_short_word_that_comes_back_as_it_was_and_a_damaged_one_is_ref
             Invitation.parse(one)
 
 
-def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
+def test_addresses_invitations_and_files_combine(tmp_path):
     file = tmp_path / "friend"
     invitations.keep_invitation(file, WHOLE)
     expected = Invitation((THERE, AWAY, HOME), SECRET, WHOLE.run_id, WHOLE.fingerprint)
@@ -57,7 +57,7 @@ def test_addresses_invitations_and_files_stand_beside_each_other(tmp_path):
             read_invitation([f"@{tmp_path / name}"])
 
 
-def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_by_a_bare_address_later(tmp_path):
+def test_starter_becomes_owner_and_joiner_member(tmp_path):
     owned = [find_standing(tmp_path, Invitation()) for _ in range(2)]
     assert {one.owner.public for one in owned} == {one.membership.owner for one in owned}
     assert owned[0].membership == owned[1].membership
@@ -73,7 +73,7 @@ def test_who_starts_a_swarm_is_its_owner_and_who_joins_one_a_member_also_by_a_ba
     assert passing_standing(tmp_path, Invitation((HOME,))).membership == SECRET
 
 
-def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watcher_trains(tmp_path):
+def test_open_swarm_needs_no_membership(tmp_path):
     assert find_standing(tmp_path, Invitation(), is_public=True) is None
     for found in (find_standing(tmp_path, Invitation((HOME,))), passing_standing(None, Invitation((HOME,)))):
         assert found is None
@@ -85,7 +85,7 @@ def test_an_open_swarm_is_one_on_purpose_or_joined_without_a_secret_and_no_watch
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, name):
+def test_unusable_secret_file_is_refused(tmp_path, name):
     open_one = Invitation((HOME,)).to_text()
     for content in ("", "nonsense", "00" * (KEY_BYTES - 1), "00" * 5000, "trahiv1:AAAA", "\xff", open_one):
         write_private(tmp_path / name, content.encode())
@@ -98,9 +98,9 @@ def test_a_file_of_a_secret_that_can_t_be_used_is_refused_and_stays(tmp_path, na
             find_standing(folder, Invitation())
 
 
-def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(tmp_path):
+def test_new_identity_key_is_private(tmp_path):
     path = tmp_path / "run" / "identity.key"
-    umask = os.umask(0)  # it hides nothing
+    umask = os.umask(0)  # masks no permission
     try:
         peer_id = ensure_identity(path)
     finally:
@@ -111,7 +111,7 @@ def test_a_new_key_is_for_its_owner_only_and_fixes_the_peer_id(tmp_path):
     assert ensure_identity(path) == ensure_identity(tmp_path / "copy.key") == peer_id
 
 
-def test_a_file_that_is_no_key_or_that_others_can_read_is_refused_and_kept(tmp_path):
+def test_invalid_or_readable_key_is_refused(tmp_path):
     path = tmp_path / "identity.key"
     for place, mode, content, words, hint in (
         *((path, 0o600, content, "not a libp2p private key", "--identity") for content in (b"", b"hello")),

@@ -1,4 +1,4 @@
-"""Connections that died without a word are found and closed."""
+"""Connections that died silently are found and closed."""
 
 import asyncio
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ LINE = (
 )
 
 
-def test_kernel_tables_name_the_dead_connections(tmp_path):
+def test_kernel_tables_show_dead_connections(tmp_path):
     assert dead_places(tmp_path) == set(), "a system without such tables"
     lines = (
         LINE.format("0202580A:813B", 1, 4),
@@ -26,7 +26,7 @@ def test_kernel_tables_name_the_dead_connections(tmp_path):
     assert dead_places(tmp_path) == {("10.88.2.2", 33083), ("2001:db8::1", 443)}
 
 
-def test_peer_of_a_dead_connection_is_disconnected(monkeypatch):
+def test_peer_of_dead_connection_is_disconnected(monkeypatch):
     disconnected = []
 
     async def disconnect(peer):

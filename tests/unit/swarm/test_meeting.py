@@ -1,7 +1,7 @@
-"""How two peers behind routers meet through a member, and what strangers get out of one that serves this.
+"""How two peers behind routers meet through a member, and what strangers can make such a member do.
 
-Stand-ins are p2pd (`Daemon`), and routers, in the place of what dials from p2pd's port. Each peer listens at
-a port of 127.0.0.1, and is seen outside under a public address.
+`Daemon` stands in for p2pd, and `World.dial_from` for routers when a peer dials from p2pd's port. Each peer
+listens on a port of 127.0.0.1, and others see it at a public address.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ def made_up(number):
     return PeerID(b"\x12\x20" + bytes(31) + bytes([number]))
 
 
-A, B, M, C = map(made_up, range(1, 5))  # two at home, a member that both are connected with, and another one
+A, B, M, C = map(made_up, range(1, 5))  # two at home, a member connected with both, and another member
 
 
 async def pair():
@@ -38,11 +38,11 @@ async def pair():
 
 
 class Daemon:
-    """A peer's p2pd, as hivemind's client of it shows it. Who dials says its id, as libp2p would prove it."""
+    """A peer's p2pd, as hivemind's client shows it. A dial sends ids, which libp2p would prove."""
 
     def __init__(self, world, peer):
         self.world, self.peer = world, peer
-        self.handlers, self.connections = {}, {}  # to each peer: its address, and the stream if there is one
+        self.handlers, self.connections = {}, {}  # by peer: its address, and the stream if there is one
         self.served, self.opened = set(), []
 
     async def listen(self):
@@ -111,9 +111,9 @@ class World(dict):
     """Peers by their ids; each is a `Meeting` with its `daemon`."""
 
     def __init__(self):
-        self.listening = {}  # where p2pd listens at a place that somebody outside can dial
-        self.lets_in = False  # whether routers let in whoever is dialled at the same time
-        self.dialled = {}  # places that somebody waits at, by the ports on both sides
+        self.listening = {}  # where p2pd listens, by the place that others can dial from outside
+        self.lets_in = False  # whether routers let in a peer that is dialled at the same time
+        self.dialled = {}  # dials that wait for the other side, by the ports on both sides
         self.knocked = set()
 
     async def add(self, peer, relay_rate=None, may_be_relayed=True, **options):
@@ -132,7 +132,7 @@ class World(dict):
             self[one].daemon.connections[other] = Multiaddr(f"/ip4/{host}/tcp/{port}"), None
 
     async def dial_from(self, port, place):
-        """Dial as through routers: a connection comes about where the other one dials, too."""
+        """Dial as through routers: a connection is made if the other side dials, too."""
         self.knocked.add(place)
         if (there := self.listening.get(place)) is not None:
             return End(*await asyncio.open_connection(*there))
@@ -146,7 +146,7 @@ class World(dict):
         return other
 
     async def ask(self, caller, peer, handler, *content):
-        """Call a handler of a peer as anybody may; return the answer and the stream."""
+        """Call a handler of a peer as any peer may; return the answer and the stream."""
         _, *stream = await self[caller].daemon.stream_open(peer, [handler])
         end = End(*stream)
         await end.send(*content)
@@ -156,7 +156,7 @@ class World(dict):
         for one in self.values():
             await one.close()
             one.daemon.close()
-        await asyncio.sleep(0.001)  # what was served ends
+        await asyncio.sleep(0.001)  # so that handlers end
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def world(monkeypatch):
 
 
 def played(story):
-    """Play a test in an event loop; `world` has A, B and M, or those of the test's own."""
+    """Play a test in an event loop, and close its `world`."""
 
     @functools.wraps(story)
     def test(world, **given):
@@ -187,7 +187,7 @@ def played(story):
 
 
 async def settle(world, a=None, b=None, m=None):
-    """Have A, B and M come, each with options of its own; A and B are connected with M alone."""
+    """Add A, B and M, each with options of its own; A and B are connected only with M."""
     for peer, options in ((A, a), (B, b), (M, m)):
         await world.add(peer, **(options or {}))
     world.connect(A, M)
@@ -195,7 +195,7 @@ async def settle(world, a=None, b=None, m=None):
 
 
 async def talk(world):
-    """Have the p2pd of A and of B, which are connected, say something."""
+    """Send bytes both ways between the connected p2pd of A and of B; return their ends."""
     a, b = await world[A].daemon.hear_of(B), await world[B].daemon.hear_of(A)
     for one, other in ((a, b), (b, a)):
         one.writer.write(bytes(4 * TALK_BYTES) + b"end")
@@ -204,7 +204,7 @@ async def talk(world):
 
 
 @played
-async def test_where_no_router_lets_anybody_in_two_are_relayed_until_one_of_the_three_ends_it(world):
+async def test_peers_behind_closed_routers_are_relayed(world):
     for ends in (A, B, M):
         world.clear()
         await settle(world)
@@ -218,7 +218,7 @@ async def test_where_no_router_lets_anybody_in_two_are_relayed_until_one_of_the_
 
 
 @played
-async def test_where_routers_let_in_who_is_dialled_two_speak_without_the_member_in_the_middle(world):
+async def test_punched_peers_need_no_middle(world):
     world.lets_in = True
     await settle(world, m={"relay_rate": 0})
     assert await world[A].meet(B, [M]) == "punched"
@@ -229,7 +229,7 @@ async def test_where_routers_let_in_who_is_dialled_two_speak_without_the_member_
 
 @pytest.mark.parametrize("who", ["a", "b"])
 @played
-async def test_who_is_told_to_relay_all_is_relayed_where_a_punch_would_work(world, who):
+async def test_punching_can_be_switched_off(world, who):
     world.lets_in = True
     await settle(world, **{who: {"punches": False}})
     assert await world[A].meet(B, [M]) == "relayed"
@@ -241,23 +241,21 @@ CARRIES_NOTHING, NOT_YET = {"relay_rate": 0}, {"may_be_relayed": False}
 
 @pytest.mark.parametrize("options", [{"m": CARRIES_NOTHING}, {"a": NOT_YET}, {"b": NOT_YET}])
 @played
-async def test_nobody_is_relayed_by_who_carries_nothing_or_before_it_is_known_who_can_be_dialled(
-    world, options
-):
+async def test_relay_needs_willing_middle_and_known_reach(world, options):
     await settle(world, **options)
     with pytest.raises(NotMet, match=f"through {M}: the routers let neither .* nothing is relayed, or not"):
         await world[A].meet(B, [M])
     assert B not in world[A].daemon.connections and A not in world[B].daemon.connections
     world[A].may_be_relayed = world[B].may_be_relayed = world.lets_in = True
     if "m" in options:
-        with pytest.raises(NotMet):  # after a punch in vain the next is shorter: here, none at all
+        with pytest.raises(NotMet):  # after a failed punch the next is shorter: here, none at all
             await world[A].meet(B, [M])
     else:
         assert await world[A].meet(B, [M]) == "relayed"
 
 
 @played
-async def test_a_peer_that_listens_where_it_is_knocked_is_dialled(world):
+async def test_listening_peer_is_dialled_directly(world):
     await settle(world)
     world.listening[world[B].daemon.public] = world[B].daemon.place
     assert await world[A].meet(B, [M]) is None
@@ -266,7 +264,7 @@ async def test_a_peer_that_listens_where_it_is_knocked_is_dialled(world):
 
 
 @played
-async def test_why_two_did_not_meet_is_said_of_each_member_and_a_few_are_tried(world):
+async def test_failed_meeting_names_each_middle(world):
     await settle(world)
     others = [made_up(number) for number in range(5, 9)]
     for middle in others[:2]:
@@ -282,7 +280,7 @@ async def test_why_two_did_not_meet_is_said_of_each_member_and_a_few_are_tried(w
 
 
 @played
-async def test_nobody_is_met_through_a_peer_that_has_itself_met_them(world):
+async def test_relays_are_not_chained(world):
     await settle(world)
     await world.add(C)
     world.connect(C, A)
@@ -293,7 +291,7 @@ async def test_nobody_is_met_through_a_peer_that_has_itself_met_them(world):
 
 
 @played
-async def test_a_peer_that_is_being_met_is_met_once(world):
+async def test_concurrent_meeting_is_refused(world):
     await settle(world)
     both = await asyncio.gather(*(world[A].meet(B, [M]) for _ in range(2)), return_exceptions=True)
     assert both[0] == "relayed" and str(both[1]) == "it is being met"
@@ -301,7 +299,7 @@ async def test_a_peer_that_is_being_met_is_met_once(world):
 
 @pytest.mark.parametrize("relay_rate", [0, 20_000, None])
 @played
-async def test_what_two_may_say_through_a_member_that_does_not_carry_is_little(world, relay_rate):
+async def test_relay_rate_limits_traffic(world, relay_rate):
     heard, now = bytearray(), asyncio.get_running_loop().time
 
     async def answer(info, reader, writer):
@@ -329,7 +327,7 @@ async def test_what_two_may_say_through_a_member_that_does_not_carry_is_little(w
 
 
 @played
-async def test_of_one_peer_and_of_all_together_so_many_are_relayed_at_once(world, monkeypatch):
+async def test_relayed_circuits_are_limited(world, monkeypatch):
     async def relay(caller, peer):
         (_, carries, _), end = await world.ask(caller, M, SEEK, peer.to_bytes(), [], TOKEN)
         ends.append(end)
@@ -356,7 +354,7 @@ async def test_of_one_peer_and_of_all_together_so_many_are_relayed_at_once(world
 
 
 @played
-async def test_one_middle_does_not_use_up_the_meetings_of_a_peer(world):
+async def test_answered_meetings_per_middle_are_limited(world):
     async def told(middle, number):
         try:
             (places, may, more), end = await world.ask(
@@ -387,7 +385,7 @@ async def test_one_middle_does_not_use_up_the_meetings_of_a_peer(world):
 
 @pytest.mark.parametrize("are_near", [True, False])
 @played
-async def test_homes_are_dialled_into_only_by_neighbours(world, are_near):
+async def test_private_places_reach_only_neighbours(world, are_near):
     async def answer(info, reader, writer):
         asked.append(await End(reader, writer).receive())
         await End(reader, writer).send([(HOME, 8)], True, TOKEN)
@@ -407,7 +405,7 @@ async def test_homes_are_dialled_into_only_by_neighbours(world, are_near):
 
 @pytest.mark.parametrize("is_open", [True, False])
 @played
-async def test_a_look_tells_where_a_peer_is_seen_and_whether_it_was_dialled_there(world, is_open):
+async def test_look_reports_seen_and_dialled_places(world, is_open):
     await settle(world)
     a = world[A]
     world[M].daemon.connections[A] = Multiaddr(f"/ip4/{HERE}/tcp/7"), None
@@ -417,7 +415,7 @@ async def test_a_look_tells_where_a_peer_is_seen_and_whether_it_was_dialled_ther
 
 
 @played
-async def test_a_look_has_nothing_dialled_but_a_port_of_the_machine_that_asks(world, monkeypatch):
+async def test_look_dials_only_asking_machine(world, monkeypatch):
     async def dial_back(place):
         dialled.append(place)
         raise ConnectionRefusedError
@@ -431,7 +429,7 @@ async def test_a_look_has_nothing_dialled_but_a_port_of_the_machine_that_asks(wo
 
 
 @played
-async def test_an_answer_that_names_another_machine_or_port_is_not_believed(world):
+async def test_look_ignores_foreign_places(world):
     async def lie(info, reader, writer):
         await End(reader, writer).send([(host, 7)], dialled, True)
         writer.close()
@@ -449,7 +447,7 @@ async def test_an_answer_that_names_another_machine_or_port_is_not_believed(worl
 @pytest.mark.parametrize("handler", [LOOK, SEEK, ANSWER])
 @pytest.mark.parametrize("content", [b"\xff", MSGPackSerializer.dumps([[("example.org", 1)]])])
 @played
-async def test_whoever_sends_rubbish_is_told_what_is_wrong(world, handler, content):
+async def test_malformed_message_is_refused(world, handler, content):
     await settle(world)
     _, reader, writer = await world[A].daemon.stream_open(M, [handler])
     writer.write(len(content).to_bytes(8) + content)
@@ -460,7 +458,7 @@ async def test_whoever_sends_rubbish_is_told_what_is_wrong(world, handler, conte
 @pytest.mark.parametrize(
     ("handler", "content", "words"),
     [
-        (SEEK, [A.to_bytes(), [], TOKEN], "not connected"),  # oneself
+        (SEEK, [A.to_bytes(), [], TOKEN], "not connected"),  # the caller itself
         (SEEK, [made_up(9).to_bytes(), [], TOKEN], "not connected"),
         (SEEK, [bytes(999), [], TOKEN], "no id of a peer"),
         (SEEK, [B.to_bytes(), [("example.org", 1)], TOKEN], "not places"),
@@ -471,14 +469,14 @@ async def test_whoever_sends_rubbish_is_told_what_is_wrong(world, handler, conte
     ],
 )
 @played
-async def test_a_request_that_can_t_be_is_refused_with_the_reason(world, handler, content, words):
+async def test_impossible_request_is_refused_with_reason(world, handler, content, words):
     await settle(world)
     with pytest.raises(NotMet, match=words):
         await world.ask(A, M, handler, *content)
 
 
 @played
-async def test_how_fast_the_way_to_a_member_is_and_back_is_measured(world):
+async def test_link_speed_is_measured_both_ways(world):
     async def slow(info, reader, writer):
         end, now = End(reader, writer), asyncio.get_running_loop().time
         for wait_s, content in ((0.1, []), (0.02, [bytes(MEASURED_BYTES)])):
@@ -500,7 +498,7 @@ async def test_how_fast_the_way_to_a_member_is_and_back_is_measured(world):
 
 
 @played
-async def test_nobody_is_dialled_on_this_machine_or_on_many_or_where_this_peer_has_no_port(world):
+async def test_local_and_multicast_places_are_not_dialled(world):
     await settle(world)
     far = ("5.5.5.9", 1)
     places = [(HERE, 1), ("169.254.1.1", 1), ("224.0.0.1", 1), ("2606:4700::1", 1), far]

@@ -1,6 +1,6 @@
-"""What proves membership, what an owner decides about it, and how the processes of a peer come to know that.
+"""Certificates of membership, the owner's policy, and how it reaches the processes of a peer.
 
-A policy that was damaged, or is older, is taken over by nobody: see
+That no peer takes over a damaged or older policy is tested in
 `tests/simulation/test_records_of_a_liar.py`.
 """
 
@@ -28,7 +28,7 @@ def marks(*parts):
     return frozenset(mark_of(*one) for one in parts)
 
 
-def test_a_member_is_known_by_everybody_who_knows_the_owner_and_by_nobody_else():
+def test_stolen_or_altered_certificate_is_refused():
     certificate = SWARM.certify(ALICE)
     assert certified(OWNER.public, ALICE, certificate) == SWARM.grant
     assert certified(OWNER.public, MALLORY, certificate) is None, "stolen"
@@ -43,7 +43,7 @@ def test_a_member_is_known_by_everybody_who_knows_the_owner_and_by_nobody_else()
         assert sys.getrefcount(content) == before, "it is kept nowhere"
 
 
-def test_what_an_invitation_is_good_for_can_t_be_widened():
+def test_invitation_terms_cannot_be_altered():
     narrow = OWNER.invite(Role.watcher, is_once=True, expires=2**33, era=3)
     assert Grant.parse(narrow.grant.to_bytes()) == narrow.grant
     parts = narrow.to_parts()
@@ -72,7 +72,7 @@ STAYS = marks((ALICE, GRANT.key), (ALICE, SHORT.key))
         (Policy(1, stay=STAYS), ALICE, replace(SHORT, expires=999), ""),
     ],
 )
-def test_who_is_a_member(policy, peer, grant, word, monkeypatch):
+def test_policy_and_grant_decide_membership(policy, peer, grant, word, monkeypatch):
     monkeypatch.setattr(membership, "swarm_time", lambda: 999)
     objection = policy.objection(peer, grant)
     assert word in objection and bool(word) == bool(objection)
@@ -88,12 +88,12 @@ def also_out(peer):
 
 @pytest.fixture
 def books(tmp_path, monkeypatch):
-    """Those of two processes of a peer, which look into the file whenever they are asked."""
+    """The policy books of two processes of a peer, which read the file on every access."""
     monkeypatch.setattr(roll, "POLICY_LOOK_EVERY_S", 0.0)
     return [PolicyBook(OWNER.public, tmp_path / "policy") for _ in range(2)]
 
 
-def test_the_newest_policy_counts_in_all_processes_and_no_torn_or_older_file(tmp_path, books):
+def test_processes_share_newest_valid_policy(tmp_path, books):
     path, (first, second) = tmp_path / "policy", books
     assert second.policy == Policy() and second.wire == b""
     for offered, newest in ((wire(3), 3), (wire(1), 3), (wire(4), 4), (wire(9, OTHER), 4), (None, 4)):
@@ -106,7 +106,7 @@ def test_the_newest_policy_counts_in_all_processes_and_no_torn_or_older_file(tmp
     assert second.policy.serial == 4
 
 
-def test_a_policy_for_which_the_disk_had_no_space_is_written_when_it_is_offered_again(books, monkeypatch):
+def test_failed_policy_write_is_retried(books, monkeypatch):
     first, second = books
     with monkeypatch.context() as full:
         full.setattr(roll, "write_private", Mock(side_effect=OSError))
@@ -120,7 +120,7 @@ def test_a_policy_for_which_the_disk_had_no_space_is_written_when_it_is_offered_
         book.offer(wire(1))
 
 
-def test_a_decision_is_numbered_kept_and_private(tmp_path, books):
+def test_decision_is_saved_once_and_privately(tmp_path, books):
     book, another = books
     with pytest.raises(SetupError, match="longer than"):
         book.decide(OWNER, lambda policy: replace(policy, out=MANY))
@@ -131,7 +131,7 @@ def test_a_decision_is_numbered_kept_and_private(tmp_path, books):
     assert (tmp_path / "policy").stat().st_mode & 0o077 == 0
 
 
-def test_kicks_from_two_copies_of_the_owner_s_folder_both_count(tmp_path):
+def test_kicks_from_folder_copies_merge(tmp_path):
     one, other = (PolicyBook(OWNER.public, tmp_path / copy / "policy") for copy in ("one", "other"))
     one.decide(OWNER, lambda policy: replace(policy, closed=marks((GRANT.key,))))
     first, second = one.decide(OWNER, also_out(ALICE)), other.decide(OWNER, also_out(MALLORY))
@@ -145,7 +145,7 @@ def test_kicks_from_two_copies_of_the_owner_s_folder_both_count(tmp_path):
     assert one.decide(OWNER, lambda policy: policy) == before, "no end of it"
 
 
-def test_of_two_copies_decisions_the_later_era_counts_and_those_who_stay_leave_room():
+def test_policy_merge_takes_later_era():
     stays = marks((MALLORY, GRANT.key))
     earlier = Policy(3, out=marks((ALICE,)), closed=marks((GRANT.key,)), stay=stays)
     for one, other in ((earlier, Policy(2, era=1)), (Policy(2, era=1), earlier)):

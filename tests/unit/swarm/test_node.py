@@ -1,6 +1,6 @@
-"""What a node says of itself and reads of others, and why it did not start; no process is started here.
+"""What a node publishes and reads, and why one does not start; no process is started here.
 
-Also which addresses are taken, who can dial one, and where a peer may listen; which processes fail.
+Also which addresses are accepted, which peers can dial one, where a peer may listen, and failed processes.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ def done(value):
 
 
 def dht_of(found=None, visible=(), *, client_mode=False, knows=()):
-    """A DHT whose process runs here until it is shut down; p2pd says that it is `visible` there."""
+    """A DHT whose process is this one until it is shut down; p2pd reports its addresses as `visible`."""
 
     async def answer(latest=True):
         return visible
@@ -73,7 +73,10 @@ def identity(tmp_path_factory):
 
 @pytest.fixture
 def start(monkeypatch, identity):
-    """`start(dht, initial_peers)` starts a node with a stand-in for its DHT, or an error raised `times`."""
+    """`start(dht, initial_peers)` starts a node with a stand-in for its DHT.
+
+    If `dht` is an error, the first `times` tries raise it.
+    """
     monkeypatch.setattr(node, "do_chores", lambda *_: None)
 
     def start(dht, initial_peers=(), times=1, **options):
@@ -96,7 +99,7 @@ HOSTS = {
 }
 
 
-def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
+def test_own_addresses_are_sorted_by_reach(start):
     ends = [f"tcp/1/p2p/{PEER}", f"udp/1/quic-v1/p2p/{PEER}"]
     expected = [(reach, f"/{host}/{end}") for reach in HOSTS for end in ends for host in HOSTS[reach]]
     visible = [Multiaddr(maddr) for _, maddr in reversed([*expected, expected[0]])]
@@ -105,7 +108,7 @@ def test_addresses_are_listed_from_far_to_near_and_tcp_first(start):
     assert start(dht_of(client_mode=True, visible=visible)).own_addresses() == [], "it only dials out"
 
 
-def test_addresses_of_all_interfaces_are_listed(monkeypatch):
+def test_addresses_cover_all_interfaces(monkeypatch):
     def interface(*texts):
         families = (socket.AF_INET6 if ":" in text else socket.AF_INET for text in texts)
         return [SimpleNamespace(family=one, address=text) for one, text in zip(families, texts, strict=True)]
@@ -141,7 +144,7 @@ OTHERS = [PeerID(b"\x12\x20" + b"%032d" % number).to_base58() for number in rang
         ("relayed", 0, "own"),
     ],
 )
-def test_others_join_by_two_members_where_they_can_t_dial_this_peer(start, kind, num_known, by):
+def test_undialable_peer_names_members_as_entrances(start, kind, num_known, by):
     met, there = Acquaintances(None), OTHERS[:num_known]
     for peer in OTHERS:
         for port in (1, 2):
@@ -167,9 +170,7 @@ def test_others_join_by_two_members_where_they_can_t_dial_this_peer(start, kind,
         ("direct", False, True, True),
     ],
 )
-def test_a_peer_averages_with_those_alone_that_it_can_dial_where_nobody_carries_for_it(
-    monkeypatch, start, kind, carries, client_mode, only_dials
-):
+def test_unrelayed_peer_only_dials(monkeypatch, start, kind, carries, client_mode, only_dials):
     monkeypatch.setattr(node, "REACH_KNOWN_S", 0.0)
     one = start(dht_of(client_mode=client_mode))
     one.dht.client_mode = client_mode
@@ -177,7 +178,7 @@ def test_a_peer_averages_with_those_alone_that_it_can_dial_where_nobody_carries_
     assert one.only_dials() is only_dials
 
 
-def test_a_visit_ends_with_the_visitor(monkeypatch, start):
+def test_visit_ends_with_visitor(monkeypatch, start):
     dht = dht_of()
     monkeypatch.setattr(node, "CorrectedDHT", lambda **_: dht)
     with visiting((), None, Acquaintances(None)) as visitor:
@@ -186,7 +187,7 @@ def test_a_visit_ends_with_the_visitor(monkeypatch, start):
     assert not dht.is_alive() and not visitor.is_alive()
 
 
-def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody_took_it(start):
+def test_records_are_read_by_owner(start):
     own, malformed = own_place(RSAPrivateKey()), own_place(RSAPrivateKey())
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
     reader = start(dht_of(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
@@ -198,7 +199,7 @@ def test_records_are_read_by_their_owners_and_a_publication_says_whether_anybody
 
 
 @pytest.mark.parametrize("answer", [concurrent.futures.Future(), done(ConnectionRefusedError("refused"))])
-def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypatch, start, answer):
+def test_silent_dht_raises_error(monkeypatch, start, answer):
     monkeypatch.setattr(node, "RECORD_TIMEOUT_S", 0.0)
     one = start(dht_of(answer))
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
@@ -216,20 +217,20 @@ def test_a_dht_that_is_silent_or_has_lost_p2pd_is_an_error_and_no_hang(monkeypat
     ],
     ids=["its identity is in use", "p2pd", "nobody answered", "no member"],
 )
-def test_why_a_node_did_not_start_is_said(start, error, initial_peers, kind, said):
+def test_failed_start_explains_cause(start, error, initial_peers, kind, said):
     with pytest.raises(kind) as refused:
         start(error, initial_peers, times=3)
     assert all(part in refused.value.message for part in said)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_a_node_tries_three_times_to_enter(start, times):
+def test_node_tries_three_times_to_enter(start, times):
     slow = RuntimeError("none of the initial_peers responded to a ping")
     with pytest.raises(Unreachable) if times == 3 else contextlib.nullcontext():
         assert start(slow, ADDRESSES, times=times).is_alive()
 
 
-def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_longer(monkeypatch, start):
+def test_single_silent_address_is_left_to_p2pd(monkeypatch, start):
     monkeypatch.setattr(addresses, "answering_of", lambda _: [])
     assert start(dht_of(), ADDRESSES[:1]).is_alive()
     with pytest.raises(Unreachable):
@@ -237,14 +238,14 @@ def test_the_only_address_that_leads_into_a_swarm_is_left_to_p2pd_which_waits_lo
 
 
 @pytest.mark.parametrize("error", [NotAdmitted("no member"), P2PDaemonError("failed")])
-def test_a_node_starts_without_peers_of_before_that_fail_it(start, error):
+def test_node_starts_despite_failing_known_peers(start, error):
     met = Acquaintances(None)
     met.meet(PEER, list(ADDRESSES))
     assert start(error, met=met).fetch("key") == {}
 
 
 @pytest.mark.parametrize("error", [SwarmError("No answer.", hint="wait"), OSError("the disk is full")])
-def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(caplog, error):
+def test_failing_chore_is_reported_once(caplog, error):
     done_times = []
 
     def fail():
@@ -261,7 +262,7 @@ def test_a_chore_that_fails_is_told_once_and_keeps_no_other_from_being_done(capl
 
 
 @pytest.mark.parametrize("address", ["", "0.0.0.0:31337", "/ip4/203.0.113.7/tcp/99999", "/ip4/1.2.3.4/tcp/1"])
-def test_an_address_that_names_a_peer_is_taken_and_no_other(address):
+def test_only_peer_addresses_are_accepted(address):
     for host in ("ip4/203.0.113.7", "ip6/2001:db8::1", "dns4/example.org"):
         for end in ("tcp/1", "udp/1/quic-v1", f"tcp/1/p2p/{PEER}/p2p-circuit"):
             addresses.require_peer_address(f"/{host}/{end}/p2p/{PEER}")
@@ -272,7 +273,7 @@ def test_an_address_that_names_a_peer_is_taken_and_no_other(address):
 @pytest.mark.parametrize(
     ("protocol", "kind", "end"), [("tcp", socket.SOCK_STREAM, ""), ("udp", socket.SOCK_DGRAM, "/quic-v1")]
 )
-def test_a_port_in_use_is_refused_although_it_could_be_shared_and_a_free_one_stays_free(protocol, kind, end):
+def test_port_in_use_is_refused(protocol, kind, end):
     with socket.socket(socket.AF_INET, kind) as other:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # in the way libp2p uses it
             other.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -312,9 +313,7 @@ ELSEWHERE = "/ip4/203.0.113.7/tcp/31337"
         (["/ip4/0.0.0.0/tcp/0"], [ELSEWHERE], ["/ip4/0.0.0.0/tcp/0"], [ELSEWHERE], 0),
     ],
 )
-def test_an_address_elsewhere_is_announced_and_old_quic_modern(
-    host_maddrs, announced, hosts, told, num_notes
-):
+def test_external_address_is_announced(host_maddrs, announced, hosts, told, num_notes):
     found = addresses.read_listening(host_maddrs, announced)
     assert (found.hosts, found.announced, len(found.notes)) == (hosts, told, num_notes)
 
@@ -340,7 +339,7 @@ def test_an_address_elsewhere_is_announced_and_old_quic_modern(
         ([LISTEN], ["/ip4/203.0.113.7/udp/9/quic-v1"], "does not listen on that transport"),
     ],
 )
-def test_addresses_that_p2pd_cannot_use_are_refused(host_maddrs, announced, why):
+def test_unusable_addresses_are_refused(host_maddrs, announced, why):
     with pytest.raises(SetupError, match=re.escape(why)) as refused:
         addresses.read_listening(host_maddrs, announced)
     assert refused.value.hint
@@ -350,7 +349,7 @@ def test_addresses_that_p2pd_cannot_use_are_refused(host_maddrs, announced, why)
     ("number", "why"),
     [(errno.EACCES, "Permission denied"), (errno.EAFNOSUPPORT, "Address family not supported")],
 )
-def test_the_system_s_reason_against_a_port_is_told(monkeypatch, number, why):
+def test_port_error_has_system_reason(monkeypatch, number, why):
     def refuse(*_):
         raise OSError(number, os.strerror(number))
 
@@ -359,7 +358,7 @@ def test_the_system_s_reason_against_a_port_is_told(monkeypatch, number, why):
         addresses.require_free_ports(["/ip6/::/tcp/80"])
 
 
-def test_a_node_notes_where_p2pd_does_not_listen(start):
+def test_node_notes_unused_listen_address(start):
     [note] = start(dht_of()).notes()
     assert note.startswith(f"p2pd does not listen on {LISTEN}: ")
     with socket.socket() as listener:
@@ -368,7 +367,7 @@ def test_a_node_notes_where_p2pd_does_not_listen(start):
         assert start(dht_of()).notes() == []
 
 
-def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
+def test_stranger_on_port_is_recognized():
     def said_of(address):
         return addresses.what_answers(address, addresses.knock(address))
 
@@ -386,7 +385,7 @@ def test_a_peer_that_has_stopped_is_told_from_a_stranger_on_its_port():
 
 
 class Home:
-    """A node whose process does as the test says; each look at it counts. Its owner has taken some `out`."""
+    """A node with a scripted process, which counts its pulses. The owner has removed the peers in `out`."""
 
     def __init__(self, answers=None, is_busy=False, is_stopped=False, runs=True, out=()):
         self.runs, self.answers, self.asked, self.is_out = runs, answers, 0, set(out).__contains__
@@ -411,13 +410,13 @@ class Home:
 
 @pytest.fixture
 def watched(monkeypatch, clock):
-    """Set the time, and a process's use of it, as watchers see them."""
+    """Replace the time, and the processor time of a process, as watchers see them."""
     monkeypatch.setattr(alive, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(alive, "effort_of", lambda pids: pids[0].effort())
 
 
 def watch(home, clock):
-    """Watch a node; return `look(s)`, which looks for so long, and says how long and what is wrong."""
+    """Watch a node; return `look(seconds)`, which returns how long it looked, and the failure if any."""
     watcher = Alive(home, Events(), bool)
 
     def look(seconds):
@@ -431,14 +430,14 @@ def watch(home, clock):
 
 
 @pytest.mark.usefixtures("watched")
-def test_a_process_that_answers_is_well_though_the_machine_sleeps_and_its_end_is_found_at_once(clock):
+def test_answering_process_is_well_after_suspend(clock):
     look = watch(home := Home(), clock)
     look(600)
     assert 600 / PULSE_EVERY_S / 2 <= home.asked <= 600 / PULSE_EVERY_S
     home.answers = "nothing"
     look(PULSE_EVERY_S + LOOK_EVERY_S * (STILL_AFTER_LOOKS // 2))
     home.pending.set_result(None)
-    clock.now += 7200  # a suspended machine: hours go by between two looks
+    clock.now += 7200  # a suspended machine: hours pass between two looks
     home.answers = None
     assert look(60)[1] == ""
     home.runs = False
@@ -451,25 +450,23 @@ def test_a_process_that_answers_is_well_though_the_machine_sleeps_and_its_end_is
     [
         ("nothing", False, False, 0.0, 10.0, "stands still"),
         ("nothing", True, False, SLOW_AFTER_S, SLOW_AFTER_S + 5, "did not answer"),
-        # as p2pd beside the DHT's process: they answer together
+        # like p2pd beside the DHT's process: they answer together
         ("nothing", True, True, 0.0, 10.0, "stands still"),
         (ConnectionRefusedError("p2pd is gone"), False, False, 0.0, 2 * PULSE_EVERY_S, "p2pd is gone"),
         (ValueError("nonsense"), False, False, 0.0, 2 * PULSE_EVERY_S, "nonsense"),
     ],
 )
-def test_one_that_fails_is_found_and_a_busy_one_is_given_time(
-    clock, answers, is_busy, is_stopped, least_s, most_s, said
-):
+def test_busy_process_is_given_time(clock, answers, is_busy, is_stopped, least_s, most_s, said):
     took_s, ailment = watch(Home(answers, is_busy, is_stopped), clock)(600)
     assert least_s <= took_s <= most_s and said in ailment
 
 
-def test_a_process_that_is_gone_has_used_no_time_and_this_one_is_not_stopped():
+def test_missing_process_uses_no_time():
     used_s, is_stopped = alive.effort_of([os.getpid(), 2**22 + 1])
     assert used_s > 0 and not is_stopped and alive.effort_of([2**22 + 1]) == (0.0, False)
 
 
-def test_a_peer_whose_process_failed_or_that_was_taken_out_trains_no_further():
+def test_failed_or_kicked_peer_stops_training():
     told, wants_to_leave = queue.SimpleQueue(), []
     broken = Alive(Home(runs=False), Events(told.put), lambda: bool(wants_to_leave))
     broken.watch()

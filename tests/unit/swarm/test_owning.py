@@ -1,4 +1,4 @@
-"""Who is a member of a closed swarm, and what its owner can do; what is replaced is the DHT, by a dict."""
+"""The members of a closed swarm, and what its owner can do; a dict stands in for the DHT."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,9 @@ from hivemind.p2p import PeerID
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.swarm import membership, owning, roll
+from trahiv_cli.swarm.files import INVITATION_FILE
 from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
-from trahiv_cli.swarm.invitation import (
-    INVITATION_FILE,
-    Invitation,
-    find_standing,
-    keep_invitation,
-    read_invitation,
-)
+from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation, read_invitation
 from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role, mark_of
 from trahiv_cli.swarm.owning import OwnedSwarm, list_members, own_folder
 from trahiv_cli.swarm.roll import LOOK_EVERY_S, MAX_MEMBERS, MAX_STAYING, Credentials, read_members, read_roll
@@ -36,7 +31,7 @@ HOME, HERE = (f"/ip4/{host}/tcp/31337/p2p/{A}" for host in ("192.168.1.20", "127
 
 
 class Swarm(FakeNode):
-    """The DHT of a swarm, whose members take turns while it runs; visitors see it, too."""
+    """The DHT of a swarm, whose members take turns in `run`; visitors see it, too."""
 
     time = 1e9
 
@@ -55,7 +50,7 @@ class Swarm(FakeNode):
         return self
 
     def enter(self, peer, standing=None):
-        """Have a peer come, by the invitation of all if no other credentials are said."""
+        """Have a peer join, by the invitation for all unless other credentials are given."""
         standing = standing or Credentials(self.home)
         self.books[peer] = book = standing.book()
         self.lists[peer] = roll.MemberList(self.neighbour(peer), standing, book, lambda: self.time)
@@ -70,13 +65,13 @@ class Swarm(FakeNode):
         return self.books[asked].policy.objection(id_of(peer), membership.grant)
 
     def made_up(self, number):
-        """Have so many names in the roll that came by the invitation of all."""
+        """Enter some made-up peers in the roll, with the invitation for all; return their ids."""
         peers = [peer(n) for n in range(number)]
         roll.write_down(self.folder, dict.fromkeys(peers, self.home.grant))
         return peers
 
     def out(self, membership, *peers):
-        """Which of some peers are no members by the policy in the owner's folder."""
+        """Which of some peers the policy in the owner's folder excludes."""
         policy = self.owned.book.policy
         return [one for one in peers if policy.objection(id_of(one), membership.grant)]
 
@@ -91,7 +86,7 @@ class Swarm(FakeNode):
 
 @pytest.fixture
 def swarm(tmp_path, monkeypatch):
-    """A started it; B and M came by its invitation."""
+    """A swarm that A started; B and M joined by its invitation."""
     made = Swarm(tmp_path)
     monkeypatch.setattr(owning, "visiting", made.visited)
     for module in (membership, owning):
@@ -102,20 +97,20 @@ def swarm(tmp_path, monkeypatch):
     return made
 
 
-def test_members_are_listed_while_they_are_there_and_the_owner_remembers_them(swarm):
+def test_owner_remembers_absent_members(swarm):
     assert read_members(swarm, swarm.owner.public) == dict.fromkeys((A, B, M), swarm.home.grant)
     del swarm.lists[B]
     swarm.run(roll.CERTIFICATE_TTL_S + roll.PUBLISH_EVERY_S)
     assert read_members(swarm, swarm.owner.public).keys() == {A, M}
     assert read_roll(swarm.folder).keys() == {A, B, M}
     assert swarm.books[A].policy == Policy(), "an invitation that is good for ever needs no word"
-    marks = mark_of(id_of(M)) * 2  # of whom it saw: the version before adds them
+    marks = mark_of(id_of(M)) * 2  # of the members that it saw: the previous version adds them
     swarm.neighbour(C).publish(roll.MEMBERS_KEY, swarm.home.certify(id_of(C)) + marks, 60)
     swarm.neighbour(STRANGER).publish(roll.MEMBERS_KEY, ["no bytes"], 60)
     assert read_members(swarm, swarm.owner.public).keys() == {A, M, C}
 
 
-def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_policy(swarm):
+def test_members_seen_in_time_stay(swarm):
     once = swarm.owner.invite(is_once=True)
     for one in (M, STRANGER):
         swarm.enter(one, Credentials(once))
@@ -137,12 +132,12 @@ def test_whom_the_owner_s_peer_sees_first_or_in_time_stays_and_nobody_fills_the_
         assert swarm.objection(C, other, asked) == "" and "over" in swarm.objection(STRANGER, other, asked)
 
 
-def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
+def test_decision_spreads_and_outlives_record(swarm):
     swarm.owned.take_out(STRANGER)
     assert swarm.owned.synchronize()
     swarm.run()
     assert {swarm.books[one].policy.serial for one in (A, B, M)} == {1}
-    del swarm.lists[A]  # the owner leaves; the others hand it on
+    del swarm.lists[A]  # the owner leaves; the others pass the decision on
     swarm.run(2 * roll.POLICY_TTL_S)
     assert list(swarm.fetch(roll.POLICY_KEY).values()) == [swarm.owned.book.wire], "one record is enough"
     for one in (STRANGER, C):
@@ -155,7 +150,7 @@ def test_a_decision_reaches_all_in_seconds_and_outlives_its_record(swarm):
         swarm.owned.synchronize()
 
 
-def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_one_if_torn(swarm):
+def test_roll_has_room_for_each_invitation(swarm):
     folder, other = swarm.folder, swarm.owner.invite().grant
     swarm.made_up(2 * MAX_MEMBERS)
     kept = roll.write_down(folder, {C: swarm.home.grant, STRANGER: other})
@@ -167,7 +162,7 @@ def test_the_roll_is_a_private_file_with_room_for_each_invitation_and_an_empty_o
     assert read_roll(folder) == {}
 
 
-def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_all(swarm):
+def test_closed_invitation_admits_no_newcomer(swarm):
     invitation, path = swarm.invite(Role.watcher, lasts_s=3600)
     grant, other = invitation.membership.grant, swarm.invite()[0].membership
     assert invitation == Invitation((HOME,), invitation.membership, "run-1", "ab" * 8)
@@ -188,7 +183,7 @@ def test_an_invitation_says_where_and_what_for_and_can_be_closed_alone_or_with_a
     assert swarm.owned.given() == [fresh.grant]
 
 
-def test_a_peer_is_taken_out_with_its_invitation_and_all_others_stay_that_came_by_it(swarm):
+def test_kick_closes_invitation_and_keeps_members(swarm):
     others = [A, B, *swarm.made_up(300)]
     swarm.owned.take_out(STRANGER)
     assert swarm.home_now() == swarm.home, "it was never seen: no invitation is closed"
@@ -197,7 +192,7 @@ def test_a_peer_is_taken_out_with_its_invitation_and_all_others_stay_that_came_b
     assert swarm.home_now() != swarm.home and swarm.out(swarm.home_now(), M, C) == [M]
 
 
-def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_invitations(swarm):
+def test_kick_evicting_others_is_refused(swarm):
     others = [A, B, *swarm.made_up(600)]
     with pytest.raises(SetupError, match="^224 others") as refused:
         swarm.owned.take_out(M)
@@ -210,7 +205,7 @@ def test_nobody_is_taken_out_at_the_cost_of_others_before_the_owner_closes_all_i
     assert not swarm.out(swarm.home_now(), *others[-223:]), "they can join again"
 
 
-def test_a_peer_can_be_named_as_it_is_shown_or_in_full_and_the_own_one_is_known_by_its_key(swarm):
+def test_member_is_found_by_short_id(swarm):
     find, own = swarm.owned.find, ensure_identity(swarm.folder / "other.key")
     assert find(short_name(M)) == find(M[-6:]) == M and find(STRANGER) == STRANGER
     for word in ("", "...", "Qm", "nobody", M[-3:], "Qmxxxxxxxx"):
@@ -226,7 +221,7 @@ def test_a_peer_can_be_named_as_it_is_shown_or_in_full_and_the_own_one_is_known_
     assert find(A) == A
 
 
-def test_the_owner_s_list_has_who_is_away_or_out_and_a_folder_of_another_swarm_says_nothing(swarm, tmp_path):
+def test_owner_lists_absent_and_kicked_members(swarm, tmp_path):
     watcher, _ = swarm.invite(Role.watcher)
     other = find_standing(tmp_path / "other", Invitation())
     other.book().decide(other.owner, lambda policy: Policy(out=frozenset({mark_of(id_of(M))})))
@@ -246,7 +241,7 @@ def test_the_owner_s_list_has_who_is_away_or_out_and_a_folder_of_another_swarm_s
         list_members(None, Invitation((HOME,)))
 
 
-def test_the_newest_folder_is_meant_where_none_is_said_and_must_be_one_s_own(tmp_path, monkeypatch):
+def test_newest_own_folder_is_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SetupError, match="no run of yours"):
         own_folder()

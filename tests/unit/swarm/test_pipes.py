@@ -1,4 +1,4 @@
-"""What two peers say over a stream of bytes, at what pace others pass it on, and which places are dialled."""
+"""Messages over a stream of bytes, the pace at which others relay them, and which places are dialled."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ def packed(content):
 
 
 @played
-async def test_a_message_arrives_as_it_was_sent_and_no_more_than_one_is_read():
+async def test_messages_arrive_unchanged_one_by_one():
     async with pair() as (one, other):
         await one.send("name", [("1.2.3.4", 5)], b"bytes", True)
         await one.send()
@@ -61,7 +61,7 @@ async def test_a_message_arrives_as_it_was_sent_and_no_more_than_one_is_read():
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", b"\xa3why", b"\x05", b"\xd9\xff"])
 @played
-async def test_a_sentence_says_why_there_is_no_message_and_rubbish_is_none(content):
+async def test_error_text_and_garbage_raise(content):
     async with pair() as (one, other):
         await one.send("nobody is there")
         with pytest.raises(NotMet, match=r"^nobody is there$"):
@@ -75,7 +75,7 @@ async def test_a_sentence_says_why_there_is_no_message_and_rubbish_is_none(conte
 
 
 @played
-async def test_a_word_is_heard_and_another_or_none_at_all_is_an_end(monkeypatch):
+async def test_unexpected_or_missing_word_raises(monkeypatch):
     async with pair() as (one, other):
         one.writer.write(b"gogo")
         for _ in range(2):
@@ -95,12 +95,12 @@ async def test_a_word_is_heard_and_another_or_none_at_all_is_an_end(monkeypatch)
 
 
 @virtual
-async def test_all_that_share_a_pace_share_its_rate_and_its_most_and_without_one_nothing_waits():
+async def test_shared_pace_limits_all_users():
     pace, now = Pace(1000.0), asyncio.get_running_loop().time
     await asyncio.gather(*(pace.take(500) for _ in range(4)))
     assert now() == pytest.approx(2.0)
     await asyncio.sleep(8.0)
-    await pace.take(1000)  # what was not used before is not saved up
+    await pace.take(1000)  # an unused rate is not saved up
     assert now() == pytest.approx(11.0)
     await pace.take(500, is_urgent=True)
     assert now() == pytest.approx(11.0)
@@ -117,7 +117,7 @@ async def test_all_that_share_a_pace_share_its_rate_and_its_most_and_without_one
 
 @pytest.mark.parametrize("ends_first", [0, 1])
 @played
-async def test_two_streams_are_joined_both_ways_until_one_of_them_ends(ends_first):
+async def test_joined_streams_end_together(ends_first):
     async with pair() as (a, near_a), pair() as (b, near_b):
         joined = asyncio.create_task(join(near_a, near_b))
         for one, other, said in ((a, b, b"to b"), (b, a, b"to a")):
@@ -132,7 +132,7 @@ async def test_two_streams_are_joined_both_ways_until_one_of_them_ends(ends_firs
 
 
 @virtual
-async def test_joined_streams_that_are_idle_are_closed():
+async def test_idle_joined_streams_are_closed():
     async def drain(): ...
 
     closed, now = [], asyncio.get_running_loop().time
@@ -148,7 +148,7 @@ async def test_joined_streams_that_are_idle_are_closed():
 
 
 @played
-async def test_what_is_joined_ends_with_more_than_the_most_and_when_it_is_cancelled():
+async def test_join_ends_at_limit_or_cancellation():
     for paces in ((Pace(most=5), Pace()), ()):
         async with pair() as (a, near_a), pair() as (b, near_b):
             joined = asyncio.create_task(join(near_a, near_b, *paces))
@@ -161,7 +161,7 @@ async def test_what_is_joined_ends_with_more_than_the_most_and_when_it_is_cancel
 
 
 @virtual
-async def test_the_first_good_result_counts_and_the_other_tries_are_cancelled():
+async def test_first_good_result_cancels_other_tries():
     ended, now = [], asyncio.get_running_loop().time
 
     async def trying(after_s, result):
@@ -193,11 +193,11 @@ async def test_the_first_good_result_counts_and_the_other_tries_are_cancelled():
         (["ip4/127.0.0.1/tcp/1"], True, [(HERE, 1)]),
     ],
 )
-def test_places_are_where_tcp_can_dial_an_ip_address_each_once(maddrs, is_near, places):
+def test_places_are_unique_tcp_addresses(maddrs, is_near, places):
     assert pipes.places_of([f"/{maddr}" for maddr in maddrs], is_near=is_near) == tuple(places)
 
 
-def test_a_peer_may_be_where_it_is_seen_at_its_own_ports_there_and_where_it_says():
+def test_candidate_places_include_own_ports():
     seen, own = [("5.5.5.1", 9), ("2606:4700::1", 9)], [("10.0.0.1", 1), ("fd00::1", 2), ("5.5.5.1", 9)]
     at_own_ports = [("5.5.5.1", 1), ("2606:4700::1", 2)]
     assert pipes.places_at(seen, own, [("5.5.5.1", 8)]) == [*seen, *at_own_ports, *own[:2]]
@@ -214,7 +214,7 @@ def test_a_peer_may_be_where_it_is_seen_at_its_own_ports_there_and_where_it_says
         *(("1.2.3", 1), (16909060, 1), "1.2.3.4", None),
     ],
 )
-def test_places_that_a_stranger_sends_are_addresses_with_ports_and_few(place):
+def test_places_from_strangers_are_validated(place):
     good = [("1.2.3.4", 1), ["::1", 2**16 - 1]]
     assert pipes.read_places(iter(good)) == (("1.2.3.4", 1), ("::1", 2**16 - 1))
     with pytest.raises(ValueError):
@@ -232,16 +232,16 @@ def test_places_that_a_stranger_sends_are_addresses_with_ports_and_few(place):
         *(("fe80::1", False, False), ("239.255.255.250", False, None), ("ff05::1", False, None)),
     ],
 )
-def test_no_place_is_dialled_that_is_here_or_on_many_machines(host, elsewhere, is_global):
+def test_local_and_multicast_places_are_excluded(host, elsewhere, is_global):
     assert pipes.is_elsewhere((host, 1)) is elsewhere
     assert is_global is None or pipes.is_global((host, 1)) is is_global
 
 
 @contextlib.asynccontextmanager
 async def serving(*answers):
-    """Answer each connection to a port of 127.0.0.1 with the next answer, the last for ever; None: hang up.
+    """Answer each connection to a port of 127.0.0.1 with the next answer, and repeat the last; None: hang up.
 
-    What was said before each answer, and from where, is in the list that comes with the port.
+    The port comes with a list of the bytes that were received, and the port from which each caller dialled.
     """
     heard, left, served = [], list(answers), []
 
@@ -264,7 +264,7 @@ async def serving(*answers):
 
 @contextlib.contextmanager
 def listening():
-    """Return a port that is listened at as libp2p does."""
+    """Listen as libp2p does; return the port."""
     with socket.socket() as listens:
         listens.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listens.bind((HERE, 0))
@@ -273,7 +273,7 @@ def listening():
 
 
 async def knocked(answers):
-    """Knock where somebody gives these answers; return the end, what was heard there, and what was opened."""
+    """Knock at a server with these answers; return the end, the bytes received there, and all opened ends."""
     opened = []
     with listening() as own:
         async with serving(*answers) as (port, heard):
@@ -286,20 +286,20 @@ async def knocked(answers):
 
 
 @played
-async def test_a_knock_is_answered_by_whoever_says_the_token():
+async def test_knock_is_answered_by_token():
     end, heard, opened = await knocked([TOKEN])
     assert opened == [end] and heard == [TOKEN]
 
 
 @pytest.mark.parametrize("other", [OTHER, None, HELLO], ids=["another token", "nothing", "libp2p"])
 @played
-async def test_a_knock_that_something_else_answers_is_tried_again(other):
+async def test_unexpected_knock_answer_is_retried(other):
     end, heard, opened = await knocked([other, TOKEN])
     assert opened[-1] is end and len(opened) == 2 and heard[-1] == TOKEN
 
 
 @played
-async def test_where_libp2p_answers_again_and_again_it_listens_and_where_another_does_it_is_not():
+async def test_repeated_libp2p_answers_mean_listening():
     with pytest.raises(Listens, match="can be dialled"):
         await knocked([HELLO])
     with pytest.raises(TimeoutError):
@@ -307,7 +307,7 @@ async def test_where_libp2p_answers_again_and_again_it_listens_and_where_another
     with pytest.raises(Listens):
         await knocked([*[HELLO, OTHER] * (HEARD - 1), HELLO])
     with listening() as own, socket.socket() as closed:
-        closed.bind((HERE, 0))  # nobody listens there
+        closed.bind((HERE, 0))  # no process listens there
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(pipes.knock(own, closed.getsockname(), TOKEN, []), 0.05)
         with pytest.raises(ConnectionRefusedError):
@@ -315,7 +315,7 @@ async def test_where_libp2p_answers_again_and_again_it_listens_and_where_another
 
 
 @played
-async def test_who_is_dialled_back_speaks_libp2p_or_is_not_there():
+async def test_dial_back_requires_libp2p():
     async with serving(HELLO) as (port, heard), serving(b"HTTP/1.1 400 Bad Request\r\n") as (other, _):
         place = (HERE, port)
         assert await pipes.dial_back(place) == place

@@ -1,4 +1,4 @@
-"""How others reach a peer: what is made of what members say, and when these and the router are asked."""
+"""How others reach a peer: conclusions from members' answers, and when members and router are asked."""
 
 import asyncio
 import os
@@ -52,22 +52,20 @@ def seen(*places, dialled=(), carries=True):
         ([seen(PUBLIC)], ()),
         ([seen(PUBLIC, dialled=(PUBLIC,))], (PUBLIC,)),
         ([seen(PUBLIC, dialled=(PUBLIC,)), seen(("5.5.5.1", 9))], (PUBLIC,)),
-        ([seen(PUBLIC, dialled=(PUBLIC,)), seen(("5.5.5.2", PORT))], ()),  # one that nobody else has seen
-        ([seen(PUBLIC, ("5.5.5.1", 9), dialled=(PUBLIC,)), seen(("5.5.5.2", PORT))], ()),  # named twice
+        ([seen(PUBLIC, dialled=(PUBLIC,)), seen(("5.5.5.2", PORT))], ()),  # seen by no other member
+        ([seen(PUBLIC, ("5.5.5.1", 9), dialled=(PUBLIC,)), seen(("5.5.5.2", PORT))], ()),  # twice, by one
         ([seen(HOME, dialled=(HOME,)), seen(("5.5.5.2", PORT))], ()),  # from its own network
-        ([seen(HOME, dialled=(HOME,)), seen(("192.168.1.1", 9))], (HOME,)),  # one's own, of which one knows
+        ([seen(HOME, dialled=(HOME,)), seen(("192.168.1.1", 9))], (HOME,)),  # its own, which it knows
         ([seen(HOME, dialled=(HOME,)), seen(PUBLIC, dialled=(PUBLIC,)), seen(PUBLIC)], (PUBLIC,)),
         ([seen(HOME, NEAR, dialled=(HOME, NEAR))], (HOME, NEAR)),
     ],
 )
-def test_a_place_is_believed_that_another_member_has_seen_too_and_a_public_one_where_there_is_any(
-    looks, told
-):
+def test_only_confirmed_places_are_believed(looks, told):
     assert believed(looks, LISTENS) == told
 
 
 class World:
-    """What a node finds, in the place of p2pd and of the members: they look at it as a test says."""
+    """Stands in for p2pd and for the members; a test sets how these see the node."""
 
     def __init__(self):
         self.visible, self.servers, self.connected = list(LISTENS), [], []
@@ -97,7 +95,7 @@ class World:
         return self.visible
 
     def meet_by(self, p2p, listens, relay_rate, punches):
-        """Be the `Meeting` that a node makes."""
+        """Stand in for the `Meeting` that a node makes."""
         self.made = listens, relay_rate, punches
         return self
 
@@ -113,7 +111,7 @@ class World:
         return self.by_way
 
     def members(self, *looks):
-        """Have so many members be there, who say this."""
+        """Have one member for each of these looks."""
         self.servers = list(PEERS[: len(looks)])
         self.looks = dict(zip(self.servers, looks, strict=True))
 
@@ -146,9 +144,7 @@ ONLY_DIALS = f"{COULD_NOT} No member relays for it, so it averages only with pee
         ((), False, [], "dials-out", ONLY_DIALS),
     ],
 )
-def test_what_members_say_becomes_a_kind_a_sentence_and_whether_others_ask_this_node(
-    world, dialled, carries, ways, kind, why
-):
+def test_member_answers_determine_reach(world, dialled, carries, ways, kind, why):
     world.by_way = dict(zip(PEERS, ways, strict=False))
     world.members(seen(PUBLIC, dialled=dialled), seen(PUBLIC, carries=carries))
     if not carries:
@@ -158,7 +154,7 @@ def test_what_members_say_becomes_a_kind_a_sentence_and_whether_others_ask_this_
     assert reach.only_dials is (why == ONLY_DIALS) and world.protocol.is_listed is bool(dialled)
 
 
-def test_a_node_that_finds_nobody_is_listed_and_a_visitor_never(world):
+def test_lone_node_is_listed_but_visitor_never(world):
     alone = Reach("alone", "Nobody is there who could dial this peer.")
     for peers in ((), (NotMet("no"), TimeoutError())):
         world.members(*peers)
@@ -173,7 +169,7 @@ def test_a_node_that_finds_nobody_is_listed_and_a_visitor_never(world):
 @pytest.mark.parametrize(
     ("wanted", "kind", "asked"), [("auto", "direct", 1), ("direct", "direct", 0), ("relay", "relayed", 1)]
 )
-def test_a_peer_s_user_may_say_how_it_is_reached(world, wanted, kind, asked):
+def test_user_may_choose_reach(world, wanted, kind, asked):
     world.members(seen(PUBLIC, dialled=(PUBLIC,)))
     world.by_way = {PEERS[1]: "relayed"}
     reach = found(world, wanted)
@@ -184,7 +180,7 @@ def test_a_peer_s_user_may_say_how_it_is_reached(world, wanted, kind, asked):
     assert found(world, wanted) == Reach("dials-out", "It only dials out, as its user wants.")
 
 
-def test_a_few_are_asked_those_who_can_be_dialled_and_anybody_where_there_is_none(world):
+def test_few_dialable_members_are_asked(world):
     world.members(*[seen(PUBLIC)] * 9)
     assert len(found(world).looks) == world.asked == LOOKS
     servers = [servers_of(world) for _ in range(20)]
@@ -193,7 +189,7 @@ def test_a_few_are_asked_those_who_can_be_dialled_and_anybody_where_there_is_non
     assert len(found(world).looks) == 2
 
 
-def test_who_is_connected_learns_at_once_that_a_node_is_listed(world):
+def test_connected_peers_learn_of_listing(world):
     def be_listed(is_listed):
         world.pinged.clear()
         world.run(lambda dht, node: list_node(node, world.servers, is_listed=is_listed))
@@ -205,7 +201,7 @@ def test_who_is_connected_learns_at_once_that_a_node_is_listed(world):
 
 
 class Box:
-    """A router; what it answers, and who can dial this peer then, a test says."""
+    """A router; a test sets its answer, and in which worlds (`then`) members can dial this peer then."""
 
     def __init__(self):
         self.said, self.asked, self.then = NO_ROUTER, 0, ()
@@ -225,7 +221,7 @@ def box():
 
 @pytest.fixture
 def turn(world, box, clock):
-    """Take turns for so many seconds; return what is known then, and how often the router was asked."""
+    """Take turns for some seconds; return the reach known then, and how often the router was asked."""
     made = []
 
     def turn(seconds=0.0, rules=ReachRules()):  # noqa: B008
@@ -242,7 +238,7 @@ def turn(world, box, clock):
     return turn
 
 
-def test_members_are_asked_each_half_minute_and_sooner_by_a_peer_that_is_alone(world, turn):
+def test_lone_peer_asks_members_more_often(world, turn):
     world.members(seen(PUBLIC, dialled=(PUBLIC,)))
     turn(4 * LOOK_EVERY_S)
     assert world.asked == 5
@@ -257,14 +253,14 @@ def test_members_are_asked_each_half_minute_and_sooner_by_a_peer_that_is_alone(w
     assert reach.kind == "direct" and world.finder.addresses() == [f"/ip4/5.5.5.1/tcp/{PORT}"]
 
 
-def test_the_first_answer_lets_others_be_relayed_to_this_peer_and_not_before(world, turn, clock, box):
+def test_first_answer_allows_relaying(world, turn, clock, box):
     finder = ReachFinder(world, ReachRules(), box, clock=clock)
     assert finder.reach.kind == "alone" and not finder.is_known.is_set() and not world.may_be_relayed
     finder.turn()
     assert finder.is_known.is_set() and world.may_be_relayed
 
 
-def test_the_router_is_asked_only_where_nobody_dialled_and_again_before_its_lease_is_over(world, turn, box):
+def test_only_undialled_peer_asks_router(world, turn, box):
     world.members(seen(PUBLIC, dialled=(PUBLIC,)))
     assert turn(LEASE_S)[1] == 0
     world.members(seen(PUBLIC), seen(PUBLIC))
@@ -274,7 +270,7 @@ def test_the_router_is_asked_only_where_nobody_dialled_and_again_before_its_leas
     assert turn(LEASE_S / 2 - 2.0)[1] == 1 and turn(4 * LOOK_EVERY_S)[1] == 2
 
 
-def test_a_router_that_has_forgotten_is_asked_at_once_when_members_dial_in_vain(world, turn, box):
+def test_forgotten_forwarding_is_renewed_at_once(world, turn, box):
     world.members(seen(PUBLIC), seen(PUBLIC))
     box.said, box.then = FORWARDED, [world]
     assert turn()[0].kind == "direct"
@@ -285,7 +281,7 @@ def test_a_router_that_has_forgotten_is_asked_at_once_when_members_dial_in_vain(
     )
 
 
-def test_what_the_router_said_is_told_where_it_did_not_help(world, turn, box):
+def test_useless_router_answer_is_reported(world, turn, box):
     world.members(seen(PUBLIC), seen(PUBLIC))
     reach, asked = turn(4 * LOOK_EVERY_S)
     assert (reach.kind, asked, reach.places) == ("dials-out", 1, ()), "not at each look"
@@ -296,7 +292,7 @@ def test_what_the_router_said_is_told_where_it_did_not_help(world, turn, box):
     assert world.finder.addresses() == []
 
 
-def test_a_peer_that_is_alone_is_where_its_router_forwards(world, turn, box):
+def test_lone_peer_announces_forwarded_address(world, turn, box):
     box.said = FORWARDED
     reach, asked = turn(LOOK_EVERY_S)
     assert (reach.kind, reach.places, asked) == ("alone", (PUBLIC,), 1) and "But no member" not in reach.why
@@ -304,16 +300,14 @@ def test_a_peer_that_is_alone_is_where_its_router_forwards(world, turn, box):
 
 
 @pytest.mark.parametrize("visible", [LISTENS[1:], (*LISTENS[1:], Multiaddr(f"/ip4/5.5.5.1/tcp/{PORT}"))])
-def test_no_router_is_asked_by_a_peer_without_a_local_network_or_whose_user_does_not_want_it(
-    world, turn, box, visible
-):
+def test_peer_without_lan_asks_no_router(world, turn, box, visible):
     world.members(seen(PUBLIC))
     assert turn(LEASE_S, ReachRules("relay"))[1] == 0
     world.visible = list(visible)
     assert ReachFinder(world, ReachRules(), box).turn() is None and box.asked == 0
 
 
-def test_where_own_addresses_change_members_and_the_router_are_asked_at_once(world, turn, box):
+def test_address_change_triggers_new_look(world, turn, box):
     world.members(seen(PUBLIC))
     assert turn()[1] == world.asked == 1
     world.visible = [Multiaddr(f"/ip4/10.0.0.7/tcp/{PORT}"), LISTENS[1]]
@@ -329,9 +323,7 @@ def test_where_own_addresses_change_members_and_the_router_are_asked_at_once(wor
         (ReachRules("direct", 0.0), 0.0, True),
     ],
 )
-def test_a_node_serves_meetings_at_this_machine_s_own_address_as_its_user_says(
-    world, box, rules, rate, punches
-):
+def test_meeting_follows_reach_rules(world, box, rules, rate, punches):
     ReachFinder(world, rules, box)
     assert world.made == ([("127.0.0.1", PORT), HOME], rate, punches)
     world.listens = []
@@ -339,7 +331,7 @@ def test_a_node_serves_meetings_at_this_machine_s_own_address_as_its_user_says(
     assert world.meeting is None, "it listens nowhere"
 
 
-def test_a_process_listens_where_its_sockets_do():
+def test_listening_places_match_open_sockets():
     with socket.create_server(("0.0.0.0", 0)) as one, socket.create_server(("127.0.0.2", 0)) as other:
         places = {("127.0.0.1", one.getsockname()[1]), other.getsockname()}
         assert places <= set(listening_places(os.getpid()))

@@ -1,4 +1,4 @@
-"""Whose a record is, and which ones no node keeps; what a peer says of itself, and others hand on."""
+"""The owner of a record, records that no node stores, and signed statements that others pass on."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def record(value=VALUE, place=PLACE, ttl_s=60.0, key="key"):
 
 
 def place_by(invitation, key=KEY):
-    """The place of a peer that came by an invitation."""
+    """The place of a peer, with its certificate from an invitation."""
     return own_place(key, invitation.certify(PeerID.from_base58(owner_of(own_place(key))).to_bytes()))
 
 
@@ -42,7 +42,7 @@ def kept(quota, **wanted):
     return has_room
 
 
-def test_a_place_is_that_of_the_peer_whose_identity_has_the_key_and_no_other_has_room(tmp_path):
+def test_only_valid_place_has_owner(tmp_path):
     peer = ensure_identity(tmp_path / "identity.key")
     assert owner_of(own_place(records.read_signing_key(tmp_path / "identity.key"))) == peer
     known = PeerID.from_base58(peer)
@@ -57,7 +57,7 @@ def test_a_place_is_that_of_the_peer_whose_identity_has_the_key_and_no_other_has
         assert not OwnersOnly().validate(record(place=place)) and not Quota().has_room(record(place=place))
 
 
-def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long_or_another_signed_it():
+def test_validators_refuse_oversized_or_forged_records():
     validator, plain, no_messagepack, most = OwnersOnly(), record(), b"\xc1", bytes(records.MAX_RECORD_BYTES)
     assert validator.validate(plain) and validator.validate(record(most))
     timeless = (record(ttl_s=ttl_s) for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12))
@@ -70,7 +70,7 @@ def test_a_record_in_a_place_is_kept_unless_it_is_large_or_would_live_long_or_an
         assert node_s.validate(replace(plain, value=signed)) == (by is KEY)
 
 
-def test_in_a_closed_swarm_who_is_no_member_has_no_records():
+def test_closed_swarm_refuses_records_of_nonmembers():
     place, validator = place_by(OWNER.invite()), OwnersOnly(OWNER.public)
     assert owner_of(place) == PEER and validator.validate(record(place=place))
     stolen = own_place(OTHER) + place.removeprefix(PLACE)
@@ -79,7 +79,7 @@ def test_in_a_closed_swarm_who_is_no_member_has_no_records():
     assert not OwnersOnly().validate(record(place=place)), "no certificate counts in an open swarm"
 
 
-def test_a_peer_has_so_many_records_at_a_time_and_those_that_are_over_make_room(monkeypatch):
+def test_quota_limits_records_per_peer(monkeypatch):
     quota, now = Quota(), swarm_time()
     for number in range(records.MAX_RECORDS + 1):
         assert quota.has_room(record(key=f"{number}")), "what was not found valid does not count"
@@ -92,7 +92,7 @@ def test_a_peer_has_so_many_records_at_a_time_and_those_that_are_over_make_room(
     assert kept(quota, key="another")
 
 
-def test_a_peer_has_one_place_under_a_key_and_so_many_peers_have_one_that_came_by_one_invitation(monkeypatch):
+def test_quota_limits_peers_per_invitation(monkeypatch):
     monkeypatch.setattr(records, "MAX_OWNERS", 2)
     now, quota, shared, other = swarm_time(), Quota(), OWNER.invite(), OWNER.invite()
     for key in (KEY, OTHER, KEY):
@@ -108,7 +108,7 @@ def test_a_peer_has_one_place_under_a_key_and_so_many_peers_have_one_that_came_b
     assert kept(quota, place=place_by(shared, THIRD)), "the others' are over"
 
 
-def test_a_statement_is_read_as_it_was_made_and_one_of_another_or_about_something_else_or_changed_is_none():
+def test_altered_or_misattributed_statement_is_refused():
     said = b"I bring 8 samples"
     first, second, bob_s = (sign(key_of(name), b"step 7", said) for name in ("alice", "alice", "bob"))
     assert verified(first, id_of("alice"), b"step 7") == records.content_of(first) == said

@@ -1,4 +1,4 @@
-"""What comes of asking the router of a home to forward a port; in its place is `Box`, below miniupnpc."""
+"""Port forwarding by a home router; `Box` stands in for it, below miniupnpc."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def asked(monkeypatch):
     return ask
 
 
-def test_a_port_is_forwarded_while_it_is_asked_for_and_the_router_forgets_it_at_the_end(asked):
+def test_port_is_forwarded_until_close(asked):
     made, said = asked(box := Box())
     mapping = {(PORT, "TCP"): (LAN, PORT, "trahiv", "", LEASE_S)}
     assert said == Forwarded(PUBLIC, f"The router forwards port {PORT} from {PUBLIC}.")
@@ -68,7 +68,7 @@ def test_a_port_is_forwarded_while_it_is_asked_for_and_the_router_forgets_it_at_
 
 
 @pytest.mark.parametrize("outside", ["100.64.0.9", "192.168.0.3", "", "0.0.0.0"])
-def test_a_router_behind_another_one_forwards_from_nowhere_and_forgets_it_all_the_same(asked, outside):
+def test_nested_router_forwards_no_public_port(asked, outside):
     made, said = asked(box := Box(outside))
     assert said.host == "" and "behind another one" in said.why and f"calls it {outside}." in said.why
     assert box.forwards
@@ -85,10 +85,10 @@ def test_a_router_behind_another_one_forwards_from_nowhere_and_forgets_it_all_th
         ("addportmapping", f"does not forward port {PORT}: ConflictInMappingEntry."),
     ],
 )
-def test_no_answer_and_a_refusal_are_said_and_leave_nothing_to_forget(asked, fails_at, words):
+def test_failed_forwarding_is_reported(asked, fails_at, words):
     made, said = asked(box := Box(fails_at=fails_at))
     assert said.host == "" and words in said.why
     box.fails_at = "deleteportmapping"
     made.close()
     assert made.forward(PORT).host == PUBLIC
-    made.close()  # a router that is gone by then is no trouble
+    made.close()  # a router that is gone by then causes no error

@@ -1,4 +1,4 @@
-"""A state as bytes, of which little is kept, and how it is fetched, whatever donors do."""
+"""Snapshots of a state, how few of them are kept, and their download from unreliable donors."""
 
 import asyncio
 import contextlib
@@ -64,8 +64,8 @@ def equal(some, others):
     )
 
 
-def test_a_copy_has_the_values_of_the_moment_when_it_began_and_shares_nothing():
-    """What only a GPU does is in `tests/gpu`."""
+def test_copy_is_independent_of_live_state():
+    """Copies from a GPU are tested in `tests/gpu`."""
     live = [tensor.clone() for tensor in TENSORS]
     flat, copies = snapshot.shared_bytes(snapshot.buffer_bytes(live)), HostCopies(live)
     snapshot.copy_into(flat, live)
@@ -82,7 +82,7 @@ def test_a_copy_has_the_values_of_the_moment_when_it_began_and_shares_nothing():
     assert equal(after := copies.wait(), live) and [copy.data_ptr() for copy in after] == places
 
 
-def test_tensors_arrive_as_they_were_stored_and_equal_states_alone_have_equal_digests():
+def test_only_equal_states_share_digest():
     said = {"epoch": 3, "layout": [1.5, None, "x"]}
     metadata, tensors = read(first := build(TENSORS, metadata=said))
     assert metadata == said and equal(tensors, TENSORS)
@@ -94,7 +94,7 @@ def test_tensors_arrive_as_they_were_stored_and_equal_states_alone_have_equal_di
     assert len({first.digest, *(other.digest for other in others)}) == 4
 
 
-def test_weights_go_by_the_codec_if_they_are_finite_and_all_else_as_it_is():
+def test_codec_applies_to_weights_only():
     codec = compression.RoleAdaptiveCompression(parameter=Half())
     tensors = [torch.linspace(-1, 1, 64), torch.linspace(0, 1, 64)]
     taken = build(tensors, roles=[TensorRole.PARAMETER, TensorRole.OPTIMIZER], codec=codec)
@@ -108,14 +108,14 @@ def test_weights_go_by_the_codec_if_they_are_finite_and_all_else_as_it_is():
 @pytest.mark.parametrize(
     "entry", [("float32", (3,), 0, 8), ("load", (2,), 0, 8), ("bool", (8,), 0, 8), ("float32", (2,), 99, 8)]
 )
-def test_bytes_that_are_not_what_the_manifest_says_are_refused(entry):
+def test_bytes_contradicting_manifest_are_refused(entry):
     manifest = Manifest((1, b""), MSGPackSerializer.dumps({}), (entry,), (bytes(16),))
     with pytest.raises(ValueError):
         read_state(manifest, torch.full((8,), 2, dtype=torch.uint8))
 
 
 class Giver:
-    """A peer that gives its state, of `step` of its run; to copy it takes some seconds."""
+    """A peer that gives its state at `step` of its run; a copy takes `takes_s` seconds."""
 
     def __init__(self, clock):
         self.clock, self.step, self.takes_s, self.made = clock, 1, 0.0, []
@@ -149,7 +149,7 @@ def giver(monkeypatch, clock):
 
 
 @in_a_loop
-async def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has_moved_on(clock, giver):
+async def test_snapshot_is_kept_while_fetched(clock, giver):
     first = await giver.find(1)
     giver.step = 7
     assert await giver.find(7, first.digest) is await giver.find(1) is first
@@ -171,13 +171,13 @@ async def test_a_snapshot_is_found_again_while_it_is_fetched_though_the_peer_has
 
 
 @in_a_loop
-async def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copies(clock, giver, monkeypatch):
-    """Who wants what is there waits for nobody meanwhile."""
+async def test_peer_rests_between_snapshots(clock, giver, monkeypatch):
+    """Meanwhile, a request for an existing snapshot does not wait."""
     sleep, took = asyncio.sleep, 0.5
 
     async def rest(seconds):
         for _ in range(2):
-            await sleep(0)  # all that ask at this time have asked
+            await sleep(0)  # all requests of this moment have arrived
         clock.now += max(0.0, seconds)
 
     monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
@@ -197,13 +197,13 @@ async def test_however_far_a_state_is_asked_for_the_peer_rests_between_two_copie
 
 @pytest.mark.parametrize("step", [1, -1], ids=["made", "failed"])
 @in_a_loop
-async def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monkeypatch, giver, step):
+async def test_abandoned_snapshot_is_forgotten(monkeypatch, giver, step):
     errors = []
     monkeypatch.setattr(snapshot, "KEEP_S", -1.0)
     giver.step = step
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     asking = asyncio.create_task(giver.find(1))
-    await asyncio.sleep(0)  # it asks
+    await asyncio.sleep(0)  # the request arrives
     asking.cancel()
     for _ in range(9):
         await asyncio.sleep(0)
@@ -214,7 +214,7 @@ async def test_a_snapshot_is_forgotten_though_who_asked_for_it_has_hung_up(monke
 
 
 @in_a_loop
-async def test_no_more_than_two_are_kept_and_none_is_dropped_that_is_being_sent(giver):
+async def test_at_most_two_snapshots_are_kept(giver):
     taken, giver.step = [], -1
     for _ in range(2):
         with pytest.raises(RoundFailed):
@@ -247,7 +247,7 @@ def _nobody_waits(monkeypatch):
 
 
 class Donor:
-    """Gives its snapshots, or does not answer; `fails_at` says at which chunk of a stream what happens."""
+    """Gives its snapshots, or does not answer; at chunk `fails_at` of a stream it fails as `how` says."""
 
     def __init__(self, *snapshots, fails_at=None, how="breaks off", pace_s=0.0, answers=True, takes_s=0):
         self.snapshots, self.fails_at, self.how, self.pace_s = list(snapshots), fails_at, how, pace_s
@@ -258,7 +258,7 @@ class Donor:
 
 
 class Donors:
-    """Donors by name, and who fetches from them, and tells how far it is."""
+    """Donors by name, the downloader that fetches from them, and its reports of progress."""
 
     def __init__(self, donors, own=None):
         async def own_snapshot():
@@ -274,7 +274,7 @@ class Donors:
     async def ask(self, name, digest, rank, own):
         donor = self.donors[name]
         donor.asked.append(rank)
-        await asyncio.sleep(donor.takes_s if len(donor.asked) == 1 else 0)  # then its state is copied
+        await asyncio.sleep(donor.takes_s if len(donor.asked) == 1 else 0)  # meanwhile its state is copied
         if not donor.answers:
             raise ConnectionError(name)
         taken = donor.find(digest) or (donor.snapshots and donor.snapshots[-1])
@@ -307,7 +307,7 @@ def is_whole(fetched, taken):
     return bytes(fetched.content.numpy()) == b"".join(taken.content)
 
 
-def test_the_furthest_state_is_fetched_from_all_that_have_it_but_no_more_than_four():
+def test_furthest_state_is_fetched_in_parallel():
     donors = {name: Donor(GIVEN, pace_s=0.001) for name in "ABCDEF"}
     donors["B"] = Donor(noise(rank=STEP_0))
     fetched = asyncio.run((swarm := Donors(donors)).download())
@@ -321,7 +321,7 @@ def test_the_furthest_state_is_fetched_from_all_that_have_it_but_no_more_than_fo
     assert max(active) == 3
 
 
-def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished():
+def test_majority_state_wins_unless_too_old():
     further = noise(seed=9, rank=STEP_2)
     for rank, expected in ((STEP_1, GIVEN), (STEP_2, further)):
         donors = {"L": Donor(further), "A": Donor(GIVEN), "B": Donor(GIVEN)}
@@ -329,7 +329,7 @@ def test_what_most_offer_is_fetched_and_before_it_what_is_as_far_as_was_wished()
         assert (donors["L"].sent == 0) == (expected is GIVEN)
 
 
-def test_who_answers_soon_after_the_first_counts_and_who_is_later_is_asked_again_and_helps(monkeypatch):
+def test_late_donor_is_asked_again_and_helps(monkeypatch):
     monkeypatch.setattr(download, "OTHERS_S", 1.0)
     other, further = (noise(seed=seed, rank=(seed, b"")) for seed in (1, 2))
     donors = {"L": Donor(other), "A": Donor(GIVEN, takes_s=0.9), "B": Donor(GIVEN, takes_s=0.6)}
@@ -337,14 +337,14 @@ def test_who_answers_soon_after_the_first_counts_and_who_is_later_is_asked_again
     with asyncio.Runner(loop_factory=VirtualLoop) as loop:
         fetched = loop.run(Donors(donors).download(rank=STEP_2, silence_s=9.0))
     assert is_whole(fetched, GIVEN) and fetched.donor == "A", "the first of those that were named"
-    asked_again = [STEP_2, STEP_1]  # not to copy another state for what the others have
+    asked_again = [STEP_2, STEP_1]  # so that it copies no other state than the others'
     assert [donor.asked for donor in donors.values()] == [asked_again, [STEP_2], [STEP_2], asked_again]
     assert donors["L"].sent == 0 < donors["C"].sent
 
 
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 @pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
-def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypatch):
+def test_failing_donor_is_replaced(how, fails_at, monkeypatch):
     monkeypatch.setattr(download, "QUIET_S", 0.05)
     donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
     assert is_whole(asyncio.run((swarm := Donors(donors)).download(silence_s=2.0)), GIVEN)
@@ -353,13 +353,13 @@ def test_what_one_donor_fails_to_give_comes_from_another(how, fails_at, monkeypa
         assert donors["A"].sent == swarm.told[-1][2] == 1, "it is not asked again, nor counted"
 
 
-def test_who_is_done_takes_over_half_of_what_a_slow_one_owes():
+def test_fast_donor_relieves_slow_one():
     donors = {"A": Donor(GIVEN, pace_s=0.2), "B": Donor(GIVEN)}
     assert is_whole(fetch(donors, silence_s=5.0), GIVEN) and donors["A"].sent <= CHUNKS // 3
 
 
 @in_a_loop
-async def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a_donor_keeps_it():
+async def test_broken_download_resumes_at_missing_chunk():
     newer, donor = noise(seed=2, rank=STEP_2), Donor(GIVEN, fails_at=5)
     swarm = Donors({"A": donor})
     with pytest.raises(RoundFailed, match="nothing came"):
@@ -370,11 +370,11 @@ async def test_a_stream_that_broke_off_goes_on_at_the_missing_chunk_as_long_as_a
     donor.fails_at, donor.snapshots = 5, [GIVEN]
     with pytest.raises(RoundFailed):
         await swarm.download()
-    donor.fails_at, donor.snapshots = None, [newer]  # and keeps the older one no more
+    donor.fails_at, donor.snapshots = None, [newer]  # and no longer keeps the older one
     assert is_whole(await swarm.download(rank=STEP_2), newer)
 
 
-def test_at_the_beginning_of_a_run_only_what_differs_is_fetched_and_a_slow_donor_is_given_time():
+def test_equal_initial_state_is_not_fetched():
     theirs, donor = noise(rank=STEP_0), Donor(noise(rank=STEP_0))
     assert is_whole(fetch({"A": donor}, own=theirs), theirs) and donor.sent == 0
     assert fetch({"A": Donor(GIVEN, pace_s=0.03)}, silence_s=0.2).manifest == GIVEN.manifest  # 0.36 s
@@ -390,7 +390,7 @@ def test_at_the_beginning_of_a_run_only_what_differs_is_fetched_and_a_slow_donor
     ],
     ids=["nobody", "gone", "gives none", "older", "another manifest", "larger than this model's"],
 )
-def test_nobody_has_a_state_of_use(donor, error, limit_bytes):
+def test_useless_donors_fail_download(donor, error, limit_bytes):
     with pytest.raises(error):
         fetch({"A": donor} if donor else {}, own_rank=STEP_1, limit_bytes=limit_bytes)
     assert donor is None or donor.sent == 0

@@ -1,4 +1,4 @@
-"""What peers say of themselves: what is believed of it, how long it is, and who speaks another protocol."""
+"""The statuses of peers: which are accepted, how long they are, and peers with another protocol."""
 
 import pytest
 from hivemind.utils import MSGPackSerializer
@@ -29,7 +29,7 @@ FIELDS = OURS.model_dump()
 
 @pytest.fixture
 def disbelieved(monkeypatch):
-    """Whom nobody believes, and why."""
+    """The peers whose status is discarded, with the reason."""
     said = {}
     monkeypatch.setattr(module, "disbelieve", said.__setitem__)
     return said
@@ -37,7 +37,7 @@ def disbelieved(monkeypatch):
 
 @pytest.fixture
 def read(disbelieved):
-    """`read(entry)` is what is read where a peer published `entry` beside an honest one."""
+    """`read(entry)` returns what is read of a peer that published `entry` beside an honest one."""
 
     def read(entry):
         node = FakeNode("QmA")
@@ -64,17 +64,17 @@ def read(disbelieved):
         {"state": "dreaming"},
     ],
 )
-def test_one_that_can_t_be_read_is_left_out_and_named(read, disbelieved, wrong):
+def test_invalid_field_discards_status(read, disbelieved, wrong):
     assert read(FIELDS | wrong) == (None, None)
     assert disbelieved == {"QmB": "the run that it publishes can't be read"}
 
 
 @pytest.mark.parametrize("entry", [None, 7, "run-1", [], {}, ["run-1"], [{"run_id": "run-1"}], b"\x00"])
-def test_what_is_no_status_is_none(read, disbelieved, entry):
+def test_non_status_entry_is_discarded(read, disbelieved, entry):
     assert read(entry) == (None, None) and set(disbelieved) == {"QmB"}
 
 
-def test_fields_that_are_not_there_have_a_value_and_those_of_a_later_version_are_passed_over(read):
+def test_missing_and_unknown_fields_are_tolerated(read):
     least = {"run_id": "run-1", "protocol": PROTOCOL, "version": "0.1.0"}
     assert read(least | {"mood": "good"})[0] == Status(run_id="run-1", version="0.1.0")
     assert read(FIELDS | {"loss": 3, "round_at": 0})[0].loss == 3.0, "MessagePack may send a whole number"
@@ -89,11 +89,11 @@ def test_fields_that_are_not_there_have_a_value_and_those_of_a_later_version_are
         (FIELDS | {"protocol": 0, "step": "seven"}, Foreign(0, version())),
     ],
 )
-def test_who_speaks_another_protocol_is_told_apart(read, disbelieved, entry, foreign):
+def test_other_protocol_is_recognized(read, disbelieved, entry, foreign):
     assert read(entry) == (None, foreign) and not disbelieved
 
 
-def test_the_longest_is_no_longer_than_a_thousand_bytes():
+def test_longest_status_fits_1000_bytes():
     text = "😀" * (MAX_TEXT // 4)
     texts = dict.fromkeys(("name", "device", "trouble", "waits_for"), text)
     numbers = dict.fromkeys(("at", "since", "samples_per_second", "memory_gib", "round_at"), 2.0**39 + 0.1)
@@ -102,7 +102,7 @@ def test_the_longest_is_no_longer_than_a_thousand_bytes():
     assert len(MSGPackSerializer.dumps(longest.model_dump())) <= 1000
 
 
-def test_a_newcomer_is_refused_by_a_swarm_of_another_protocol_and_told_what_to_type():
+def test_joiner_with_other_protocol_is_refused():
     later, early = Foreign(PROTOCOL + 1, "9.0"), Foreign(1, "")
     for statuses, named in (
         (Statuses({}, {}), ["QmA"]),
@@ -121,7 +121,7 @@ def test_a_newcomer_is_refused_by_a_swarm_of_another_protocol_and_told_what_to_t
         assert refused.value.exit_code == 5 and refused.value.hint.startswith(hint)
 
 
-def test_an_event_tells_of_each_peer_and_of_the_run_that_most_train():
+def test_event_lists_peers_and_majority_run():
     others = {"QmB": OURS, "QmA": Status(run_id="run-2"), "QmC": OURS}
     told = fields_of(others)
     assert told["run_id"] == "run-1" and fields_of({}).items() >= {"run_id": None, "peers": []}.items()
@@ -130,6 +130,6 @@ def test_an_event_tells_of_each_peer_and_of_the_run_that_most_train():
     assert told["peers"][1] == {"peer_id": "QmB", **FIELDS}
 
 
-def test_who_is_paused_does_not_say_how_far_a_run_is_unless_all_are():
+def test_paused_peers_count_only_among_themselves():
     paused, training = Status(run_id="run-1", state="paused"), Status(run_id="run-1", state="training")
     assert moving([paused, training]) == [training] and moving([paused, paused]) == [paused, paused]

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from trahiv_cli.errors import FolderTaken, SetupError
+from trahiv_cli.run.lock import owned, require_free
+from trahiv_cli.swarm.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm.identity import IDENTITY_FILE
-from trahiv_cli.swarm.invitation import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE, Invitation
+from trahiv_cli.swarm.invitation import Invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.telemetry.events import PEERS_FILE, Events
-from trahiv_cli.train.folder import known_identity, owned, owned_to_join, recorded, require_free
+from trahiv_cli.train.folder import known_identity, owned_to_join, recorded
 
 OWNER = Owner(bytes(KEY_BYTES))
 OURS, OF_ANOTHER = OWNER.invite(), OWNER.invite()

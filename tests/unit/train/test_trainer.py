@@ -9,9 +9,9 @@ import transformers
 from transformers import Trainer, TrainingArguments
 
 from trahiv_cli.errors import FolderTaken, RecipeError, SwarmError
+from trahiv_cli.run.lock import owned
 from trahiv_cli.train import trainer as trainer_module
 from trahiv_cli.train.account import NOTHING_GIVEN
-from trahiv_cli.train.folder import owned
 from trahiv_cli.train.hooks import LOGS_KEPT, put_in_swarm
 from trahiv_cli.train.leaving import Left
 from trahiv_cli.train.settings import SwarmTrainingArguments

@@ -3,20 +3,12 @@
 import pytest
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.run.control import BY_ITS_USER, REQUEST_FILE, forget_request, request, requested
+from trahiv_cli.run.lock import RESOLVED, owned
 from trahiv_cli.train import wishes as module
 from trahiv_cli.train.conditions import Condition
-from trahiv_cli.train.folder import RESOLVED, owned
 from trahiv_cli.train.leaving import OVERTIME_S, Leaving
-from trahiv_cli.train.wishes import (
-    BY_ITS_USER,
-    CONDITIONS_EVERY_S,
-    SETTLED_S,
-    WISH_FILE,
-    Wishes,
-    forget_wish,
-    wish,
-    wished,
-)
+from trahiv_cli.train.wishes import CONDITIONS_EVERY_S, SETTLED_S, Wishes
 
 
 @pytest.fixture
@@ -28,24 +20,24 @@ def folder(tmp_path):
 
 
 def test_wish_stands_until_replaced_or_forgotten(folder):
-    assert wished(folder) is None
+    assert requested(folder) is None
     for what in ("pause", "finish", None, None, "pause"):
-        wish(folder, what)
-        assert wished(folder) == what
-    forget_wish(folder)
-    assert wished(folder) is None
+        request(folder, what)
+        assert requested(folder) == what
+    forget_request(folder)
+    assert requested(folder) is None
     for noise in (b"", b"dance", b"\xff"):
-        (folder / WISH_FILE).write_bytes(noise)
-        assert wished(folder) is None
+        (folder / REQUEST_FILE).write_bytes(noise)
+        assert requested(folder) is None
 
 
 def test_pause_can_be_withdrawn_during_restart(tmp_path):
     (tmp_path / RESOLVED).write_text("{}")
     with owned(tmp_path):
-        wish(tmp_path, "pause")
-    wish(tmp_path, None)
+        request(tmp_path, "pause")
+    request(tmp_path, None)
     with pytest.raises(SetupError, match="No peer trains in"):
-        wish(tmp_path, "finish")
+        request(tmp_path, "finish")
 
 
 def test_unknown_condition_counts_as_met(folder, clock, caplog):
@@ -58,10 +50,10 @@ def test_unknown_condition_counts_as_met(folder, clock, caplog):
 
 def test_wish_without_peer_is_refused(tmp_path):
     with pytest.raises(SetupError, match="No peer trains in"):
-        wish(tmp_path, "pause")
+        request(tmp_path, "pause")
     with owned(tmp_path), pytest.raises(SetupError, match="No peer trains in"):  # a bootstrap node
-        wish(tmp_path, "pause")
-    assert not (tmp_path / WISH_FILE).exists()
+        request(tmp_path, "pause")
+    assert not (tmp_path / REQUEST_FILE).exists()
 
 
 def test_full_disk_refuses_wish(folder, monkeypatch):
@@ -70,7 +62,7 @@ def test_full_disk_refuses_wish(folder, monkeypatch):
 
     monkeypatch.setattr(module, "write_whole", fail)
     with pytest.raises(SetupError, match="No space left on device; nothing was changed"):
-        wish(folder, "pause")
+        request(folder, "pause")
 
 
 def test_pause_is_immediate_finish_after_step(folder, clock):
@@ -81,12 +73,12 @@ def test_pause_is_immediate_finish_after_step(folder, clock):
         ("finish", "checkpoint", None),
         ("finish", "step", "finish"),
     ):
-        wish(folder, what)
+        request(folder, what)
         wishes.look()
         wishes({"event": event})
         assert leaving.reason == reason
     leaving.reason = None
-    wish(folder, "pause")
+    request(folder, "pause")
     wishes({"event": "step"})
     assert not leaving()
     wishes.look()
@@ -102,7 +94,7 @@ def test_finish_wait_is_bounded(folder, clock):
         ("finish", OVERTIME_S - 1, None),
         ("finish", 1, "finish"),
     ):
-        wish(folder, what)
+        request(folder, what)
         wishes.look()
         clock.now += seconds
         wishes.look()
@@ -124,7 +116,7 @@ def test_unmet_condition_pauses_until_settled(folder, clock):
         assert wishes.why_paused() == "a game runs"
     clock.now += CONDITIONS_EVERY_S
     assert wishes.why_paused() == ""
-    wish(folder, "pause")
+    request(folder, "pause")
     assert wishes.why_paused() == BY_ITS_USER
 
 
@@ -133,7 +125,7 @@ def test_wishes_are_polled_in_background(folder, monkeypatch):
     leaving = Leaving()
     wishes = Wishes(folder, leaving)
     with wishes.heard():
-        wish(folder, "pause")
+        request(folder, "pause")
         deadline = module.time.monotonic() + 10
         while not leaving():
             assert module.time.monotonic() < deadline

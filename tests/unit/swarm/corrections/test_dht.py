@@ -1,4 +1,4 @@
-"""One process serves the DHT and this peer's averagers, and hivemind still has one for each."""
+"""One process serves the DHT and this peer's averagers; in hivemind each still has its own."""
 
 import asyncio
 import gc
@@ -34,7 +34,7 @@ def dht():
     return CorrectedDHT(start=False, door=Door(), signing_key=key_of("peer"), place=b"")
 
 
-def test_a_forked_process_s_collector_leaves_alone_what_it_inherits(monkeypatch, dht):
+def test_forked_process_freezes_inherited_objects(monkeypatch, dht):
     left_alone, before = [], gc.get_freeze_count()
     monkeypatch.setattr(hivemind.DHT, "start", lambda self: left_alone.append(gc.get_freeze_count()))
     dht.start()
@@ -42,7 +42,7 @@ def test_a_forked_process_s_collector_leaves_alone_what_it_inherits(monkeypatch,
 
 
 @pytest.mark.parametrize("answer", [None, OSError("no p2pd")], ids=["it has started", "it ends by itself"])
-def test_ctrl_c_while_a_dht_starts_leaves_no_process(monkeypatch, dht, answer):
+def test_interrupted_dht_start_leaves_no_process(monkeypatch, dht, answer):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -56,7 +56,7 @@ def test_ctrl_c_while_a_dht_starts_leaves_no_process(monkeypatch, dht, answer):
 
 
 @pytest.mark.parametrize("has_meeting", [True, False])
-def test_what_is_relayed_ends_before_the_dht_does(monkeypatch, dht, has_meeting):
+def test_meeting_closes_before_dht(monkeypatch, dht, has_meeting):
     async def end(self):
         ended.append("meeting" if self is meeting else "DHT")
 
@@ -65,7 +65,7 @@ def test_what_is_relayed_ends_before_the_dht_does(monkeypatch, dht, has_meeting)
     monkeypatch.setattr(hivemind.DHT, "_shutdown", end)
     dht._node = SimpleNamespace(meeting=meeting if has_meeting else None)
     asyncio.run(dht._shutdown())
-    dht._node = SimpleNamespace()  # it has never been asked who can reach it
+    dht._node = SimpleNamespace()  # its reach was never looked up
     asyncio.run(dht._shutdown())
     assert ended == [*["meeting"] * has_meeting, "DHT", "DHT"]
 
@@ -81,7 +81,7 @@ class Host:
 
 
 class Averager(CorrectedAverager):
-    """One with something of its own."""
+    """An averager with an attribute of its own to send."""
 
     SERVED = ("own",)
     own, model = 1, "not to be sent"
@@ -91,7 +91,7 @@ def averager(is_running=True):
     return Averager([torch.zeros(1)], Host(is_running), prefix="run", start=False)
 
 
-def test_starting_an_averager_leaves_ctrl_c_alone_forks_nothing_and_sends_what_is_needed():
+def test_averager_start_forks_nothing():
     before, children, started = signal.getsignal(signal.SIGINT), multiprocessing.active_children(), averager()
     started.run_in_background(await_ready=False)
     assert started.__getstate__().keys() == {*CorrectedAverager.SERVED, "own"}
@@ -100,20 +100,20 @@ def test_starting_an_averager_leaves_ctrl_c_alone_forks_nothing_and_sends_what_i
     assert started.is_alive()
     corrected.drain(started, quiet_s=0)
     assert not started.allow_state_sharing
-    started._ended.set_result(None)  # as the DHT's process does when it serves it no more
+    started._ended.set_result(None)  # as the DHT's process does when it stops serving it
     started.join(timeout=5.0)
     assert not started.is_alive()
 
 
 @pytest.mark.parametrize(("is_running", "timeout"), [(True, 0.1), (False, None)])
-def test_an_averager_that_nobody_takes_over_is_not_waited_for(is_running, timeout):
+def test_unserved_averager_start_fails(is_running, timeout):
     started = averager(is_running)
     with pytest.raises(SwarmError, match="while it started"):
         started.run_in_background(timeout=timeout)
-    started._ended.set_result(None)  # or it would be shut down, and waited for
+    started._ended.set_result(None)  # otherwise it would be shut down, and waited for
 
 
-def test_a_node_shows_life_when_the_loops_of_its_averagers_do_until_their_end(monkeypatch, dht):
+def test_node_life_needs_averager_loops(monkeypatch, dht):
     async def done(*_):
         return p2p
 
@@ -142,13 +142,13 @@ def test_a_node_shows_life_when_the_loops_of_its_averagers_do_until_their_end(mo
     served._outer_pipe.send(("_shutdown", [None], {}))
     thread.join()
     asyncio.run(require_life(is_shown=True))
-    dht.loops.append(asyncio.new_event_loop())  # its thread has ended, and nobody shut its averager down
+    dht.loops.append(asyncio.new_event_loop())  # its thread has ended without a shutdown of its averager
     with pytest.raises(RuntimeError, match="has ended"):
         asyncio.run(require_life(is_shown=True))
-    dht.loops[0].run_until_complete(asyncio.sleep(0))  # what it was asked is not left over
+    dht.loops[0].run_until_complete(asyncio.sleep(0))  # so that no request is left over
 
 
-def test_an_averager_serves_its_own_handlers_and_not_upstream_s_download():
+def test_averager_serves_only_own_handlers():
     DecentralizedAverager._collect_rpc_handlers()
     ExactStateAverager._collect_rpc_handlers()
     served = {handler.method_name for handler in ExactStateAverager._rpc_handlers}
@@ -159,7 +159,7 @@ def test_an_averager_serves_its_own_handlers_and_not_upstream_s_download():
 @pytest.mark.parametrize(
     ("cls", "is_cancelled"), [(CorrectedControl, True), (StepControl, False)], ids=["ours", "upstream still"]
 )
-def test_a_step_is_cancelled_before_its_averager_looks(cls, is_cancelled):
+def test_cancelled_step_is_visible_to_averager(cls, is_cancelled):
     control = cls(0.0, deadline=1.0, allow_retries=False, weight=1.0, data_for_gather=b"")
     told, trigger = [], MPFuture()
     trigger.set_result(None)
@@ -169,7 +169,7 @@ def test_a_step_is_cancelled_before_its_averager_looks(cls, is_cancelled):
 
 
 class Asking:
-    """The pipe through which a state is asked for twice; before the first it can't be given."""
+    """A pipe with two requests for a state, of which the first fails."""
 
     def __init__(self):
         self.given, self.answers, self.is_held = None, [], []
@@ -194,7 +194,7 @@ class Asking:
         self.answers.append((MSGPackSerializer.loads(metadata), tensor.tolist(), infos))
 
 
-def test_who_asks_for_a_state_gets_it_or_learns_why_not_and_nobody_holds_it_then(caplog):
+def test_state_request_is_answered_and_released(caplog):
     asking = Asking()
     corrected.give_states(MSGPackSerializer, asking, weakref.WeakMethod(asking.state))
     assert asking.answers == ["KeyError('not finite')", ({"step": 7}, [0.0] * 3, ["info"])]

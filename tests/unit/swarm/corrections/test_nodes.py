@@ -1,6 +1,6 @@
-"""What nodes of the DHT ask and answer, and what they believe of others' answers.
+"""Requests and answers of DHT nodes, and which answers of others they accept.
 
-That no field of a message hurts whoever reads it, also of an answer to a ping, is proven in
+That no field of a message harms its reader, also in an answer to a ping, is tested in
 `tests/simulation/test_records_of_a_liar.py`.
 """
 
@@ -39,7 +39,7 @@ LONG = bytes(3600)
 
 
 def stored(num_records, num_keys=1):
-    """A node's part of the DHT that holds long records under each of some keys."""
+    """Return the protocol of a node that stores long records under some keys, and these keys."""
 
     async def take_no_note(request, context): ...
 
@@ -62,7 +62,7 @@ def looked_up(protocol, keys):
 
 
 @pytest.mark.parametrize("num_records", [3, 426])
-def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch, num_records):
+def test_answer_keeps_oldest_records_that_fit(monkeypatch, num_records):
     monkeypatch.setattr(DictionaryDHTValue, "packb", nodes.pack_dictionary)
     protocol, keys = stored(num_records)
     [result] = (response := looked_up(protocol, keys)).results
@@ -72,7 +72,7 @@ def test_an_answer_has_the_records_that_fit_and_of_these_the_oldest(monkeypatch,
     assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000
 
 
-def test_an_answer_about_many_keys_is_no_longer():
+def test_many_keys_keep_answer_short():
     protocol, keys = stored(200, num_keys=nodes.MAX_KEYS + 1)
     response = looked_up(protocol, keys)
     assert response.ByteSize() < nodes.MAX_ANSWER_BYTES + 1000 * nodes.MAX_KEYS
@@ -81,7 +81,7 @@ def test_an_answer_about_many_keys_is_no_longer():
 
 
 def received(receive, content):
-    """Return what is made of the bytes of a stream."""
+    """Return the result of a receiver for the bytes of a stream."""
 
     async def run():
         reader = asyncio.StreamReader()
@@ -96,7 +96,7 @@ def with_header(length, content):
     return length.to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content
 
 
-def test_messages_are_sent_and_received_no_faster_than_this_peer_s_user_wants(monkeypatch):
+def test_messages_keep_to_rate_limits(monkeypatch):
     async def seconds(rates, send, receive):
         for pace, rate in zip((UPLOAD, DOWNLOAD), rates, strict=True):
             monkeypatch.setattr(pace, "rate", rate)
@@ -120,7 +120,7 @@ def test_messages_are_sent_and_received_no_faster_than_this_peer_s_user_wants(mo
         assert expected <= asyncio.run(seconds(rates, send, receive)) < 10.0, rates
 
 
-def test_a_message_of_a_stream_is_received_or_ends_it_if_it_is_endless_or_can_not_be_read():
+def test_oversized_or_invalid_message_ends_stream():
     for content in (b"", b"x", b"x" * MAX_MESSAGE_BYTES):
         assert received(receive_raw_data, with_header(len(content), content)) == content
     with pytest.raises(ConnectionError, match="10000000000000 bytes"):
@@ -130,7 +130,7 @@ def test_a_message_of_a_stream_is_received_or_ends_it_if_it_is_endless_or_can_no
             received(lambda reader: receive_protobuf(dht_pb2.PingRequest, reader), sent)
 
 
-def test_of_a_dictionary_no_more_forged_records_are_judged_than_it_takes_to_know_it_and_good_ones_count():
+def test_validation_stops_after_few_forged_records():
     protocol, [key] = stored(0)
     judged, counted = [], []
     protocol.record_validator = SimpleNamespace(
@@ -143,13 +143,13 @@ def test_of_a_dictionary_no_more_forged_records_are_judged_than_it_takes_to_know
     assert protocol._validate_dictionary(key.to_bytes(), answer)
     assert [value for _, (value, _) in answer.items()] == [b"good"] * 3
     assert len(judged) == 3 + nodes.MOST_FORGED
-    for value in (b"good", b"forged", b"no room"):  # what is stored here is treated alike
+    for value in (b"good", b"forged", b"no room"):  # records that are stored here are judged alike
         is_kept = protocol._validate_record(key.to_bytes(), b"subkey", value, get_dht_time() + 60)
         assert is_kept is (value == b"good")
     assert [record.value for record in counted] == [b"good"] * 4
 
 
-def test_records_without_room_are_not_forged():
+def test_records_over_quota_are_not_forged():
     protocol, [key] = stored(0)
     protocol.record_validator = SimpleNamespace(validate=lambda record: record.value == b"good")
     protocol.quota = SimpleNamespace(has_room=lambda record: record.value != b"no room", count=print)
@@ -167,7 +167,7 @@ def test_records_without_room_are_not_forged():
 
 
 class Judge(RecordValidatorBase):
-    """Finds all records valid that are no lies, and counts."""
+    """Accepts all records except lies, and counts its calls."""
 
     judged = 0
 
@@ -180,7 +180,7 @@ class Judge(RecordValidatorBase):
     ("cls", "num_judged"), [(RememberingValidator, 2), (CompositeValidator, 3)], ids=["ours", "upstream"]
 )
 @pytest.mark.parametrize("value", [b"truth", b"lie"])
-def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value):
+def test_repeated_record_is_judged_once(cls, num_judged, value):
     judge, validator, record = Judge(), cls(), DHTRecord(b"key", b"subkey", value, 1.0)
     assert validator.validate(record), "nobody has looked at it"
     validator.extend([judge])
@@ -189,7 +189,7 @@ def test_a_record_that_comes_again_is_not_judged_again(cls, num_judged, value):
     assert judge.judged == num_judged
 
 
-def test_a_peer_has_one_node_whatever_ids_it_says(monkeypatch):
+def test_claimed_node_ids_are_ignored(monkeypatch):
     async def scene():
         nodes = [await CorrectedNode.create(p2p=network.p2p_of(peer)) for peer in (a, b)]
         for _ in range(5):
@@ -206,7 +206,7 @@ def test_a_peer_has_one_node_whatever_ids_it_says(monkeypatch):
     asyncio.run(scene())
 
 
-def test_a_node_that_enters_a_swarm_is_asked_for_records_once_it_is_listed_and_not_before(monkeypatch):
+def test_only_listed_node_enters_routing_tables(monkeypatch):
     async def made(peer, *initial):
         maddrs = [f"/ip4/127.0.0.1/tcp/1/p2p/{one}" for one in initial]
         return await CorrectedNode.create(p2p=network.p2p_of(peer), initial_peers=maddrs)

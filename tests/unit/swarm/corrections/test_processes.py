@@ -30,10 +30,10 @@ from trahiv_cli.swarm.corrections import processes
 from trahiv_cli.swarm.corrections.processes import ControlPipe, private_folder, return_freed_memory
 
 DEAD_PID = 2**22 + 1  # above the kernel's largest pid
-IN_A_CONTAINER = DEAD_PID + 2  # this one's process lives, with an id that says nothing here
+IN_A_CONTAINER = DEAD_PID + 2  # its process lives, with an id that has no meaning here
 
 
-def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
+def test_other_hivemind_version_is_refused(monkeypatch):
     monkeypatch.setattr(hivemind, "__version__", "1.1.13")
     spec = importlib.util.spec_from_file_location("corrections_again", corrections.__file__)
     with pytest.raises(SetupError, match=r"1\.1\.13") as refused:
@@ -41,7 +41,7 @@ def test_another_version_of_hivemind_is_refused_at_import(monkeypatch):
     assert corrections.CORRECTED_VERSION in refused.value.hint
 
 
-def test_all_of_hivemind_has_the_swarm_s_time_and_this_process_as_many_files_as_the_machine_allows():
+def test_hivemind_uses_swarm_time():
     corrections.apply()
     of_hivemind = [module for name, module in sys.modules.items() if name.partition(".")[0] == "hivemind"]
     clocks = [module.get_dht_time for module in of_hivemind if hasattr(module, "get_dht_time")]
@@ -51,7 +51,7 @@ def test_all_of_hivemind_has_the_swarm_s_time_and_this_process_as_many_files_as_
 
 
 @pytest.mark.parametrize("is_ours", [True, False], ids=["ours", "upstream still"])
-def test_a_message_is_read_when_all_of_it_is_there(is_ours):
+def test_control_pipe_waits_for_whole_message(is_ours):
     reader, writer = multiprocessing.Pipe(duplex=False)
     os.set_blocking(reader.fileno(), False)  # as uvloop does
     packed = bytes(ForkingPickler.dumps(message := b"x" * 9000))
@@ -64,7 +64,7 @@ def test_a_message_is_read_when_all_of_it_is_there(is_ours):
     rest.join()
 
 
-def test_messages_of_several_senders_stay_whole():
+def test_concurrent_messages_stay_whole():
     reader, writer = map(ControlPipe, multiprocessing.Pipe(duplex=False))
     messages = [bytes([number]) * 9000 for number in range(4)]
     for one in messages:
@@ -73,7 +73,7 @@ def test_messages_of_several_senders_stay_whole():
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
-def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
+def test_unreferenced_task_survives_collection(is_kept):
     create = processes.keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
     ended = []
 
@@ -94,7 +94,7 @@ def test_a_task_that_nobody_refers_to_ends_all_the_same(is_kept):
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
-def test_the_event_loop_that_a_future_made_is_closed(is_closed):
+def test_future_event_loop_is_closed(is_closed):
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(asyncio.DefaultEventLoopPolicy())
     loop = MPFuture()._loop
@@ -105,12 +105,12 @@ def test_the_event_loop_that_a_future_made_is_closed(is_closed):
     asyncio.set_event_loop_policy(before)
 
 
-def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_is_freed():
+def test_large_allocation_is_mapped_separately():
     libc, num_bytes = ctypes.CDLL(None), 30 * 2**20
     libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-    libc.free(libc.malloc(num_bytes))  # from now on glibc takes up to as much for small
+    libc.free(libc.malloc(num_bytes))  # from now on glibc treats sizes up to this as small
     return_freed_memory()
-    pieces = [libc.malloc(num_bytes) for _ in range(40)]  # the first may lie where others were
+    pieces = [libc.malloc(num_bytes) for _ in range(40)]  # the first may reuse freed memory
     header = ctypes.c_size_t.from_address(pieces[-1] - ctypes.sizeof(ctypes.c_size_t))  # malloc.c
     is_mapped = header.value & 2
     for piece in pieces:
@@ -118,7 +118,7 @@ def test_a_large_piece_of_memory_is_mapped_for_itself_and_so_goes_back_when_it_i
     assert is_mapped
 
 
-def test_a_child_dies_with_its_parent_and_leaves_ctrl_c_to_it_and_keeps_its_tasks(monkeypatch):
+def test_child_dies_with_parent(monkeypatch):
     did = []
     for name in ("die_with_parent", "private_folder", "return_freed_memory", "renew_thread_pool"):
         monkeypatch.setattr(processes, name, lambda *args, name=name: did.append((name, *args)))
@@ -131,9 +131,7 @@ def test_a_child_dies_with_its_parent_and_leaves_ctrl_c_to_it_and_keeps_its_task
     assert asyncio.create_task.__name__ == "create_and_hold"
 
 
-def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what_dead_ones_left(
-    monkeypatch, tmp_path
-):
+def test_private_folder_sweeps_dead_processes(monkeypatch, tmp_path):
     at_end, left, own_pid = [], {}, DEAD_PID + 1
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
     monkeypatch.setattr("multiprocessing.util.Finalize", lambda _, do, args, **_k: at_end.append((do, args)))
@@ -147,12 +145,12 @@ def test_a_process_has_one_folder_for_sockets_which_goes_with_it_and_sweeps_what
     fcntl.flock(lock, fcntl.LOCK_EX)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     keepers = {"alive": socket.socket(socket.AF_UNIX), "killed": socket.socket(socket.AF_UNIX)}
-    for name, one in keepers.items():  # torch's processes that keep shared memory, whose folder is elsewhere
+    for name, one in keepers.items():  # torch's managers of shared memory, whose folders are elsewhere
         (tmp_path / f"torch-shm-dir-{name}").mkdir()
         one.bind(str(tmp_path / f"torch-shm-dir-{name}" / "manager.sock"))
     keepers["alive"].listen()
     keepers["killed"].close()
-    (stuck := Path(f"{left[DEAD_PID][1]}1")).mkdir()  # it can't be removed, as another user's memory
+    (stuck := Path(f"{left[DEAD_PID][1]}1")).mkdir()  # can't be removed, like another user's memory
     folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
     stuck.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]

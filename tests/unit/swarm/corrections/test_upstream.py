@@ -1,7 +1,7 @@
-"""hivemind still needs our help: its source says what each correction is against.
+"""hivemind still needs each correction: its source has the lines against which it is made.
 
-Where upstream has changed it a test fails here, and the correction can go. Others, `..._upstream_still_...`,
-run hivemind's own code and expect its failure.
+If upstream changes such a line, a test fails here, and the correction can be deleted. Tests elsewhere whose
+ids contain `upstream` run hivemind's own code, and expect its failure.
 """
 
 from pathlib import Path
@@ -13,21 +13,21 @@ CORRECTED = {
     # It drops its tasks, and waits for ever for a process that does not start
     "task = asyncio.create_task(getattr(self, method)": ("dht/dht.py", "averaging/averager.py"),
     "self._ready.result(timeout=timeout)\n": ("dht/dht.py", "averaging/averager.py"),
-    # It forks a process for each averager, and ignores Ctrl-C then
+    # It forks a process for each averager, and ignores Ctrl-C meanwhile
     "class DecentralizedAverager(mp.Process, ServicerBase)": ("averaging/averager.py",),
     "signal.signal(signal.SIGINT, signal.SIG_IGN)\n        self.start()": ("averaging/averager.py",),
     # It holds the state that it gave last
     "state_metadata, state_tensors, tensor_infos = state\n": ("averaging/averager.py",),
-    # It stores a record where nodes say that its key is theirs, and sends whatever is stored
+    # It stores a record where nodes claim its key, and sends everything that is stored
     "num_successful_stores < self.num_replicas": ("dht/node.py",),
     "for key, (value, expiration_time) in self.items()]": ("dht/storage.py",),
     "self.call_store(peer_id, *zip(*data_to_send), in_cache=False)": ("dht/protocol.py",),
-    # It believes whatever length a message claims, and puts its sockets into one shared folder
+    # It accepts any length that a message claims, and puts its sockets into one shared folder
     "data = await reader.readexactly(content_length)": ("p2p/p2p_daemon.py",),
     '_UNIX_SOCKET_PREFIX = "/unix/tmp/hivemind-"': ("p2p/p2p_daemon.py",),
     # Futures work only if the first one of a process is of the class itself
     "receiver_pipe, cls._global_sender_pipe = mp.Pipe(duplex=False)": ("utils/mpfuture.py",),
-    # It takes the machine's clock for the swarm's
+    # It uses the machine's clock as the swarm's time
     "get_dht_time = time.time": ("utils/timed_storage.py",),
     # It takes every step of a schedule
     "while self.scheduler._step_count <= self.local_epoch:": ("optim/state_averager.py",),
@@ -38,6 +38,6 @@ CORRECTED = {
 
 
 @pytest.mark.parametrize("source", CORRECTED)
-def test_hivemind_still_has_what_is_corrected(source):
+def test_hivemind_still_needs_correction(source):
     for file in CORRECTED[source]:
         assert source in (Path(hivemind.__path__[0]) / file).read_text(), file
