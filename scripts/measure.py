@@ -31,14 +31,14 @@ PATTERNS = {
     "free relatives": r"\b[Ww]hat (?:is|was|were|has|had|can|may|it|this|others|they|comes|came|a|each|all"
     r"|most|must|belongs|peers|members|an|the|follows|needs|stands|stays|he|goes|went|would|could|does|did|makes"
     r"|somebody|nobody|anybody)\b",
-    "who without a noun": r"(?<![\w'])(?:[Ww]hoever|[Ww]ho (?:is|has|was|can|may|comes|does|did|gives|joins"
+    "who without a noun": r"(?<![\w'])(?:[Ww]ho(?:ever)|[Ww]ho (?:is|has|was|can|may|comes|does|did|gives|joins"
     r"|joined|had|votes|starts|serves|waits|asks|misses|missed|goes|tries|trains|calls|shows|are|needs|meets"
     r"|brings|said|wants|writes|signed|came|hears|looks|takes|listens))\b",
     "those": r"\b(?:[Tt]hose (?:that|of|who|which|to|in|whose)|that of)\b",
     "so many": r"\b[Ss]o (?:many|long|often|few|old|young|large)\b",
     "passives of telling": r"\b(?:is|are|was|were) (?:said|told|heard|asked|named|met|held|brought|reckoned"
     r"|believed|judged|wished)\b",
-    "nobody, somebody": r"\b(?:[Nn]obody|[Ss]omebody|[Aa]nybody|[Ee]verybody|[Ww]hoever)\b",
+    "nobody, somebody": r"\b(?:[Nn]obody|[Ss]omebody|[Aa]nybody|[Ee]verybody|[Ww]ho(?:ever))\b",
 }
 MIDDLE = re.compile(
     r"(Of|Times|With which|And|That|To|By|At|From|Beside|Not|For|In|On|Whose|How|What|Who|Where|Why|Which|So"
@@ -46,7 +46,22 @@ MIDDLE = re.compile(
 )
 GOALS = dict(zip(PATTERNS, (1.0, 0.2, 0.6, 0.2, 0.4, 0.2), strict=True))
 
-LIMITS: dict[str, float] = {}
+LIMITS: dict[str, float] = {
+    "tokens": 170_973,
+    "largest file": 512,
+    "docstrings of one line that begin in mid-sentence": 15,
+    "import circles, type imports included": 4,
+    "attributes written from outside": 134,
+    "constants per 1,000 lines": 22.95,
+    "names of constants in several modules": 34,
+    "messages: so many per 1,000 words": 0.4,
+    "messages: nobody, somebody per 1,000 words": 0.4,
+    "module constants that tests patch": 56,
+    "modules loaded by trahiv status": 2_100,
+    "modules loaded by trahiv members": 2_100,
+    "modules loaded by trahiv invite": 2_100,
+}
+"""Of the measures that exceed their goals; the goal is the limit of all others."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

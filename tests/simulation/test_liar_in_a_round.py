@@ -97,8 +97,9 @@ class Member:
     async def attempt(self, claim: bytes | None = None) -> None:
         """Attempt one round, with `claim` in place of its own; `outcome` is None unless it is committed."""
         averager, exchange = self.averager, self.exchange
+        contribution = torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number)
         with averager.get_tensors() as [tensor]:
-            tensor.copy_(torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number))
+            tensor.copy_(contribution)
         own, now = Claim(SAMPLES, float(SAMPLES), 0.0, bytes(8), self.quorum).to_bytes(), swarm_time()
         control = StepControl(now, now + AVERAGING_TIMEOUT_S, False, float(SAMPLES), claim or own)
         init = SimpleNamespace(set_result=lambda _: control.allow_allreduce(), set_exception=lambda _: None)
@@ -112,6 +113,8 @@ class Member:
         except Exception as error:  # noqa: BLE001 - as in the optimizer, the attempt has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
+            with averager.get_tensors() as [tensor]:
+                self.is_changed |= claim is None and not torch.equal(tensor, contribution)
 
     async def replay(self, donor: Member) -> None:
         """Replay the round that others committed meanwhile; `outcome` is None if the donor gave none."""
@@ -199,7 +202,7 @@ class Swarm:
         found = {
             "two histories": len({member.history for member in self.honest}) > 1,
             "two averages": len({average.numpy().tobytes() for average in averages}) > 1,
-            "a try that failed changed what it averages": any(member.is_changed for member in self.honest),
+            "a failed attempt changed its tensors": any(member.is_changed for member in self.honest),
             "an average that is not finite": not all(bool(one.isfinite().all()) for one in averages),
             # The liar's own values reach 4.
             "an average larger than all that it is of": any(one.abs().max() > 4.0 for one in averages),

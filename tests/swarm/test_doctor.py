@@ -103,7 +103,7 @@ def test_doctor_reports_clock_relay_and_dead_members(tmp_path):
     with place_of(tmp_path, [{}], relay_mbit=0.0, ahead_s=3600.0) as place:
         said = found(place.examine(0))
         assert "is 3600 s behind the swarm's" in said["clock"]
-        assert "No member has room to pass on" in said["relay"]
+        assert "No member has room to relay" in said["relay"]
         gone = place._replace(entrance=f"/ip4/5.5.5.1/tcp/9/p2p/{NOBODY}")
         doctor = gone.examine(0, hub="https://hub.example")
         assert "0 of 1 addresses answer" in found(doctor)["members"] and doctor.code == 4

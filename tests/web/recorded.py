@@ -76,7 +76,7 @@ def run(steps: int, ends_at: float, max_steps: int = 1000) -> list[Event]:
         if number == 3 * quarter:
             said = f"The round for step {number + 1} failed (...F7Jbp: no answer for 30 s); no weights "
             said += "were changed, and the gradients go into the next try."
-            hint = "nothing to do, unless it repeats: then look at the link to the peers that are named"
+            hint = "nothing to do, unless it repeats: then look at the links to these peers"
             events.append(event(t + 4, "warning", code="round", message=said, hint=hint))
     text = " ladra cuando llega alguien, pero duerme todo el día junto a la puerta de la cocina."
     events.append(event(ends_at + 0.1, "sample", step=steps, prompt="El perro", text=text))

@@ -52,7 +52,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
             (new / "README.md").write_text(card, encoding="utf-8")
     except OSError as failure:
         raise SetupError(
-            f"The model could not be written to {str(folder)!r}: {failure}. What was there is unchanged.",
+            f"The model could not be written to {str(folder)!r}: {failure}. The old content is unchanged.",
             "Free disk space, or choose another --output-dir.",
         ) from failure
 

@@ -39,7 +39,7 @@ def do_without_hub(recipe: Recipe) -> str:
     if not (said := trouble()):
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    return f"{said} Only what this machine has cached is used."
+    return f"{said} Only files in this machine's cache are used."
 
 
 def endpoint() -> str:

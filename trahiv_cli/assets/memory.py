@@ -374,7 +374,7 @@ def translated_out_of_memory() -> Iterator[None]:
             raise
         is_of_cpu = isinstance(failure, MemoryError) or "CPUAllocator" in str(failure)
         where = "RAM" if is_of_cpu else "GPU's memory"
-        said = f"This machine's {where} ran out; what is in the run's folder stays."
+        said = f"This machine's {where} ran out; the run's folder is unchanged."
         raise OutOfMemory(said, SAVINGS) from failure
 
 

@@ -49,11 +49,12 @@ def invite(
     if close is not None:
         if not swarm.synchronize():
             raise Unreachable(
-                "No peer of the swarm answers here, so who came by it is not known; nothing was changed.",
+                "No peer of the swarm answers here, so the peers that joined with it are not known; "
+                "nothing was changed.",
                 hint="try again while your peer runs, or another one does",
             )
         swarm.close(None if close == "all" else close)
-        out.say("Closed; who came by it stays, those who came first if there is not room for all.")
+        out.say("Closed. Peers that joined with it stay; if there is no room for all, the first ones do.")
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
     grant, path = swarm.invite(role, is_once=once, lasts_s=expires)

@@ -119,6 +119,6 @@ def names() -> Check:
     """Check that the hub of models and data answers."""
     trouble = hub.trouble()
     if trouble:
-        fix = "needed for models and data of the hub only; what this machine has cached is used without it"
+        fix = "needed for models and data of the hub only; cached ones work without it"
         return Check("hub", "poor", trouble, "an answer", fix)
     return Check("hub", "fine", f"{hub.endpoint()} answers")

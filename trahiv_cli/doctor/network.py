@@ -57,7 +57,7 @@ class Network(NamedTuple):
         for way, words in WORDS.items():
             if peers := [short_name(peer) for peer, how in self.ways.items() if how == way]:
                 said.append(f"{words} {', '.join(peers)}")
-        how = f"You can train: {'; '.join(said)}." if said else "You are connected with nobody."
+        how = f"You can train: {'; '.join(said)}." if said else "You are connected with no peer."
         missed = ", ".join(map(short_name, self.missed))
         return f"{how} Not connected in time: {missed}." if missed else how
 
@@ -173,7 +173,7 @@ def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
         fix = "nothing, as long as a member relays"
         yield Check("router", "poor", said, "the same port for all", fix)
     if reach.kind != "direct" and reach.looks and not any(look.carries for look in reach.looks):
-        said = "No member has room to pass on what others say to this peer."
+        said = "No member has room to relay to this peer."
         fix = "ask a member that can be dialled to raise swarm.relay"
         yield Check("relay", "poor", said, "one that has", fix)
 

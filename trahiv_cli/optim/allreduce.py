@@ -453,7 +453,7 @@ class SoundReducer:
             if sender not in self._left_out and sender not in self.notes and self._claims[sender].weight
         ]
         if not used:
-            raise AllreduceException("nobody's contribution can be used")
+            raise AllreduceException("no contribution can be used")
         is_robust = self._robust and len(used) > 2
         if is_gradient:
             return centered_clipping([part for part, _ in used]) if is_robust else weighted_mean(used)

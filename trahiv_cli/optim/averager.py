@@ -403,7 +403,7 @@ class ExactAverager(CorrectedAverager):
                 parts.append((await anext(messages)).tensor_part)
                 missing -= len(parts[-1].buffer)
             if missing:
-                raise ValueError("parts of another size than was said")
+                raise ValueError("parts of another size than announced")
         loop = asyncio.get_running_loop()
         schema = self._matchmaking.schema
         average = decoded(parts, tensors)

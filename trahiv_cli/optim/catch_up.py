@@ -349,7 +349,7 @@ class CatchUp:
         why = "others of that history hold other values" if is_one_of_them else "others went another way"
         logger.warning(
             f"The state of step {history.step} that peer {donor} gave was not taken over: {why}. "
-            "Others are asked first now."
+            "This peer asks others first now."
         )
         self._disbelieved.add(donor)
         return False

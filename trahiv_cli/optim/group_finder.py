@@ -381,7 +381,7 @@ class GroupFinder:
         try:
             claim = self.claim_of(peer, request.gather, search.schema)
         except ValueError as error:
-            self.blame.exclude(peer, f"it brings a claim that nobody can use ({error})")
+            self.blame.exclude(peer, f"it brings an unusable claim ({error})")
             return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
         elsewhere = search.asking
         if elsewhere == peer:  # both ask each other: the first in order leads

@@ -213,7 +213,7 @@ class Doubts:
             elif now - since >= FAILING_S and 2 * len(peers) < len(others) + (self._together is not None):
                 del self._failing[peer]
                 self._passed_over[peer] = now + PASSED_OVER_S
-                disbelieve(peer, "it gives nobody the state that it reports")
+                disbelieve(peer, "it does not give the state that it reports")
 
     def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
         """Return ids of the peers whose reports do not count: their step is impossible, or they are ignored.

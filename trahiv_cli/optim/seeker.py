@@ -198,7 +198,7 @@ class GroupSeeker:
                 pass  # it ends by itself within the longest exchange
             return _outcome_of(control)
         except RoundFailed as failure:
-            logger.warning(f"Nobody will be able to follow the next step: {failure.message}")
+            logger.warning(f"No peer will be able to replay the next step: {failure.message}")
             return None
 
     def _say_that_there_is_no_group(self) -> None:

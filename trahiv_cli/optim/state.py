@@ -231,7 +231,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 changed_at = time.monotonic()
                 report(*told)
             if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
-                raise RoundFailed("The DHT's process did not say what came of the download.")
+                raise RoundFailed("The DHT's process did not report the result of the download.")
         if fetched is None:
             return None
         try:

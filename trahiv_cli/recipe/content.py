@@ -89,7 +89,7 @@ def content_of(dataset: DatasetSection) -> ContentSection:
 def unreadable(error: OSError) -> AssetError:
     """Make the error for a file that exists but can't be read."""
     said = f"{error.filename} can't be read: {error.strerror}."
-    return AssetError(said, "Check who may read it, and the disk.")
+    return AssetError(said, "Check its permissions, and the disk.")
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:

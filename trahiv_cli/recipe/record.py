@@ -125,7 +125,7 @@ def _bounded(obj: Any) -> dict[str, Any]:
         if isinstance(value, int | float):
             is_plain = abs(value) <= LARGEST  # false for NaN
         if not is_plain or not all(isinstance(text, str) and is_text(text) for text in texts):
-            what = f"has what is no list, no text and no number up to {LARGEST}"
+            what = f"has a value that is no list, no text and no number up to {LARGEST}"
             raise _refusal([("", what)])
         num_values += 1
         num_characters += sum(map(len, texts))

@@ -71,7 +71,7 @@ STRANGERS_NAMED = 64  # per process, in the log: ids are free, and the log must 
 STRANGERS = b""  # the account of all peers that have presented no valid grant or certificate
 
 REFUSAL = "trahiv: not a member of this swarm"  # the answer to a stranger
-OPEN = "it is open to everybody, and this peer is of a closed one"
+OPEN = "it is open, and this peer belongs to a closed one"
 POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
 
 
@@ -91,8 +91,8 @@ def not_admitted(objection: str) -> NotAdmitted:
     """Return an error that explains an objection to this peer's user; empty: it is of another swarm."""
     if objection == TAKEN_OUT:
         return NotAdmitted(
-            "The owner of this swarm has taken this peer out. What it trained is kept, and goes to nobody.",
-            hint="ask the owner; who is invited again comes with another folder: --output-dir DIR",
+            "The owner of this swarm has taken this peer out. Its training is kept, and sent to no peer.",
+            hint="ask the owner for a new invitation, and join from another folder: --output-dir DIR",
         )
     return NotAdmitted(
         f"The swarm does not take this peer for a member: {objection or 'its invitation is to another one'}.",
@@ -390,7 +390,7 @@ class GuardedP2P(P2P):
         try:
             return output_protobuf_type.FromString(response)
         except DecodeError as error:  # callers do not expect protobuf's errors
-            raise P2PHandlerError(f"peer {peer_id} answered what can't be read: {error}") from error
+            raise P2PHandlerError(f"peer {peer_id} gave an answer that can't be read: {error}") from error
 
     async def call_binary_stream_handler(self, peer_id: PeerID, handler_name: str) -> Any:
         """Open a stream to a member; see `P2P`. Raises the errors of `Door.introduce` as well."""

@@ -75,7 +75,7 @@ def fetch_offer(
     run = preferred_run if preferred_run in runs else next(iter(runs), "")
     if not (wires := _fetch_wires(node, run) if runs else {}):
         raise NothingPublished(
-            "A peer answered, but nobody publishes a recipe there (yet).",
+            "A peer answered, but no peer publishes a recipe there (yet).",
             hint="wait until the starter's `trahiv init` is ready, or bring the recipe: "
             "trahiv join RECIPE ...",
         )

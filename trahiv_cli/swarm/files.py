@@ -19,7 +19,7 @@ def require_private(path: Path) -> None:
     if path.stat().st_mode & 0o077:
         raise SetupError(
             f"{path} can be read by other users of this machine; it was not used.",
-            hint=f"chmod 600 {path}; if somebody else may have read it, move it away: a new one is then made",
+            hint=f"chmod 600 {path}; if others may have read it, move it away: a new one is then made",
         )
 
 

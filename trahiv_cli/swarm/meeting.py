@@ -294,7 +294,7 @@ class Meeting:
                     reasons.append(f"through {middle}: {error}")
         finally:
             self._sought.discard(peer)
-        raise NotMet("; ".join(reasons) or "there is nobody in the middle")
+        raise NotMet("; ".join(reasons) or "no member can introduce the two")
 
     async def _meet_through(self, peer: PeerID, middle: PeerID) -> Way | None:
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -360,7 +360,7 @@ class Meeting:
             case _:
                 raise NotMet("a request that can't be read")
         if self._answered[middle] >= ANSWERED_FOR_ONE or self._answered.total() >= ANSWERED_AT_ONCE:
-            raise NotMet("many others are met")
+            raise NotMet("too many other meetings")
         self._answered[middle] += 1
         try:
             found = await self._met_by(peer, places, token, through)

@@ -93,7 +93,7 @@ class OwnedSwarm:
             if not keys:
                 raise SetupError(
                     f"There is no invitation {id_} that is open; nothing was changed.",
-                    hint="`trahiv members` lists those that are",
+                    hint="`trahiv members` lists the open ones",
                 )
         self._decide(partial(roll.closing, keys, came))
 

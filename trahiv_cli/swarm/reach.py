@@ -225,7 +225,7 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
     if dialled:
         return Reach("direct", "A member has dialled this peer.", dialled, tuple(seen))
     if not seen:
-        return Reach("alone", "Nobody is there who could dial this peer.")
+        return Reach("alone", "No other peer is there to dial this one.")
     ways = set((await meeting.ways()).values()) if meeting is not None else set()
     kind: Kind
     if "relayed" in ways:

@@ -262,7 +262,7 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
         raise SetupError(
             f"{lost} others that joined with the same invitation could not stay: a policy has room for "
             f"{MAX_MARKS} decisions; nothing was changed.",
-            hint="first type `trahiv invite --close all`: those who came first stay, as far as there is "
+            hint="first type `trahiv invite --close all`: the first members stay, as far as there is "
             "room, and the others join again with the line that it prints; then kick this peer",
         )
     return changed

@@ -105,7 +105,7 @@ class Board:
         if command := ready.get("invite"):  # the join line scrolls off the screen
             rows.append(Text(f"to invite others: {command}", style="dim"))
         elif file := ready.get("invitation"):
-            rows.append(Text(f"to invite others, send them what is in {file}", style="dim"))
+            rows.append(Text(f"to invite others, send them the line in {file}", style="dim"))
         for note in self.notes:
             rows += Text(note, style="dim").wrap(console, width)[:ROWS_A_NOTE]
         title = f"[bold]{ready['run_id']}[/]"

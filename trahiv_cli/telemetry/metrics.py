@@ -35,7 +35,7 @@ class Metrics:
 
         self._run = Info("trahiv_run", "The run, and this peer of it.", registry=registry)
         states = ["loading", "training", "paused", "ended"]
-        self._state = Enum("trahiv_state", "What this peer does.", states=states, registry=registry)
+        self._state = Enum("trahiv_state", "This peer's state.", states=states, registry=registry)
         self._reach = Enum("trahiv_reach", "How others reach it.", states=REACHES, registry=registry)
         self._step = gauge("step", "Optimizer step of the swarm that this peer has reached.")
         self._steps = gauge("steps", "Steps of the whole run.")

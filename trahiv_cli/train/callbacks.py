@@ -217,7 +217,7 @@ class SwarmCallback(TrainerCallback):
                 "round",
                 f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
                 "no weights were changed, and the gradients go into the next try.",
-                hint="nothing to do, unless it repeats: then look at the link to the peers that are named",
+                hint="nothing to do, unless it repeats: then look at the links to these peers",
             )
         if dropped := self._optimizer.dropped_samples - self._samples_dropped:
             self._samples_dropped += dropped

@@ -126,12 +126,14 @@ def enter_swarm(
         if tracker.others:
             break
     if own:
-        return Entry("checkpoint", f"Goes on from {own}: those that were further can't be reached any more.")
+        return Entry(
+            "checkpoint", f"Goes on from {own}: the peers that were further can't be reached any more."
+        )
     if reached_step > 0:
         raise RoundFailed(
             f"The swarm had reached step {reached_step}, but its peers have left, or can't be reached any "
             "more; nothing was trained.",
-            hint="join again when one of them is back; what they trained is in their run's folder",
+            hint="join again when one of them is back; their training is in their run's folder",
         )
     optimizer.position.enter(History())
     return Entry("fresh", "Begins at step 0: no peer is further, and this run's folder has no checkpoint.")

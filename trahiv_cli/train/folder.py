@@ -232,7 +232,7 @@ def scout(
         raise RecipeMismatch(
             f"The swarm trains {offer.run_id} with fingerprint {offer.fingerprint[:12]}; the invitation is "
             f"to {invitation.run_id} with {invitation.fingerprint[:12]}. Nothing was changed.",
-            hint="ask whoever invited you for a fresh line",
+            hint="ask the person who invited you for a fresh line",
         )
     return offer
 

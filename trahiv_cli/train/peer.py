@@ -265,7 +265,7 @@ def invite(node: Node, folder: Path, recipe: Recipe, events: Events, *, joins: b
     if joins and not node.run(known_peers):
         events.warn(
             "unreachable",
-            "No peer of this run answers. This one begins with what it has, and calls on the others until "
+            "No peer of this run answers. This one resumes from its own state, and calls the others until "
             "they answer; then all go on from the furthest state.",
             hint="nothing to do if they are away; else start them again, with the same command",
         )

@@ -120,7 +120,9 @@ def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _
         return section.model_validate({key: value for key, value in plain.items() if value is not None})
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, (path, *one['loc'])))}: {one['msg']}" for one in error.errors()]
-        raise RecipeError("; ".join(wrong), hint="see `trahiv schema` for what may be said") from error
+        raise RecipeError(
+            "; ".join(wrong), hint="see `trahiv schema` for the fields and their values"
+        ) from error
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:

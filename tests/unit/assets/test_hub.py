@@ -79,4 +79,4 @@ def test_unreachable_hub_falls_back_to_cache(monkeypatch, edge, error, said):
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HUB_OFFLINE", "")
         found = said_of(*OF_THE_HUB), os.environ["HF_HUB_OFFLINE"]
-        assert found == (f"{said.format(url)} Only what this machine has cached is used.", "1")
+        assert found == (f"{said.format(url)} Only files in this machine's cache are used.", "1")

@@ -157,7 +157,7 @@ def publish(here, nothing_starts, monkeypatch):
 def test_swarm_without_recipe_is_refused(events):
     code, (error,) = events("join", "--peer", ADDRESS, "--yes")
     assert (code, error["code"]) == (4, "nothing-published")
-    assert "nobody publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
+    assert "no peer publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
 
 
 def test_swarm_with_other_protocol_is_refused(events, publish, here):

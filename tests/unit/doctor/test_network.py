@@ -28,7 +28,7 @@ NAMES = [PeerID(b"\x12\x20" + bytes(31) + bytes([number])).to_base58() for numbe
         ("dialled dialled", (), "You can train: directly with {0}, {1}."),
         ("relayed punched", (), "You can train: through both routers with {1}; through a member with {0}."),
         ("punched", NAMES[2:], "You can train: through both routers with {0}. Not connected in time: {2}."),
-        ("", NAMES[1:], "You are connected with nobody. Not connected in time: {1}, {2}."),
+        ("", NAMES[1:], "You are connected with no peer. Not connected in time: {1}, {2}."),
     ],
 )
 def test_connection_ways_make_one_sentence(ways, missed, said):
@@ -123,7 +123,7 @@ def looked(*places, carries=True):
         (looked(HERE), "", {"inbound": "Nobody could."}),
         (looked(HERE, HERE), "", {"inbound": "Nobody could."}),
         (looked(HERE, ANOTHER), "", {"inbound": "", "router": "another port for each destination"}),
-        (looked(HERE, carries=False), "", {"inbound": "", "relay": "No member has room to pass on"}),
+        (looked(HERE, carries=False), "", {"inbound": "", "relay": "No member has room to relay"}),
         (Reach("alone", "Nobody is there."), "9.9.9.9", {"inbound": "Nobody is there."}),
     ],
 )

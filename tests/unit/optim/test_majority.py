@@ -257,7 +257,7 @@ def test_failing_donor_is_passed_over(established, clock, caplog):
     assert not fail_for(Doubts(clock), clock, 2 * FAILING_S, "M", "MB"), "the others are not more"
     assert fail_for(established, clock, 2 * FAILING_S, "M", "MB"), "it was in rounds with B"
     told = [one.getMessage() for one in caplog.records if one.name.startswith("trahiv_cli")]
-    assert told == ["Peer M is not believed: it gives nobody the state that it reports."], "once"
+    assert told == ["Peer M is not believed: it does not give the state that it reports."], "once"
 
 
 @pytest.mark.parametrize(("interval_s", "holds_s"), [(10.0, APART_S), (APART_S, 8 * APART_S)])

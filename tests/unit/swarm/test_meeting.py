@@ -275,7 +275,7 @@ async def test_failed_meeting_names_each_middle(world):
     told = [f"through {middle}: that peer is not connected here" for middle in others[:2]]
     assert str(refused.value) == "; ".join([*told, f"through {others[2]}: no route"])
     assert await world[A].meet(B, [others[0], M]) == "relayed"
-    with pytest.raises(NotMet, match="nobody in the middle"):
+    with pytest.raises(NotMet, match="no member can introduce"):
         await world[B].meet(M, [])
 
 
@@ -374,8 +374,8 @@ async def test_answered_meetings_per_middle_are_limited(world):
         world.connect(middle, B)
     for middle in middles[:4]:
         answers = [await told(middle, number) for number in range(10, 15)]
-        assert answers == [True] * meetings.ANSWERED_FOR_ONE + ["many others are met"]
-    assert await told(middles[4], 9) == "many others are met", "of all together"
+        assert answers == [True] * meetings.ANSWERED_FOR_ONE + ["too many other meetings"]
+    assert await told(middles[4], 9) == "too many other meetings", "of all together"
     assert len(set(words)) == len(words), "the peer chooses its part of the word anew"
     pipes.close(ends)
     async with asyncio.timeout(2.0):

@@ -155,7 +155,7 @@ def test_member_answers_determine_reach(world, dialled, carries, ways, kind, why
 
 
 def test_lone_node_is_listed_but_visitor_never(world):
-    alone = Reach("alone", "Nobody is there who could dial this peer.")
+    alone = Reach("alone", "No other peer is there to dial this one.")
     for peers in ((), (NotMet("no"), TimeoutError())):
         world.members(*peers)
         for is_visitor in (True, False):

@@ -185,7 +185,7 @@ INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
         ((READY, step(1), step(2, loss=float("nan")), step(3)), "3.2500  █▁", "nan"),
         (({"event": "something new"},), "starting", "something"),
         ((READY | INVITE,), "to invite others: trahiv invite", "/a/file"),
-        ((READY | INVITE | {"invite": None},), "to invite others, send them what is in /a/file", "trahiv"),
+        ((READY | INVITE | {"invite": None},), "to invite others, send them the line in /a/file", "trahiv"),
         ((READY, WARNING | {"message": "[bold]not bold[/] [/]"}), "[round] [bold]not bold[/] [/]", "?"),
         ((READY, PACE), "From step 2 on.", "?"),
         ((READY, REACHED), "reach relayed: Through a member.", "?"),

@@ -2,8 +2,7 @@
 
 import pytest
 
-from trahiv_cli.errors import SetupError
-from trahiv_cli.run.control import BY_ITS_USER, REQUEST_FILE, forget_request, request, requested
+from trahiv_cli.run.control import BY_ITS_USER, request
 from trahiv_cli.run.lock import RESOLVED, owned
 from trahiv_cli.train import wishes as module
 from trahiv_cli.train.conditions import Condition
@@ -19,50 +18,12 @@ def folder(tmp_path):
         yield tmp_path
 
 
-def test_wish_stands_until_replaced_or_forgotten(folder):
-    assert requested(folder) is None
-    for what in ("pause", "finish", None, None, "pause"):
-        request(folder, what)
-        assert requested(folder) == what
-    forget_request(folder)
-    assert requested(folder) is None
-    for noise in (b"", b"dance", b"\xff"):
-        (folder / REQUEST_FILE).write_bytes(noise)
-        assert requested(folder) is None
-
-
-def test_pause_can_be_withdrawn_during_restart(tmp_path):
-    (tmp_path / RESOLVED).write_text("{}")
-    with owned(tmp_path):
-        request(tmp_path, "pause")
-    request(tmp_path, None)
-    with pytest.raises(SetupError, match="No peer trains in"):
-        request(tmp_path, "finish")
-
-
 def test_unknown_condition_counts_as_met(folder, clock, caplog):
     def fail():
         raise ValueError("nvidia-smi does not answer")
 
     wishes = Wishes(folder, Leaving(), [Condition("gpu-free 8", fail)], clock)
     assert wishes.why_paused() == "" and "nvidia-smi does not answer" in caplog.text
-
-
-def test_wish_without_peer_is_refused(tmp_path):
-    with pytest.raises(SetupError, match="No peer trains in"):
-        request(tmp_path, "pause")
-    with owned(tmp_path), pytest.raises(SetupError, match="No peer trains in"):  # a bootstrap node
-        request(tmp_path, "pause")
-    assert not (tmp_path / REQUEST_FILE).exists()
-
-
-def test_full_disk_refuses_wish(folder, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_whole", fail)
-    with pytest.raises(SetupError, match="No space left on device; nothing was changed"):
-        request(folder, "pause")
 
 
 def test_pause_is_immediate_finish_after_step(folder, clock):

@@ -201,7 +201,7 @@ class CorrectedAverager(DecentralizedAverager):
         try:
             future.set_result(await work)
         except nothing as error:
-            logger.debug("nothing came of what was asked for: %r", error)
+            logger.debug("a request of the training process failed: %r", error)
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)  # otherwise the training process would wait for a long time

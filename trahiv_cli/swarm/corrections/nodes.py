@@ -79,7 +79,7 @@ class CorrectedNode(DHTNode):
         self, key: Any, value: Any, expiration_time: float, subkey: bytes | None = None, **_: Any
     ) -> bool:
         """Store a record in the place of its owner; see `Copies.put`."""
-        assert subkey is not None, "a record is somebody's"
+        assert subkey is not None, "a record has an owner"
         packed = self.protocol.serializer.dumps(value)
         return await self.protocol.copies.put(DHTID.generate(source=key), subkey, packed, expiration_time)
 
@@ -300,7 +300,7 @@ class RememberingValidator(CompositeValidator):
         is_good = super().validate(record)
         before = [one for one in self._validators if one.priority >= SIGNATURE_PRIORITY]
         if not is_good and before and CompositeValidator(before).validate(record):  # its owner signed it
-            disbelieve(str(owner_of(unpacked(record.subkey))), "it publishes what nobody can read")
+            disbelieve(str(owner_of(unpacked(record.subkey))), "it publishes a record that no peer can read")
         return is_good
 
 
