@@ -31,8 +31,8 @@ PATTERNS = {
     "free relatives": r"\b[Ww]hat (?:is|was|were|has|had|can|may|it|this|others|they|comes|came|a|each|all"
     r"|most|must|belongs|peers|members|an|the|follows|needs|stands|stays|he|goes|went|would|could|does|did|makes"
     r"|somebody|nobody|anybody)\b",
-    "who without a noun": r"(?<![\w'])(?:[Ww]ho(?:ever)|[Ww]ho (?:is|has|was|can|may|comes|does|did|gives|joins"
-    r"|joined|had|votes|starts|serves|waits|asks|misses|missed|goes|tries|trains|calls|shows|are|needs|meets"
+    "who without a noun": r"(?<![\w'])(?:[Ww]ho(?:ever)|[Ww]ho (?:is|has|was|can|may|comes|does|did|gives"
+    r"|joins|joined|had|votes|starts|serves|waits|asks|misses|missed|goes|tries|trains|calls|shows|are|needs|meets"
     r"|brings|said|wants|writes|signed|came|hears|looks|takes|listens))\b",
     "those": r"\b(?:[Tt]hose (?:that|of|who|which|to|in|whose)|that of)\b",
     "so many": r"\b[Ss]o (?:many|long|often|few|old|young|large)\b",
