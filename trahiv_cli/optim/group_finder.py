@@ -430,7 +430,8 @@ class GroupFinder:
                 search.sent_to = peer_from(answer.suggested_leader)
                 return None
         except (*UNREACHABLE, StopAsyncIteration) as error:
-            self.blame.suspect(leader, f"it does not lead ({error!r})")
+            logger.debug(f"{leader} does not lead: {error!r}")
+            self.blame.suspect(leader, "it did not lead a group")
         except ValueError as error:
             self.blame.exclude(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)

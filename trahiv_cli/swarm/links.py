@@ -1,17 +1,19 @@
 """Dead TCP connections, for example after a router has forgotten them: they are closed and dialled again.
 
 libp2p keeps such a connection for 30 to 40 s, and opens no other one to that peer meanwhile. The kernel
-notices earlier: it sends the same bytes again and again.
+notices earlier: it sends the same bytes again and again, or this machine has lost the address of its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils import get_logger
 
@@ -30,22 +32,32 @@ def dead_places(folder: Path = Path("/proc/self/net")) -> set[Place]:
 
     Linux lists the connections of a network namespace there (Documentation/networking/proc_net_tcp.rst).
     """
+    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    own = {entry.address.partition("%")[0] for entry in entries}
     tables = folder / "tcp", folder / "tcp6"
-    return {place for table in tables for place, is_dead in _connections(table) if is_dead}
+    return {place for table in tables for place, is_dead in _connections(table, own) if is_dead}
 
 
-def _connections(table: Path) -> Iterator[tuple[Place, bool]]:
-    """Yield the remote end of each connection, and whether it is dead."""
+def _connections(table: Path, own: Collection[str]) -> Iterator[tuple[Place, bool]]:
+    """Yield the remote end of each connection, and whether it is dead; `own` are this machine's addresses."""
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
-            _, _, remote, state, _, _, retransmissions, *_ = line.split()
+            _, local, remote, state, queues, _, retransmissions, *_ = line.split()
             if state != ESTABLISHED:  # it is being closed, and its last bytes are still sent
                 continue
-            address, port = remote.split(":")
-            words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
-            family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-            place = socket.inet_ntop(family, b"".join(words)), int(port, 16)
-            yield place, int(retransmissions, 16) >= MOST_RETRANSMISSIONS
+            here = ipaddress.ip_address(_place(local)[0])
+            has_address = here.is_loopback or str(here) in own
+            is_sending = int(queues.partition(":")[0], 16) > 0
+            is_repeating = int(retransmissions, 16) >= MOST_RETRANSMISSIONS
+            yield _place(remote), is_repeating or (is_sending and not has_address)
+
+
+def _place(text: str) -> Place:
+    """Parse an end of a connection: an address in words of the machine's byte order, and a port."""
+    address, port = text.split(":")
+    words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
+    family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
+    return socket.inet_ntop(family, b"".join(words)), int(port, 16)
 
 
 async def close_dead(p2p: Any, connections: Iterable[Any]) -> set[PeerID]:
