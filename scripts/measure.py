@@ -47,7 +47,7 @@ MIDDLE = re.compile(
 GOALS = dict(zip(PATTERNS, (1.0, 0.2, 0.6, 0.2, 0.4, 0.2), strict=True))
 
 LIMITS: dict[str, float] = {
-    "tokens": 170_973,
+    "tokens": 171_077,
     "largest file": 512,
     "docstrings of one line that begin in mid-sentence": 15,
     "import circles, type imports included": 4,

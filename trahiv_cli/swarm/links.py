@@ -7,7 +7,6 @@ notices earlier: it sends the same bytes again and again, or this machine has lo
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -45,11 +44,9 @@ def _connections(table: Path, own: Collection[str]) -> Iterator[tuple[Place, boo
             _, local, remote, state, queues, _, retransmissions, *_ = line.split()
             if state != ESTABLISHED:  # it is being closed, and its last bytes are still sent
                 continue
-            here = ipaddress.ip_address(_place(local)[0])
-            has_address = here.is_loopback or str(here) in own
             is_sending = int(queues.partition(":")[0], 16) > 0
             is_repeating = int(retransmissions, 16) >= MOST_RETRANSMISSIONS
-            yield _place(remote), is_repeating or (is_sending and not has_address)
+            yield _place(remote), is_repeating or (is_sending and _place(local)[0] not in own)
 
 
 def _place(text: str) -> Place:
