@@ -18,6 +18,7 @@ import logging
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 MET_TRIED = 8  # known peers that a node tries when it starts; it calls the others later
 RECORD_TIMEOUT_S = 10.0
+RETRY_WITHIN_S = 12.0  # p2pd waits 5 s for an address of this machine or its network, longer for others
 LIFE_EVERY_S = 0.1  # between checks of an event loop that does not answer: it may have ended
 REACH_KNOWN_S = 10.0  # by then it should be known how others reach this peer
 GRACE_S = 3.0  # for the DHT's process to end by itself
@@ -161,8 +163,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
     ) -> CorrectedDHT:
         """Start a DHT through the initial peers and known peers that answer.
 
-        If something listens at an initial peer's address but does not answer, try three times: p2pd waits
-        5 s, and a ping 3 s, for a peer whose machine or link may be slow at that moment.
+        If something listens at an initial peer's address but does not answer, try up to three times: p2pd
+        waits 5 s, and a ping 3 s, for a peer whose machine or link may be slow at that moment.
         """
         met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
         # p2pd spends minutes on the first address that does not answer, so it gets no such address. A single
@@ -170,6 +172,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         is_certain = must_reach and not met and len(initial_peers) < 2
         answering = list(initial_peers) if is_certain else addresses.answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
+        may_retry_until = time.monotonic() + RETRY_WITHIN_S
         for is_last in (False, False, True):
             try:
                 if needs_one and not answering:
@@ -178,7 +181,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
             except (P2PDaemonError, RuntimeError, ValueError) as error:
                 is_taken = "already taken by another peer" in str(error)
                 troubles = {one: addresses.knock(one) for one in initial_peers if needs_one and not is_taken}
-                if None in troubles.values() and not is_last:
+                if None in troubles.values() and not is_last and time.monotonic() < may_retry_until:
                     logger.warning(f"No peer has answered in time ({error}); this peer tries again.")
                     continue
                 if is_taken or needs_one or not answering:

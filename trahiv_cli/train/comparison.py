@@ -75,6 +75,9 @@ HINTS = dict.fromkeys((FROZEN, TRAINABLE, TOKENIZER), OTHER_MODEL) | dict.fromke
 UNLISTED = "other settings"
 """Name of the digest of all parts that do not fit into a record."""
 
+IGNORED = "initial weights"
+"""A part that earlier versions publish and compare before the first step."""
+
 DIGEST_CHARS = 64
 
 
@@ -112,7 +115,7 @@ class Comparison:
             record = published[peer]
             texts = [*record, *record.values()] if isinstance(record, dict) else [None]
             if all(isinstance(text, str) and text.isprintable() for text in texts):
-                theirs.append(record)
+                theirs.append({part: text for part, text in record.items() if part != IGNORED})
             else:
                 disbelieve(peer, "the parts that it compares can't be read")
         unlike = [differing for record in theirs if (differing := _differing(self._own, record))]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.kit.fakes import FakeNode
 from tests.kit.stand_ins import CHATML_MARKED, chat_tokenizer, write_llama
 from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.train.comparison import FROZEN, SAMPLES, TOKENIZER, TRAINABLE, Comparison, likeness
+from trahiv_cli.train.comparison import FROZEN, IGNORED, SAMPLES, TOKENIZER, TRAINABLE, Comparison, likeness
 
 OURS = {"frozen weights": "a" * 64, "tokenizer": "b" * 64, SAMPLES: "800"}
 ME, ONE, TWO, ANOTHER = (SimpleNamespace(peer_id=name) for name in ("me", "one", "two", "another"))
@@ -34,6 +34,13 @@ def test_unlike_joiner_is_refused_with_difference(part, value, hint):
         ours.require_alike([ONE])
     assert refused.value.differences == ((part, OURS[part][:12], value[:12]),) and hint in refused.value.hint
     assert ours.schema == same.schema != theirs.schema
+
+
+def test_initial_weights_of_earlier_version_are_ignored():
+    node = FakeNode("me")
+    ours = Comparison(node, "run", OURS)
+    Comparison(node.neighbour("one"), "run", OURS | {IGNORED: "d" * 64})
+    ours.require_alike([ONE])
 
 
 def test_missing_part_is_difference():
