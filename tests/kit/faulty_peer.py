@@ -220,7 +220,7 @@ class Peer:
 
         def loaded(*args: Any, holders: Any = None) -> Any:
             taken = load(*args, holders=holders)
-            if holders:
+            if holders and taken:
                 self.say("made-equal", **self._where(optimizer))
             return taken
 
@@ -366,8 +366,7 @@ class send_just_in_time:
         generate = ExactAllReduce._generate_input_for_peer
 
         async def slowly(runner: ExactAllReduce, index: int, *more: Any) -> Any:
-            if index == 0:
-                say_struck(self)
+            say_struck(self)
             async for part in generate(runner, index, *more):
                 await asyncio.sleep(self.pause_s)
                 yield part

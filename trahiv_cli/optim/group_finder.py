@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
@@ -47,6 +48,7 @@ PAUSE_S = 0.1  # between two tries when there was no peer to ask
 DOOR_S = 600.0  # how long a leader that is not ready holds a request; callers give up sooner
 
 SUSPECT_S = 20.0  # how long rounds do not wait for a peer that did not answer, broke a round, or did not come
+NAMED_EVERY_S = 600.0
 
 # A peer is suspect after missing this many groups in a row; the larger number applies once it has come to
 # one. A peer whose batches take too long divides them after a few.
@@ -88,6 +90,7 @@ class Blame:
     def __init__(self, order: Callable[[PeerID], bytes]) -> None:
         self._order = order
         self._suspected_until: dict[PeerID, float] = {}
+        self._named_at: dict[PeerID, float] = {}
         self.excluded_until: dict[PeerID, float] = {}  # of every peer that ever was; by the monotonic clock
         self._missed: Counter[PeerID] = Counter()  # groups in a row that each expected peer missed
         self._points: defaultdict[PeerID, float] = defaultdict(float)
@@ -96,11 +99,13 @@ class Blame:
     def suspect(self, peer: PeerID, why: str) -> None:
         """Do not wait for this peer for a while, and let it lead only if no other peer is left.
 
-        Log why, but only once until the peer comes by itself.
+        Log why, but for each peer at most once in `NAMED_EVERY_S`: a slow peer is suspected again and again.
         """
-        if peer not in self._suspected_until:
+        now = time.monotonic()
+        if now >= self._named_at.get(peer, -math.inf) + NAMED_EVERY_S:
             logger.warning(f"Rounds do not wait for peer {peer}: {why}.")
-        self._suspected_until[peer] = time.monotonic() + SUSPECT_S
+            self._named_at[peer] = now
+        self._suspected_until[peer] = now + SUSPECT_S
 
     def clear(self, peer: PeerID) -> None:
         """Stop suspecting a peer: it came by itself."""

@@ -133,8 +133,7 @@ class Equality:
 
     def compare(self, claimed: Mapping[str, bytes]) -> None:
         """Record the digests that the members of a round claimed before it, if they differ."""
-        if len(set(claimed.values())) > 1:
-            self.claimed = dict(claimed)
+        self.claimed = dict(claimed) if len(set(claimed.values())) > 1 else {}
 
     def restore(self) -> set[str]:
         """Return ids of the peers whose state to adopt, none if most have this peer's; forget the claims."""

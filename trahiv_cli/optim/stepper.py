@@ -264,15 +264,16 @@ class Stepper:
         is_due = self._position.pace.has_local_steps or step >= self._equal_until
         if not is_due or not (holders := parts.equality.restore()):
             return
+        self._equal_until = step + parts.settings.average_state_every
         try:
             is_equal = self._catch_up.load(holders=holders)
             why = "none of them gives its state"
         except RoundFailed as failure:
             is_equal = False
             why = failure.message
-        if is_equal:
-            self._equal_until = step + parts.settings.average_state_every
-        done = "it has taken theirs over" if is_equal else f"it keeps its own until the next round: {why}"
+        if parts.alive.should_leave():
+            return
+        done = "it has taken theirs over" if is_equal else f"it keeps its own for now: {why}"
         parts.events.warn(
             "drift",
             f"This peer's weights at step {step} were not those of others; {done.rstrip('.')}.",

@@ -7,6 +7,7 @@ notices earlier: it sends the same bytes again and again, or this machine has lo
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -46,7 +47,9 @@ def _connections(table: Path, own: Collection[str]) -> Iterator[tuple[Place, boo
                 continue
             is_sending = int(queues.partition(":")[0], 16) > 0
             is_repeating = int(retransmissions, 16) >= MOST_RETRANSMISSIONS
-            yield _place(remote), is_repeating or (is_sending and _place(local)[0] not in own)
+            here = _place(local)[0]
+            is_lost = here not in own and not ipaddress.ip_address(here).is_loopback
+            yield _place(remote), is_repeating or (is_sending and is_lost)
 
 
 def _place(text: str) -> Place:

@@ -170,10 +170,11 @@ class Node(contextlib.AbstractContextManager["Node"]):
         # p2pd spends minutes on the first address that does not answer, so it gets no such address. A single
         # address needs no knock, because it must answer anyway.
         is_certain = must_reach and not met and len(initial_peers) < 2
-        answering = list(initial_peers) if is_certain else addresses.answering_of([*initial_peers, *met])
         needs_one = must_reach and bool(initial_peers)
         may_retry_until = time.monotonic() + RETRY_WITHIN_S
         for is_last in (False, False, True):
+            found = initial_peers if is_certain else addresses.answering_of([*initial_peers, *met])
+            answering = list(found)
             try:
                 if needs_one and not answering:
                     raise RuntimeError("nothing listens at any address")

@@ -135,8 +135,8 @@ class OwnedSwarm:
         return peer in came
 
     def _decide(self, change: Callable[[Policy], Policy]) -> None:
-        self.book.decide(self.owner, change)
         home = self._home
+        self.book.decide(self.owner, change)
         if home.membership is not None and not self._is_open(home.membership.grant):
             # This folder's peer has a closed invitation: it gets a new one for itself and for others.
             fresh = self.owner.invite(era=self.book.policy.era)

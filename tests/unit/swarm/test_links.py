@@ -27,6 +27,7 @@ def test_kernel_tables_show_dead_connections(tmp_path):
         line("0402580A:813B", 4, 9),  # closed
         line("0502580A:813B", 1, 0, local="090201C0"),  # from an address that this machine has lost
         line("0602580A:813B", 1, 0, local="090201C0", waiting=0),
+        line("0702580A:813B", 1, 0, local="0101007F"),  # loopback, of which the machine lists one
     )
     (tmp_path / "tcp").write_text(HEAD + "".join(lines))
     (tmp_path / "tcp6").write_text(HEAD + line("B80D0120000000000000000001000000:01BB", 1, 9))

@@ -114,7 +114,7 @@ class CorrectedDHT(hivemind.DHT):
             # A process that reports its failure ends by itself; killed then, it would keep all futures' lock.
             if not (self._ready.done() and self._ready.exception()):
                 self.kill()
-                self.join()
+            self.join(HOSTING_END_S)  # its p2pd ends with it: another try would find the identity in use
             raise
 
 
