@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -44,6 +45,14 @@ LEARNT = 0.1
 """The loss at which a model knows the rhyme by heart."""
 
 LOGGED = re.compile(r"'loss': '([^']+)'.*'swarm/step': (\d+), 'swarm/peers': (\d+)")
+
+
+@pytest.fixture(autouse=True)
+def unchanged_handler():
+    """Restore the handler of SIGINT: nbclient leaves Python's, also where a shell has the signal ignored."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Session:
