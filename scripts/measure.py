@@ -44,10 +44,17 @@ MIDDLE = re.compile(
     r"(Of|Times|With which|And|That|To|By|At|From|Beside|Not|For|In|On|Whose|How|What|Who|Where|Why|Which|So"
     r"|As|But|Within|After|Before|Between|Behind|Through|Until|Also|Else|Again|Below|Above|Instead)\b"
 )
-GOALS = dict(zip(PATTERNS, (1.0, 0.2, 0.6, 0.2, 0.4, 0.2), strict=True))
+GOALS = {
+    "free relatives": 1.0,
+    "who without a noun": 0.2,
+    "those": 0.6,
+    "so many": 0.2,
+    "passives of telling": 0.4,
+    "nobody, somebody": 0.2,
+}
 
 LIMITS: dict[str, float] = {
-    "tokens": 171_240,
+    "tokens": 171_177,
     "largest file": 512,
     "docstrings of one line that begin in mid-sentence": 15,
     "import circles, type imports included": 4,

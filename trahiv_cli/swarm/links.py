@@ -7,16 +7,15 @@ notices earlier: it sends the same bytes again and again, or this machine has lo
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils import get_logger
 
+from trahiv_cli.swarm.addresses import is_of_this_machine
 from trahiv_cli.swarm.pipes import Place, places_of
 
 logger = get_logger(__name__)
@@ -32,14 +31,12 @@ def dead_places(folder: Path = Path("/proc/self/net")) -> set[Place]:
 
     Linux lists the connections of a network namespace there (Documentation/networking/proc_net_tcp.rst).
     """
-    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
-    own = {entry.address.partition("%")[0] for entry in entries}
     tables = folder / "tcp", folder / "tcp6"
-    return {place for table in tables for place, is_dead in _connections(table, own) if is_dead}
+    return {place for table in tables for place, is_dead in _connections(table) if is_dead}
 
 
-def _connections(table: Path, own: Collection[str]) -> Iterator[tuple[Place, bool]]:
-    """Yield the remote end of each connection, and whether it is dead; `own` are this machine's addresses."""
+def _connections(table: Path) -> Iterator[tuple[Place, bool]]:
+    """Yield the remote end of each connection, and whether it is dead."""
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
             _, local, remote, state, queues, _, retransmissions, *_ = line.split()
@@ -47,9 +44,8 @@ def _connections(table: Path, own: Collection[str]) -> Iterator[tuple[Place, boo
                 continue
             is_sending = int(queues.partition(":")[0], 16) > 0
             is_repeating = int(retransmissions, 16) >= MOST_RETRANSMISSIONS
-            here = _place(local)[0]
-            is_lost = here not in own and not ipaddress.ip_address(here).is_loopback
-            yield _place(remote), is_repeating or (is_sending and is_lost)
+            is_lost = is_sending and not is_of_this_machine(_place(local)[0])
+            yield _place(remote), is_repeating or is_lost
 
 
 def _place(text: str) -> Place:

@@ -173,8 +173,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         needs_one = must_reach and bool(initial_peers)
         may_retry_until = time.monotonic() + RETRY_WITHIN_S
         for is_last in (False, False, True):
-            found = initial_peers if is_certain else addresses.answering_of([*initial_peers, *met])
-            answering = list(found)
+            answering = [*initial_peers] if is_certain else addresses.answering_of([*initial_peers, *met])
             try:
                 if needs_one and not answering:
                     raise RuntimeError("nothing listens at any address")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HOSTING_END_S = 1.0  # for the thread of each averager to end; all of them receive a shutdown before the DHT
+HOSTING_END_S = 1.0  # for a thread that serves an averager, or a process that failed to start, to end
 
 
 class CorrectedDHT(hivemind.DHT):
