@@ -1,6 +1,6 @@
 """Codecs that encode tensors as bytes; a recipe chooses them by name.
 
-docs/wire.md describes their formats and losses.
+docs/protocol.md describes their formats and losses.
 
 Lossy codecs compute in float32 and refuse values that are not finite in it. Every codec is deterministic, and
 idempotent: encoding a decoded message again gives the same message. 0 stays 0. Lossy codecs lose the
