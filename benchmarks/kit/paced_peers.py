@@ -204,7 +204,7 @@ class ObservedOptimizer(hivemind.Optimizer):
         super().__init__(**keywords)
 
     def _begin_averaging_gradients(self, grad_scaler: Any) -> bool:
-        samples = self.grad_averager.local_samples_accumulated
+        samples = self.grad_averager.samples
         state = (self.local_epoch, samples, _some(self.state_averager.main_parameters))
         has_begun = super()._begin_averaging_gradients(grad_scaler)
         if has_begun:
@@ -221,7 +221,7 @@ class ObservedOptimizer(hivemind.Optimizer):
         elif len(control.result()) < 2:
             self.news.append(("failures", "a group of one"))
         else:
-            held = self.grad_averager.local_samples_accumulated  # begun rounds have taken theirs
+            held = self.grad_averager.samples  # begun rounds have taken theirs
             step = Committed(time.monotonic(), str(epoch), samples, True, held, weights)
             self.news.append(("committed", step))
 

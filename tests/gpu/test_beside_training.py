@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kit.averagers import state_averager
+from tests.kit.states import peer_state
 from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
@@ -32,18 +32,18 @@ SHORT_CYCLES = 10**8
 
 
 @pytest.fixture
-def averager() -> Any:
+def state() -> Any:
     """Holds two weights and Adam's statistics on a GPU."""
     weights = [torch.nn.Parameter(torch.randn(128, 64, device="cuda")) for _ in range(2)]
     inner = torch.optim.AdamW(weights, lr=1e-3)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
-    averager = state_averager(inner, weights, parameter_names=("a", "b"))
-    averager.lock_state.devices = frozenset(weight.device for weight in weights)
-    averager.history, averager.local_epoch = History(1, 10, bytes(16)), 1
-    with averager.lock_state:
+    state = peer_state(inner, weights)
+    state.lock_state.devices = frozenset(weight.device for weight in weights)
+    state.history, state.local_epoch = History(1, 10, bytes(16)), 1
+    with state.lock_state:
         inner.step()
-    return averager
+    return state
 
 
 def beside_work(copy: Callable[[], Any]) -> Any:
@@ -57,48 +57,46 @@ def beside_work(copy: Callable[[], Any]) -> Any:
     return result
 
 
-def digests(averager: Any) -> list[bytes]:
-    values = host_values(averager.common_tensors(), averager.lock_state.changes)
+def digests(state: Any) -> list[bytes]:
+    values = host_values(state.common_tensors(), state.lock_state.changes)
     return [digest_of([value]) for value in values]
 
 
 @pytest.mark.parametrize("room", [host_copies.COPIED_BYTES, 1], ids=["at once", "one by one"])
-def test_weights_are_digested_beside_training(averager, monkeypatch, room):
+def test_weights_are_digested_beside_training(state, monkeypatch, room):
     monkeypatch.setattr(host_copies, "COPIED_BYTES", room)
-    list(host_values(averager.common_tensors(), averager.lock_state.changes))  # pinned memory is there then
-    expected = [digest_of([weight]) for weight in averager.weights]
-    assert beside_work(lambda: digests(averager)) == expected
+    list(host_values(state.common_tensors(), state.lock_state.changes))  # pinned memory is there then
+    expected = [digest_of([weight]) for weight in state.weights]
+    assert beside_work(lambda: digests(state)) == expected
 
 
-def test_claim_digest_waits_for_no_batch(averager):
-    equality = Equality(averager, SimpleNamespace(attest=lambda history, common: None))
-    digests(averager)
-    assert beside_work(lambda: equality.digest(averager.common_tensors()))
+def test_claim_digest_waits_for_no_batch(state):
+    equality = Equality(state, SimpleNamespace(attest=lambda history, common: None))
+    digests(state)
+    assert beside_work(lambda: equality.digest(state.common_tensors()))
 
 
-def test_state_copy_runs_beside_training(averager):
-    averager.get_current_state()
-    _, [flat], infos = beside_work(averager.get_current_state)
-    _, tensors, _ = averager._live_state()
+def test_state_copy_runs_beside_training(state):
+    state.copy()
+    _, flat, infos, _ = beside_work(state.copy)
+    _, tensors, _ = state._live_state()
     for given, held in zip(views_of(flat, infos), tensors, strict=True):
         assert torch.equal(given, held.cpu())
 
 
-def test_copy_includes_work_queued_under_lock(averager):
-    with averager.lock_state, torch.no_grad():
+def test_copy_includes_work_queued_under_lock(state):
+    with state.lock_state, torch.no_grad():
         torch.cuda._sleep(SHORT_CYCLES)
-        for weight in averager.weights:
+        for weight in state.weights:
             weight.fill_(7.0)
     values = in_background(
-        lambda: [
-            value.clone() for value in host_values(averager.common_tensors(), averager.lock_state.changes)
-        ]
+        lambda: [value.clone() for value in host_values(state.common_tensors(), state.lock_state.changes)]
     ).result()
     assert all(bool((value == 7.0).all()) for value in values)
 
 
-def test_own_weights_wait_in_host_memory(averager):
-    weights = averager.weights
+def test_own_weights_wait_in_host_memory(state):
+    weights = state.weights
     agreed = [torch.zeros_like(weight) for weight in weights]
     own = [weight.detach().clone() for weight in weights]
     peer = SimpleNamespace(agreed_values=dict(zip(weights, agreed, strict=True)))

@@ -1,6 +1,6 @@
 """A peer that trains a tiny model, says what happens to it, and goes wrong as told.
 
-In `tests/swarm/test_faults.py` it is a command with real averagers and sockets, and says it in JSON lines; in
+In `tests/swarm/test_faults.py` it is a command with real services and sockets, and says it in JSON lines; in
 `tests.simulation` it lives in memory. `tests.kit.verdicts` judges what it says.
 
 Faults of the command are data: `drop_peer("before-vote")` says what shall happen, and to nobody yet. The peer
@@ -35,15 +35,15 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
 from trahiv_cli.optim.auto import Adaptation
-from trahiv_cli.optim.averager import ExactAverager
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
+from trahiv_cli.optim.round_service import RoundService
 from trahiv_cli.optim.rounds import Log, Outcome, Round
-from trahiv_cli.optim.state import ExactStateAverager
+from trahiv_cli.optim.state_service import StateService
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
@@ -305,7 +305,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {
     "matchmaking": (GroupFinder, "look_for_group", 1),
     "first-part": (ExactAllReduce, "_generate_input_for_peer", 1),
     "half-way": (ExactAllReduce, "_encode", 4),
-    "before-vote": (ExactAverager, "_hold_vote", 1),
+    "before-vote": (RoundService, "_hold_vote", 1),
     "after-vote": (Log, "add", 1),
 }
 """Moments of a round: it begins; the group stands and nothing was sent; some parts were averaged; this peer
@@ -381,18 +381,17 @@ class stay_away:
     accepts: bool
 
     def install(self) -> None:
-        async def nobody(finder: GroupFinder, step: Any) -> None:
+        async def nobody(finder: GroupFinder, claim: bytes, deadline: float) -> None:
             say_struck(self)
             await asyncio.sleep(AVERAGING_TIMEOUT_S)
 
-        @functools.wraps(GroupFinder.rpc_join_group)
-        async def silent(finder: GroupFinder, request: Any, context: Any) -> Any:
+        async def silent(finder: GroupFinder, request: Any, peer: Any) -> Any:
             if self.accepts:
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             await asyncio.sleep(3600.0)
 
         GroupFinder.look_for_group = nobody  # type: ignore[method-assign,assignment]
-        GroupFinder.rpc_join_group = silent  # type: ignore[method-assign]
+        GroupFinder.admit = silent  # type: ignore[method-assign]
 
 
 CALLS = 160  # of each kind, to each peer, in one round of `ask_too_much`
@@ -406,32 +405,31 @@ class ask_too_much:
     """
 
     def install(self) -> None:
-        hold_vote = ExactAverager._hold_vote
+        hold_vote = RoundService._hold_vote
         asking: set[Any] = set()
 
-        async def ask(averager: ExactAverager, peer: PeerID) -> None:
-            votes = averager.get_stub(averager._p2p, peer, namespace=averager.prefix)
+        async def ask(service: RoundService, peer: PeerID) -> None:
             request = averaging_pb2.JoinRequest(schema_hash=os.urandom(20), gather=b"a vote")
-            states = averager.prefix.replace("grad", "state")
-            stub = ExactStateAverager.get_stub(averager._p2p, peer, namespace=states)
+            states = service.prefix.replace("grad", "state")
+            stub = StateService.get_stub(service._p2p, peer, namespace=states)
             wish = MSGPackSerializer.dumps([b"", [2**61, b""], 0])
             offer = stub.rpc_offer_state(averaging_pb2.DownloadData(metadata=wish))
-            await asyncio.gather(votes.rpc_vote(request), offer, return_exceptions=True)
+            await asyncio.gather(service.stub(peer).rpc_vote(request), offer, return_exceptions=True)
 
-        async def asking_vote(averager: ExactAverager, group_info: Any, *args: Any, **kwargs: Any) -> Any:
+        async def asking_vote(service: RoundService, group_info: Any, *args: Any, **kwargs: Any) -> Any:
             say_struck(self)
-            others = [peer for peer in group_info.peer_ids if peer != averager.peer_id]
-            running = asyncio.gather(*(ask(averager, peer) for peer in others for _ in range(CALLS)))
+            others = [peer for peer in group_info.peer_ids if peer != service._p2p.peer_id]
+            running = asyncio.gather(*(ask(service, peer) for peer in others for _ in range(CALLS)))
             asking.add(running)
             running.add_done_callback(asking.discard)
-            return await hold_vote(averager, group_info, *args, **kwargs)
+            return await hold_vote(service, group_info, *args, **kwargs)
 
-        @functools.wraps(ExactAverager.rpc_vote)
-        async def deaf(averager: ExactAverager, request: Any, context: Any) -> Any:
+        @functools.wraps(RoundService.rpc_vote)
+        async def deaf(service: RoundService, request: Any, context: Any) -> Any:
             await asyncio.sleep(3600)
 
-        ExactAverager._hold_vote = asking_vote  # type: ignore[method-assign]
-        ExactAverager.rpc_vote = deaf  # type: ignore[method-assign]
+        RoundService._hold_vote = asking_vote  # type: ignore[method-assign]
+        RoundService.rpc_vote = deaf  # type: ignore[method-assign]
 
 
 def main() -> None:

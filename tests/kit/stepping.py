@@ -1,4 +1,4 @@
-"""A peer's optimizer without processes: its real parts around averagers that end rounds as they are told."""
+"""A peer's optimizer without processes: its real parts around rounds that end as they are told."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hivemind.averaging.control import AveragingStage
 
-from tests.kit.averagers import gradient_averager, state_averager
+from tests.kit.states import gradient_buffer, peer_state
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
-from trahiv_cli.optim.gradients import ExactGradientAverager
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.majority import Doubts, Standing
@@ -25,6 +24,7 @@ from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.parts import Parts, RunSettings
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
+from trahiv_cli.optim.round_service import RoundInProgress
 from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.stepper import Stepper
@@ -102,10 +102,19 @@ class Tracker:
         self.samples = samples_accumulated
 
 
-class Rounds(ExactGradientAverager):
-    """An averager without a process: a round ends as `end` says; `claims` are those of this peer."""
+class Rounds:
+    """Rounds without a process: each ends as `end` says; `claims` are those of this peer."""
 
     is_alive = staticmethod(lambda: True)
+    cancel = staticmethod(lambda running: running.outcome.cancel())
+
+    def __init__(self, peer: Peer, end: Callable[[Any], Outcome] | None) -> None:
+        self.peer, self.end = peer, end
+        self.averages = peer.gradients.averages
+        self.claims: list[Any] = []
+        self.exchanges: list[Any] = []
+        self.asked: list[str] = []
+        self.kept: dict[str, Any] = {}
 
     def expect_group(self, peers: Sequence[str], clients: Any, quorum: int, schema_suffix: bytes) -> None:
         self.expected = (tuple(peers), quorum, schema_suffix)
@@ -117,16 +126,15 @@ class Rounds(ExactGradientAverager):
         replay.set_result(end and end(self))
         return replay
 
-    def start_round(self, claim: Any, patience_s: float, exchange: Any) -> Any:
+    def start(self, claim: Any, patience_s: float, exchange: Any) -> Any:
         self.claims.append(claim)
         self.exchanges.append(exchange)
-        control: Any = concurrent.futures.Future()
-        control.stage = AveragingStage.LOOKING_FOR_GROUP
+        running: Any = RoundInProgress(concurrent.futures.Future(), concurrent.futures.Future())  # type: ignore[arg-type]
         try:
-            control.set_result(self.end(self))
+            running.outcome.set_result(self.end(self))
         except (RoundFailed, NotCommitted) as error:
-            control.set_exception(error)
-        return control
+            running.outcome.set_exception(error)
+        return running
 
 
 class Peer:
@@ -148,25 +156,22 @@ class Peer:
         model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        averages = [torch.zeros_like(weight) for weight in weights]
         copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
         inner = make(copies if offload else weights)
         initialize_state(inner)
-        for copy, average in zip(copies, averages, strict=True):
-            copy.grad = average
         self.told: list[Event] = []
         self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
         self.tracker, self.leaves = tracker or Tracker(), False
         self.leaves_after = math.inf  # tries that failed, after which it wishes to leave
-        self.state: Any = state_averager(inner, weights, model=model)
-        tensors = {"_averaged_tensors": averages, "_buffers": self.state.buffers.exchanged}
-        self.gradients: Any = gradient_averager(
-            weights, Rounds, claims=[], exchanges=[], asked=[], kept={}, end=end, **tensors
-        )
-        self.state.offload_optimizer, self.state.pace = offload, pace
+        self.state = peer_state(inner, weights, model=model, pace=pace, offload=offload)
+        self.gradients = gradient_buffer(weights)
+        for copy, average in zip(copies, self.gradients.averages.tensors, strict=True):
+            copy.grad = average
+        self.rounds: Any = Rounds(self, end)
+        self.exchange: Any = SimpleNamespace(allow=lambda is_giving: None)
         events = Events(self.told.append)
-        alive, both = Alive(None, events, self._is_to_leave), (self.gradients, self.state)
-        told = replace(SETTINGS, **settings)
+        alive, told = Alive(None, events, self._is_to_leave), replace(SETTINGS, **settings)
+        both = self.gradients, self.rounds, self.state, self.exchange
         self.parts = Parts(self.tracker, *both, alive, events, JoinerActivity(), told)
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
@@ -235,8 +240,8 @@ def with_b() -> Tracker:
 def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
     """A round with QmB that ends with an average."""
 
-    def end(averager: Any) -> Outcome:
-        averager._averaged_tensors[0].fill_(average)
+    def end(rounds: Any) -> Outcome:
+        rounds.averages.tensors[0].fill_(average)
         fields: dict[str, Any] = {"samples": {"QmMe": 8, "QmB": 5}, "group": ("QmMe", "QmB"), "left_out": {}}
         fields |= {"states": {"QmMe": b"same", "QmB": b"same"}, "proof": b"proof", "reason": ""}
         return Outcome(**fields | changes)
@@ -244,7 +249,7 @@ def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
     return end
 
 
-def fails(averager: Any) -> Outcome:
+def fails(rounds: Any) -> Outcome:
     """A round that leaves nonsense behind and fails."""
-    averager._averaged_tensors[0].fill_(torch.nan)
+    rounds.averages.tensors[0].fill_(torch.nan)
     raise RoundFailed("peer QmB sent nothing for too long")

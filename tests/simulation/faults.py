@@ -122,12 +122,12 @@ def poison(factor: float, claimed: float | None = None) -> Lie:
     """
 
     def tell(peer: Any) -> None:
-        averager = peer.optimizer.grad_averager
+        averager = peer.dht.services["ExactGradientAverager"]
         prepare = averager._prepare_contribution
 
         def poisoned(exchange: Any) -> float:
             norm = abs(factor) * float(prepare(exchange))
-            with averager.get_tensors() as tensors, torch.no_grad():
+            with averager._averages.locked() as tensors, torch.no_grad():
                 for tensor in tensors:
                     tensor.mul_(factor)
             return norm if claimed is None else claimed
@@ -141,17 +141,17 @@ def claim(said: Mapping[str, Any], rounds: float = math.inf) -> Lie:
     """Claim something else in so many rounds: `said` by the fields of `Claim`, as they travel."""
 
     def tell(peer: Any) -> None:
-        finder = peer.optimizer.grad_averager._matchmaking
+        finder = peer.dht.services["ExactGradientAverager"].finder
         look_for_group, left = finder.look_for_group, rounds
 
-        async def lying(step: Any) -> Any:
+        async def lying(content: bytes, deadline: float) -> Any:
             nonlocal left
             left -= 1
             if left >= 0:
-                own = MSGPackSerializer.loads(step.data_for_gather)
+                own = MSGPackSerializer.loads(content)
                 claimed = dict(zip(CLAIMED, own, strict=False)) | said  # the last field may be left out
-                step._data_for_gather = MSGPackSerializer.dumps(list(claimed.values()))
-            return await look_for_group(step)
+                content = MSGPackSerializer.dumps(list(claimed.values()))
+            return await look_for_group(content, deadline)
 
         finder.look_for_group = lying
 
@@ -177,7 +177,7 @@ def send_slowly(wait_s: float) -> Lie:
     """Wait so long before each part of every round."""
 
     def tell(peer: Any) -> None:
-        averager = peer.optimizer.grad_averager
+        averager = peer.dht.services["ExactGradientAverager"]
         make_runner = averager._make_runner
 
         async def make_slow_runner(*arguments: Any, **options: Any) -> Any:
@@ -200,19 +200,19 @@ def send_slowly(wait_s: float) -> Lie:
 def never_come(peer: Any) -> None:
     """Report like all others, and look for no group."""
 
-    async def look_for_group(step: Any) -> None:
-        await asyncio.sleep(step.deadline - swarm_time())
+    async def look_for_group(_: bytes, deadline: float) -> None:
+        await asyncio.sleep(deadline - swarm_time())
 
-    peer.optimizer.grad_averager._matchmaking.look_for_group = look_for_group
+    peer.dht.services["ExactGradientAverager"].finder.look_for_group = look_for_group
 
 
 def vote_twice(peer: Any) -> None:
     """Tell half of the others, in the next round, of another average than the peer holds."""
-    averager = peer.optimizer.grad_averager
+    averager = peer.dht.services["ExactGradientAverager"]
     exchange_votes, told = averager._exchange_votes, []
 
     async def exchange(group_id: bytes, other: Any, call: Call) -> Any:
-        ballot = averager._ballots[group_id]
+        ballot = averager.ballots[group_id]
         told.append(other)
         if len(told) % 2:
             vote = Vote(b"x" * 32).to_bytes()

@@ -411,15 +411,16 @@ def _died_with(events: Sequence[Event], digest: str) -> bool:
 
 
 def _break_codec(peer: Peer) -> None:
-    options = peer.optimizer.grad_averager.allreduce_kwargs
-    sound = options["compression"]
-    broken = options["compression"] = copy.copy(sound)
+    service = peer.dht.services["ExactGradientAverager"]
+    sound = service._options
+    broken = copy.copy(sound.compression)
 
     def raise_once(*_: Any, **__: Any) -> Any:
-        options["compression"], broken.compress = sound, sound.compress
+        service._options = sound
         raise RuntimeError("the codec failed")
 
     broken.compress = raise_once
+    service._options = replace(sound, compression=broken)
 
 
 def simulate(plan: Plan, seed: int) -> Run:

@@ -22,8 +22,8 @@ from tests.simulation import world
 from tests.simulation.faults import Fault, Lie, claim, fall_silent, never_come, poison, send_slowly
 from tests.simulation.swarm import Plan, Run, simulate
 from trahiv_cli.optim import progress
-from trahiv_cli.optim.averager import MOST_PATIENCE_S, SLOWEST_PATIENCE_S, ExactAverager
 from trahiv_cli.optim.pace import Pace, RoundRules
+from trahiv_cli.optim.round_service import MOST_PATIENCE_S, SLOWEST_PATIENCE_S, RoundService
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -112,14 +112,14 @@ def test_codec_error_fails_round_quickly():
 
 def test_codec_residual_survives_failed_round(monkeypatch):
     brought = {}
-    prepare = ExactAverager._prepare_contribution
+    prepare = RoundService._prepare_contribution
 
-    def watch(averager, exchange):
-        residual = [tensor.tolist() for _, tensor in sorted(averager._residual.items())]
-        brought.setdefault((averager.peer_id, exchange.after), []).append(residual)
-        return prepare(averager, exchange)
+    def watch(service, exchange):
+        residual = [tensor.tolist() for _, tensor in sorted(service._residual.items())]
+        brought.setdefault((service._p2p.peer_id, exchange.after), []).append(residual)
+        return prepare(service, exchange)
 
-    monkeypatch.setattr(ExactAverager, "_prepare_contribution", watch)
+    monkeypatch.setattr(RoundService, "_prepare_contribution", watch)
     corrupt = Fault("corrupt", AT_STEP, 1, moment="rpc_aggregate_part")
     run = play(corrupt, settings=Settings(codec="blockwise4"))
     assert run.failed
@@ -270,7 +270,7 @@ def naming(run: Run, number: int) -> list[bool]:
     liar = run.world.peers[str(number)]
     return [
         any(liar.peer_id in one["message"] for one in run.said("notice", peer.name))
-        or liar.dht.peer_id in peer.optimizer.grad_averager._matchmaking.blame.excluded_until
+        or liar.dht.peer_id in peer.dht.services["ExactGradientAverager"].finder.blame.excluded_until
         for peer in run.world.peers.values()
         if peer is not liar
     ]

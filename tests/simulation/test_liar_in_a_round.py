@@ -3,8 +3,8 @@
 Whatever the lie, the other three commit their step with identical values and history within one averaging
 timeout. Where the lie made an attempt fail, or its contribution was left out, they name the liar.
 
-Each member is an averager without its process, whose startup work is done here. Its data are the numbers
-that it averages; training is not simulated.
+Each member is a service without its process. Its data are the numbers that it averages; training is not
+simulated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -20,36 +21,41 @@ from typing import Any
 
 import pytest
 import torch
-from hivemind.averaging import DecentralizedAverager
-from hivemind.averaging.control import StepControl
+from hivemind.averaging.averager import compute_schema_hash
+from hivemind.compression import NoCompression
 from hivemind.p2p import P2P
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.averagers import gradient_averager
 from tests.kit.identities import id_of, key_of
 from tests.kit.lies import lies, message_edits, tree_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.optim import group_finder
-from trahiv_cli.optim.averager import EXCHANGE
-from trahiv_cli.optim.ballot import Ballots, Call, Vote, digest_of_statement
+from trahiv_cli.optim.averages import Averages
+from trahiv_cli.optim.ballot import Call, Vote, digest_of_statement
 from trahiv_cli.optim.history import History
+from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.optim.round_service import RoundOptions, RoundService
 from trahiv_cli.optim.rounds import Claim, Exchange, Outcome
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.records import content_of, sign
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.swarm.snapshot import JoinerActivity, unpacked
 
 AVERAGING_TIMEOUT_S, CHUNK_S = 60.0, 10.0
-TIMES = {
-    "allreduce_timeout": AVERAGING_TIMEOUT_S,
-    "next_chunk_timeout": CHUNK_S,
-    "min_matchmaking_time": 5.0,
-    "request_timeout": 2.5,
-}
-"""The defaults of a swarm."""
 
 VALUES, PART_BYTES = 32, 16  # averaged numbers, and their bytes per message
+OPTIONS = RoundOptions(
+    compression=NoCompression(),
+    min_matchmaking_time=5.0,
+    request_timeout=2.5,
+    sender_timeout=CHUNK_S,
+    reducer_timeout=2 * CHUNK_S,
+    allreduce_timeout=AVERAGING_TIMEOUT_S,
+    part_size_bytes=PART_BYTES,
+)
+"""The defaults of a swarm, but for the parts."""
+
 SAMPLES = 8  # a member's contribution to a round
 TRIES = 6
 
@@ -62,8 +68,7 @@ class Member:
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.id = name, number, id_of(name)
-        weight = torch.nn.Parameter(torch.zeros(VALUES))
-        self.averager = gradient_averager([weight], name=name, times=TIMES | {"part_size_bytes": PART_BYTES})
+        self.averages = Averages([torch.Size([VALUES])], threading.Lock())
 
     async def enter(self, network: Network, history: History) -> None:
         """Start afresh at a history, with no peer blamed."""
@@ -71,18 +76,15 @@ class Member:
         self.outcome: Outcome | None = None  # of its last attempt; None if it was not committed
         self.trouble: list[str] = []  # why attempts failed
         self.is_changed = False  # whether a failed attempt changed its tensors
-        averager = self.averager
-        p2p = averager._p2p = network.p2p_of(self.id)
-        averager._matchmaking = group_finder.GroupFinder(
-            p2p, averager.schema_hash, averager.dht, client_mode=False, **averager.matchmaking_kwargs
+        interest = JoinerActivity()
+        interest.note()
+        self.service = RoundService(
+            "run", self.averages, (), RoundRules(), OPTIONS, interest, is_client=False
         )
-        averager._ballots = Ballots()
-        averager.__dict__.pop("_log", None)
-        averager._running_groups = {}
-        averager._pending_groups_registered, averager._state_updated = asyncio.Event(), asyncio.Event()
-        averager._pending_groups_registered.set()
-        averager._interest.note()
-        await averager.add_p2p_handlers(p2p, namespace="run")
+        p2p = network.p2p_of(self.id)
+        dht: Any = SimpleNamespace(signing_key=key_of(self.name), tensors_lock=self.averages.lock)
+        await self.service.start(dht, p2p, None)
+        await self.service.add_p2p_handlers(p2p, namespace="run")
 
     @property
     def exchange(self) -> Exchange:
@@ -92,34 +94,34 @@ class Member:
         """Expect the others, which hold the same state, and require a majority of all."""
         self.quorum = (len(others) + 1) // 2 + 1
         suffix = self.history.step.to_bytes(8, "big") + self.history.digest
-        self.averager._matchmaking.expect([other.id for other in others], [], self.quorum, suffix)
+        self.service.finder.expect([other.id for other in others], [], self.quorum, suffix)
 
     async def attempt(self, claim: bytes | None = None) -> None:
         """Attempt one round, with `claim` in place of its own; `outcome` is None unless it is committed."""
-        averager, exchange = self.averager, self.exchange
         contribution = torch.linspace(-1.0, 1.0, VALUES) * (1 + self.number)
-        with averager.get_tensors() as [tensor]:
+        with self.averages.locked() as [tensor]:
             tensor.copy_(contribution)
-        own, now = Claim(SAMPLES, float(SAMPLES), 0.0, bytes(8), self.quorum).to_bytes(), swarm_time()
-        control = StepControl(now, now + AVERAGING_TIMEOUT_S, False, float(SAMPLES), claim or own)
-        init = SimpleNamespace(set_result=lambda _: control.allow_allreduce(), set_exception=lambda _: None)
+        own = Claim(SAMPLES, float(SAMPLES), 0.0, bytes(8), self.quorum)
+        finder = self.service.finder
+        look_for_group = finder.look_for_group
+        if claim is not None:
+            finder.look_for_group = lambda _, deadline: look_for_group(claim, deadline)  # type: ignore[method-assign]
+        deadline = swarm_time() + AVERAGING_TIMEOUT_S
+        has_group: Any = asyncio.get_running_loop().create_future()
         try:
-            if claim is None:
-                await averager._step(exchange, step=control, future_for_init=init)
-            else:  # bypasses the averager, which would parse it and fill in the norm
-                EXCHANGE.set(exchange)
-                await DecentralizedAverager._step(averager, step=control, future_for_init=init)
-            self.commit(control.result())
+            self.commit(await self.service.average(own, self.exchange, deadline, has_group))
         except Exception as error:  # noqa: BLE001 - as in the optimizer, the attempt has failed
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
-            with averager.get_tensors() as [tensor]:
+            with self.averages.locked() as [tensor]:
                 self.is_changed |= claim is None and not torch.equal(tensor, contribution)
+        finally:
+            finder.look_for_group = look_for_group  # type: ignore[method-assign]
 
     async def replay(self, donor: Member) -> None:
         """Replay the round that others committed meanwhile; `outcome` is None if the donor gave none."""
         try:
-            self.commit(await self.averager._replayed(donor.id, self.exchange, CHUNK_S))
+            self.commit(await self.service._replayed(donor.id, self.exchange, CHUNK_S))
         except (*streams.UNREACHABLE, StopAsyncIteration, ValueError) as error:
             self.outcome = None
             self.trouble.append(str(error) or repr(error))
@@ -128,7 +130,7 @@ class Member:
         self.outcome = outcome
         if outcome is not None:
             self.history = self.history.extend(samples=sum(outcome.samples.values()), proof=outcome.proof)
-            with self.averager.get_tensors() as [tensor]:
+            with self.averages.locked() as [tensor]:
                 self.average = tensor.clone()
 
     def names(self, other: Member) -> bool:
@@ -138,7 +140,7 @@ class Member:
         return self.has_set_aside(other) or any(other.id.to_base58() in words for words in told)
 
     def has_set_aside(self, other: Member) -> bool:
-        return other.id in self.averager._matchmaking.blame.excluded_until
+        return other.id in self.service.finder.blame.excluded_until
 
 
 class Swarm:
@@ -153,7 +155,9 @@ class Swarm:
         """Histories after which the liar is first (True) or last (False) in leader order."""
 
     def _place_of_liar(self, history: History) -> int:
-        schema = self.liar.averager.schema_hash + history.step.to_bytes(8, "big") + history.digest
+        schema = (
+            compute_schema_hash(self.liar.averages.tensors) + history.step.to_bytes(8, "big") + history.digest
+        )
         order = [hashlib.sha256(schema + member.id.to_bytes()).digest() for member in self.members]
         return sorted(order).index(order[-1])
 
@@ -280,7 +284,7 @@ def test_false_votes_are_harmless(swarm):
 
         @cache
         def lie(group_id: bytes) -> bytes:
-            ballot = swarm.liar.averager._ballots[group_id]
+            ballot = swarm.liar.service.ballots[group_id]
             return sign(key_of("liar"), ballot.about, MSGPackSerializer.dumps(said), has_key=False)
 
         def tamper(message: Message) -> list[bytes]:
@@ -294,7 +298,7 @@ def test_false_votes_are_harmless(swarm):
                 return [request.SerializeToString()]
             # The liar claims to know its other vote, and gives it on request.
             answer = averaging_pb2.MessageFromLeader.FromString(message.content)
-            members = swarm.liar.averager._ballots[answer.group_id].members
+            members = swarm.liar.service.ballots[answer.group_id].members
             for place, (peer, told) in enumerate(zip(members, answer.gathered, strict=False)):
                 if peer == swarm.liar.id and len(told) == len(digest_of_statement(b"")):
                     answer.gathered[place] = digest_of_statement(lie(answer.group_id))
@@ -347,11 +351,11 @@ def test_false_replay_is_refused(swarm):
         network.tamper = altered(swarm, "rpc_replay", True, edit)
         anna.history = before
         anna.expect([swarm.liar, *swarm.honest[1:]])
-        with anna.averager.get_tensors() as [tensor]:
+        with anna.averages.locked() as [tensor]:
             tensor.zero_()
         await anna.replay(swarm.liar)
         if anna.outcome is None:
-            with anna.averager.get_tensors() as [tensor]:
+            with anna.averages.locked() as [tensor]:
                 if tensor.any():
                     return "what failed has changed the average"
             await anna.replay(ben)

@@ -12,8 +12,8 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.averagers import giving_averager, state_of
 from tests.kit.lies import lies
+from tests.kit.states import Giving, giving_state, state_of
 from tests.kit.stepping import reported
 from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed
@@ -22,7 +22,6 @@ from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.majority import Standing
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.reports import Past
-from trahiv_cli.optim.state import ExactStateAverager
 from trahiv_cli.swarm import download
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateRequest
 from trahiv_cli.swarm.records import disbelieve
@@ -42,38 +41,40 @@ HISTORY = BEGUN.extend(samples=10, proof=b"second")
 LIAR, HONEST = id_of("D"), [id_of(name) for name in "ABC"]
 
 
-def averager_of(history, *, has_local_steps):
-    averager = giving_averager(history, LIAR, fill=float(history.step), has_local_steps=has_local_steps)
-    averager.set_pace = lambda pace: setattr(averager, "pace", pace)
-    return averager
+def state_at(history, *, has_local_steps):
+    return giving_state(history, fill=float(history.step), has_local_steps=has_local_steps)
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["common gradients", "local steps"])
-def test_false_state_metadata_is_refused(monkeypatch, caplog, has_local_steps):
+def test_false_state_metadata_is_refused(caplog, has_local_steps):
     """Only the liar gives the joiner a state; honest peers have reported the digest of theirs."""
-    donor, past = averager_of(HISTORY, has_local_steps=has_local_steps), Past()
+    donor, past = state_at(HISTORY, has_local_steps=has_local_steps), Past()
     past.go_on(BEGUN)
     past.go_on(HISTORY)
-    donor.note_given = past.attest
     (metadata, tensors), expected = state_of(donor), donor.own_metadata()
+    past.attest(HISTORY, donor.copy()[-1], is_given=True)
     witness = reported("A", HISTORY, **past.to_wire())
-    older, _ = state_of(averager_of(BEGUN, has_local_steps=has_local_steps))
+    older, _ = state_of(state_at(BEGUN, has_local_steps=has_local_steps))
     standing = Standing(own=History(), witnesses=[witness] * 4)
     for what, lie in lies(unpacked(MSGPackSerializer.dumps(metadata)), older):
         if not isinstance(lie, dict):
             continue  # refused by `read_state`
         caplog.clear()
         disbelieve.cache_clear()
-        joiner = averager_of(History(), has_local_steps=has_local_steps)
-        joiner.is_believed = lambda history, common, peer: (
-            standing.believes(history) and standing.holds(history, common) is True
-        )
+        joiner = state_at(History(), has_local_steps=has_local_steps)
         before = joiner.own_metadata(), joiner.main_parameters[0].tolist()
         given = lie | {"donor": LIAR}, [tensor.clone() for tensor in tensors]
-        monkeypatch.setattr(ExactStateAverager, "fetch_state", lambda *_, given=given: given)
         try:
-            is_adopted = joiner.load_state_from_peers(
-                donors=[LIAR], rank=HISTORY.rank, lowest=History().rank, silence_s=1.0
+            is_adopted = Giving(joiner, given).load(
+                donors=[LIAR],
+                rank=HISTORY.rank,
+                lowest=History().rank,
+                silence_s=1.0,
+                is_believed=lambda history, common, peer: (
+                    standing.believes(history) and standing.holds(history, common) is True
+                ),
+                is_wanted=lambda: True,
+                set_pace=lambda pace, joiner=joiner: setattr(joiner, "pace", pace),
             )
         except RoundFailed:
             is_adopted = False

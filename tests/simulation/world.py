@@ -12,7 +12,6 @@ import base64
 import contextvars
 import hashlib
 import itertools
-import os
 import random
 import secrets
 import threading
@@ -27,8 +26,6 @@ from unittest import mock
 import base58
 import torch
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
-from hivemind.averaging import averager as averager_module
-from hivemind.averaging.control import StepControl
 from hivemind.compression import serialization
 from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
@@ -46,7 +43,7 @@ from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
 from trahiv_cli.assets import export
 from trahiv_cli.optim import leases
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.swarm import clock, host_copies
+from trahiv_cli.swarm import clock, host_copies, service
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 
@@ -122,14 +119,21 @@ class Dht(boards.Dht):
         world.verdict = self.validator._verdict = world.verdict or self.validator._verdict
         self._read = world.read = world.read or once(super()._read)
         self.is_dead = False
+        self.services: dict[str, Any] = {}
+        self.loops: list[Any] = []
 
     def is_alive(self) -> bool:
         return not self.is_dead
 
-    def host(self, averager: Any) -> None:
-        self._world.strands.spawn(partial(averager.serve, self, averager._inner_pipe))
+    def host(self, work: partial[None]) -> PipeEnd:
+        hosted, *_ = work.args
+        self.services[hosted.WIRE_NAME] = hosted
+        ours, theirs = PipeEnd.pair(self._world.strands)
+        self._world.strands.spawn(partial(work, self, theirs))
+        return ours
 
     async def replicate_p2p(self) -> P2P:
+        self.loops.append(asyncio.get_running_loop())
         return self._world.network.p2p_of(self.peer_id)
 
     def store(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,18 +186,12 @@ class World:
         strands, dice = self.strands, self.dice
         lock, reentrant = partial(Lock, strands), partial(Lock, strands, is_reentrant=True)
         threads = SimpleNamespace(**vars(threading) | {"Lock": lock, "RLock": reentrant})
-        pipe = partial(PipeEnd.pair, strands)
-        pipes = SimpleNamespace(**vars(averager_module.mp) | {"Lock": lock, "Pipe": pipe})
         patches: list[tuple[Any, str, Any]] = [
             (progress_tracker, "threading", threads),
             (host_copies, "threading", threads),
             (leases, "threading", threads),
-            (averager_module, "mp", pipes),
-            (averager_module, "switch_to_uvloop", partial(Loop, strands)),
-            (os, "set_blocking", lambda end, is_blocking: None),  # a pipe here has all of a message at once
-            (StepControl, "attach", _attach),
-            # What averagers set for their own processes, which this one is for all of them.
-            (averager_module, "Matchmaking", averager_module.Matchmaking),
+            (service, "switch_to_uvloop", partial(Loop, strands)),
+            # Processes set these for themselves; here one process is all of them.
             (serialization, "_BASE_COMPRESSION_TYPES", serialization._BASE_COMPRESSION_TYPES),
             (runtime_pb2, "CompressionType", runtime_pb2.CompressionType),
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
@@ -226,11 +224,6 @@ class World:
             for owner, name, stands_in in patches:
                 stack.enter_context(mock.patch.object(owner, name, stands_in))
             yield
-
-
-def _attach(control: StepControl, trigger: MPFuture[None], cancel: MPFuture[None]) -> None:
-    """Attach the same futures twice: the two processes that have a control are one here."""
-    control._trigger, control._cancel = trigger, cancel
 
 
 def _note_owner(strand: Strand) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from hivemind.p2p import P2PContext
 from hivemind.proto.runtime_pb2 import Tensor
 from hivemind.utils import MPFuture
@@ -30,9 +29,9 @@ from trahiv_cli.swarm import clock
 from trahiv_cli.swarm.acquaintances import Acquaintances, known_peers
 from trahiv_cli.swarm.addresses import socket_of
 from trahiv_cli.swarm.corrections import dht, processes
-from trahiv_cli.swarm.corrections.dht import CorrectedAverager
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.service import Service, ServiceHandle
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -146,7 +145,7 @@ def test_closing_node_releases_mpfuture_lock(tmp_path, monkeypatch):
 
     monkeypatch.setattr(MPFuture, "_send_update", send_slowly)
     with Node(LOCAL, tmp_path / "identity.key") as node:
-        CorrectedAverager([torch.zeros(1)], dht=node.dht, prefix="a", start=True).shutdown()
+        ServiceHandle(node.dht, Service("a", is_client=False)).shutdown(timeout_s=5)
     assert MPFuture._update_lock.acquire(timeout=5), "the lock went with the process"
     MPFuture._update_lock.release()
 

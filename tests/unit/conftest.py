@@ -19,14 +19,15 @@ def clock():
 
 
 @pytest.fixture
-def download(monkeypatch):
+def download():
     """Adopt what a donor gives (metadata and tensors) as if it had come over the network."""
     # Only tests that adopt something load it.
-    from trahiv_cli.optim.state import ExactStateAverager
+    from tests.kit.states import Giving
 
-    def adopt(averager, given, **more):
-        monkeypatch.setattr(ExactStateAverager, "fetch_state", lambda self, wish, report: given)
-        own = averager.history.rank
-        return averager.load_state_from_peers(donors=["A"], rank=own, lowest=own, silence_s=1.0, **more)
+    def adopt(state, given, **more):
+        options = {"is_believed": lambda *_: True, "is_wanted": lambda: True}
+        options["set_pace"] = lambda pace: setattr(state, "pace", pace)
+        own = state.history.rank
+        return Giving(state, given).load(donors=["A"], rank=own, lowest=own, silence_s=1.0, **options | more)
 
     return adopt

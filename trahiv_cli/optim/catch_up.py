@@ -59,9 +59,6 @@ class CatchUp:
         self._disbelieved: set[str] = set()  # ids of the peers whose states were rejected
         self._has_holders = False  # whether several peers are known to hold the state that is downloaded
         self._heard_at = 0.0
-        # The next report has the digest of a state that this peer gives to a joiner.
-        parts.state.note_given = lambda *state: parts.tracker.attest(*state, is_given=True)
-        parts.state.is_believed = self._is_believed
 
     # -- waiting for others --------------------------------------------------------------------------
 
@@ -197,9 +194,9 @@ class CatchUp:
         self._seeker.expect((), 2)
         with self._parts.events.waiting(f"the round of step {step}", self._timeout_s):
             for donor in donors:
-                replay = self._parts.gradients.start_replay(donor, self._seeker.exchange(), self._timeout_s)
+                replay = self._parts.rounds.start_replay(donor, self._seeker.exchange(), self._timeout_s)
                 while not is_over(replay):
-                    if self._alive.must_stop or not self._parts.gradients.is_alive():
+                    if self._alive.must_stop or not self._parts.rounds.is_alive():
                         replay.cancel()
                         return None
                 if (outcome := replay.result()) is None:
@@ -285,12 +282,18 @@ class CatchUp:
         """
         heard_at, self._asked, given_up = self._heard_at, donors, threading.Event()
         self._wished = target = self._tracker.target
-        load = self._parts.state.load_state_from_peers
-        lowest = min(target.rank, self._position.history.rank)
-        wanted = {"donors": donors, "rank": target.rank, "lowest": lowest, "silence_s": silence_s}
         before = self._position.history
         download = in_background(
-            lambda: load(**wanted, report=report, is_wanted=lambda: not given_up.is_set())
+            lambda: self._parts.exchange.load(
+                donors=donors,
+                rank=target.rank,
+                lowest=min(target.rank, before.rank),
+                silence_s=silence_s,
+                report=report,
+                is_believed=self._is_believed,
+                is_wanted=lambda: not given_up.is_set(),
+                set_pace=self._position.set_pace,
+            )
         )
         while not wait([download], POLL_S).done:
             if self._alive.must_stop:

@@ -22,19 +22,17 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mappi
 from dataclasses import dataclass, field
 from typing import Any
 
-from hivemind.averaging.control import StepControl
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.dht import DHTID
-from hivemind.p2p import P2P, P2PContext, P2PHandlerError, PeerID
-from hivemind.p2p.servicer import ServicerBase
+from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
+from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from, sign, verified
 
@@ -176,34 +174,33 @@ class Blame:
 
 
 class GroupFinder:
-    """Finds a group for each round; replaces hivemind's `Matchmaking` in the DHT's process.
+    """Finds a group for each round, in the DHT's process.
 
-    Each served averager creates one. A leader waits `min_matchmaking_time` seconds for missing members, and
-    must answer within `request_timeout` seconds. Others can't call a peer in `client_mode`, so it never
-    leads. hivemind's other options have no effect here.
+    `RoundService` creates one, with its `stub` and this peer's id and key. A leader waits `patience_s`
+    seconds for missing members, and must answer within `request_timeout` seconds. Others can't call a client,
+    so it never leads.
     """
 
     def __init__(
         self,
-        p2p: P2P,
-        schema_hash: bytes,
-        dht: CorrectedDHT,
+        stub: Callable[[PeerID], Any],
+        peer_id: PeerID,
+        key: RSAPrivateKey,
         *,
-        servicer_type: type[ServicerBase],
         prefix: str,
-        client_mode: bool,
-        min_matchmaking_time: float,
+        tensors_schema: bytes,
+        is_client: bool,
+        patience_s: float,
         request_timeout: float,
-        **_: Any,
     ) -> None:
-        self.request_timeout = request_timeout
-        self._p2p = p2p
-        self._servicer_type = servicer_type
+        self._stub = stub
+        self._own_id = peer_id
+        self._key = key
         self._prefix = prefix
-        self._tensors_schema = self.schema = schema_hash
-        self._is_client = client_mode
-        self._patience_s = min_matchmaking_time
-        self._key = dht.signing_key
+        self._tensors_schema = self.schema = tensors_schema
+        self._is_client = is_client
+        self._patience_s = patience_s
+        self._request_timeout = request_timeout
         self._expected: tuple[PeerID, ...] = ()
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
@@ -233,14 +230,17 @@ class GroupFinder:
 
     # -- looking for a group -------------------------------------------------------------------------
 
-    async def look_for_group(self, step: StepControl) -> GroupInfo | None:
-        """Find a group; None if there was none by the step's deadline, or this peer's schema has changed."""
+    async def look_for_group(self, claim: bytes, deadline: float) -> GroupInfo | None:
+        """Find a group; None if there was none by the deadline, or this peer's schema has changed.
+
+        `deadline` is in the swarm's time. `claim` is this peer's `Claim` in bytes.
+        """
         schema = self.schema
-        statement = sign(self._key, self._about(schema), step.data_for_gather)
+        statement = sign(self._key, self._about(schema), claim)
         if self._quorum == 1:
-            return GroupInfo(DHTID.generate().to_bytes(), (self._p2p.peer_id,), (statement,))
+            return GroupInfo(DHTID.generate().to_bytes(), (self._own_id,), (statement,))
         async with self._one_at_a_time:
-            left_s = step.deadline - swarm_time()
+            left_s = deadline - swarm_time()
             self._search = search = Search(schema, statement, asyncio.get_running_loop().create_future())
             self._wake()
             try:
@@ -260,7 +260,7 @@ class GroupFinder:
             search.sent_to = None
             if leader is None:
                 search.refused.clear()
-            elif leader == self._p2p.peer_id:
+            elif leader == self._own_id:
                 group = await self._lead(search)
             else:
                 group = await self._follow(search, leader)
@@ -276,7 +276,7 @@ class GroupFinder:
 
         Suspects come last. If they were left out, two peers that suspect each other would each lead alone.
         """
-        own = self._p2p.peer_id
+        own = self._own_id
         if search.followers:
             return own
         if search.sent_to is not None:
@@ -318,7 +318,7 @@ class GroupFinder:
             possible = [peer for peer, follower in search.followers.items() if follower.quorum <= there]
             is_whole = len(members) == len(possible) and not missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
-                peers = (self._p2p.peer_id, *members)
+                peers = (self._own_id, *members)
                 gathered = (search.statement, *(member.statement for member in members.values()))
                 group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
                 search.group.set_result(group)
@@ -326,7 +326,7 @@ class GroupFinder:
                 return group
             is_lonely = not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: the others may have another leader, and so should these
-                search.refused.add(self._p2p.peer_id)
+                search.refused.add(self._own_id)
                 search.followers.clear()
                 self._wake()
                 return None
@@ -334,15 +334,14 @@ class GroupFinder:
             await self._wait_for_change(until - time.monotonic())
         return None
 
-    async def rpc_join_group(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    async def admit(
+        self, request: averaging_pb2.JoinRequest, peer: PeerID
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         """Let a peer into the group that this one leads, or refuse it, perhaps with another peer to ask.
 
         Yields ACCEPTED at once, because the peer may wait here. Then yields BEGIN_ALLREDUCE with the group,
         or GROUP_DISBANDED, perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
-        peer = context.remote_id
         self.blame.clear(peer)
         yield MESSAGE(code=averaging_pb2.ACCEPTED)
         closes = time.monotonic() + DOOR_S
@@ -390,7 +389,7 @@ class GroupFinder:
             return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
         elsewhere = search.asking
         if elsewhere == peer:  # both ask each other: the first in order leads
-            elsewhere = peer if self._order(peer) < self._order(self._p2p.peer_id) else None
+            elsewhere = peer if self._order(peer) < self._order(self._own_id) else None
         if elsewhere is None:
             return Follower(request.gather, claim.quorum)
         return MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
@@ -414,7 +413,6 @@ class GroupFinder:
             await cancel_and_wait(asked)
 
     async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | None:
-        stub = self._servicer_type.get_stub(self._p2p, leader, namespace=self._prefix)
         request = averaging_pb2.JoinRequest(
             schema_hash=search.schema,
             client_mode=self._is_client,
@@ -422,12 +420,12 @@ class GroupFinder:
             group_key=f"{self._prefix}.0b",  # hivemind's form of the key; no peer reads it
         )
         try:
-            async with asyncio.timeout(self.request_timeout):
-                answers = await stub.rpc_join_group(request)
+            async with asyncio.timeout(self._request_timeout):
+                answers = await self._stub(leader).rpc_join_group(request)
                 first = await anext(answers)
             if first.code != averaging_pb2.ACCEPTED:
                 raise P2PHandlerError(f"{leader} answered with code {first.code}")
-            async with asyncio.timeout(2 * self._patience_s + self.request_timeout):
+            async with asyncio.timeout(2 * self._patience_s + self._request_timeout):
                 answer = await anext(answers)
             if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
@@ -454,7 +452,7 @@ class GroupFinder:
             raise ValueError("a peer is in it twice")
         if leader not in said:
             raise ValueError("its leader is not in it")
-        if said.get(self._p2p.peer_id) != search.statement:
+        if said.get(self._own_id) != search.statement:
             raise ValueError("this peer is in it with another claim, or is not")
         for member, statement in said.items():
             self.claim_of(member, statement, search.schema)

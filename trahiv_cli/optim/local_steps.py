@@ -118,9 +118,9 @@ class LocalSteps(Method):
 
     def account(self, samples: int) -> None:
         """Accumulate gradients; once they cover this peer's share of the swarm's batch, take a step."""
-        self._gradients.accumulate_grads_(samples)
-        held = self._gradients.local_samples_accumulated
-        weight = self._gradients.local_weight
+        self._gradients.accumulate(samples)
+        held = self._gradients.samples
+        weight = self._gradients.weight
         if held < self._inner_batch:
             return
         done = min(self.steps - 1, self._tracker.samples_accumulated // self._settings.target_batch_size)
@@ -135,16 +135,16 @@ class LocalSteps(Method):
                 self._own_weights = [stepped + weight for stepped in self._own_weights]
             else:
                 self.dropped_samples += held
-        self._gradients.reset_accumulated_grads_()
+        self._gradients.reset()
 
     @property
     def samples_held(self) -> int:
         """Samples towards the next round, including samples set aside or without a step yet."""
-        return self.samples_aside + self._samples_stepped + self._gradients.local_samples_accumulated
+        return self.samples_aside + self._samples_stepped + self._gradients.samples
 
     def reset(self) -> None:
         """Forget all samples, and gradients without a step: the weights were replaced."""
-        self._gradients.reset_accumulated_grads_()
+        self._gradients.reset()
         self.samples_aside = 0
         self.weight_aside = 0.0
         self._samples_stepped = 0
@@ -180,7 +180,7 @@ class LocalSteps(Method):
 
     def load(self) -> None:
         """Write the pseudo-gradient to the averager's tensors: agreed weights minus the copies set aside."""
-        with self._gradients.get_tensors() as tensors:
+        with self._gradients.averages.locked() as tensors:
             for place, weight in zip(self.places, self._copies.wait(), strict=True):
                 anchor = self.outer.anchor[place]
                 own = weight
@@ -217,7 +217,7 @@ class LocalSteps(Method):
 
         They do not in the last round of a run. An empty round moves neither agreed weights nor momentum.
         """
-        with self._gradients.get_tensors() as averages:
+        with self._gradients.averages.locked() as averages:
             self.outer.step(range(0) if is_empty else self.places, averages)
         for place, replaced in zip(self.places, before, strict=True):
             agreed = self.outer.anchor[place]

@@ -114,16 +114,16 @@ class SharedGradients(Method):
 
     def account(self, samples: int) -> None:
         """Add a batch's gradients to the accumulated ones."""
-        self._gradients.accumulate_grads_(samples)
+        self._gradients.accumulate(samples)
 
     @property
     def samples_held(self) -> int:
         """Samples towards the next round, including samples set aside."""
-        return self._gradients.samples_aside + self._gradients.local_samples_accumulated
+        return self._gradients.samples_aside + self._gradients.samples
 
     def reset(self) -> None:
         """Forget all gradients: the weights were replaced."""
-        self._gradients.reset_accumulated_grads_()
+        self._gradients.reset()
 
     samples_aside = property(attrgetter("_gradients.samples_aside"))
     weight_aside = property(attrgetter("_gradients.weight_aside"))
@@ -134,10 +134,10 @@ class SharedGradients(Method):
 
         A single such value would spoil all weights.
         """
-        norm = get_total_norm(list(self._gradients._grad_accumulators()))
+        norm = get_total_norm(list(self._gradients.accumulators))
         if not bool(norm.isfinite()):
-            self.dropped_samples += self._gradients.local_samples_accumulated
-            self._gradients.reset_accumulated_grads_()
+            self.dropped_samples += self._gradients.samples
+            self._gradients.reset()
             return False
         self._gradients.set_aside()
         if goes_on and not self._state.offload_optimizer:
@@ -210,13 +210,13 @@ class SharedGradients(Method):
             self.last_grad_norm = None
             self._gradients.use_up()
             return
-        with self._gradients.get_tensors() as averages:
+        with self._gradients.averages.locked() as averages:
             norm = torch.tensor(norm_of(averages), dtype=torch.float32)
         if self._state.offload_optimizer:
             # The averager's tensors are its parameters' `.grad` from the start. Without offload, upstream
             # (optim/optimizer.py:626) makes gradients in host memory, which a parameter on a GPU can't have.
             self._step_inner(norm)
-            self._state._apply_optimizer_parameters_()
+            self._state.write_back()
         else:
             with self._gradients.use_averaged_gradients():
                 self._step_inner(norm)

@@ -17,32 +17,39 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import hivemind
 import torch
+from hivemind.compression import CompressionBase
 
+from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.buffers import Buffers
 from trahiv_cli.optim.catch_up import CatchUp
-from trahiv_cli.optim.gradients import ExactGradientAverager
+from trahiv_cli.optim.gradients import GradientBuffer
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.parts import Parts, RunSettings
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.progress import SwarmTracker
+from trahiv_cli.optim.round_service import RoundOptions, Rounds, RoundService
 from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
-from trahiv_cli.optim.state import ExactStateAverager
+from trahiv_cli.optim.state import PeerState
+from trahiv_cli.optim.state_service import StateExchange, StateService
 from trahiv_cli.optim.stepper import Stepper
 from trahiv_cli.swarm.alive import Alive
-from trahiv_cli.swarm.corrections.dht import drain
 from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
+
+
+QUIET_S = 0.7  # in which services answer the last requests: measured, 12 of 12 times
 
 
 class SwarmOptimizer(hivemind.Optimizer):
@@ -77,12 +84,16 @@ class SwarmOptimizer(hivemind.Optimizer):
         events: receives waits and warnings.
         when_no_group_is_found: called in the thread of a round; an exception that it raises ends training.
         should_leave: called during waits; if it returns True, the wait ends early with nothing changed.
-        home: the node of the DHT; if given, it and the averagers are watched.
+        home: the node of the DHT; if given, its processes are watched.
         model: the model of the weights, whose moving buffers are averaged, too; see `Buffers`.
+        averager_opts: options of rounds; see `RoundOptions`. Other options of hivemind's averagers have no
+            effect.
         keywords: see `hivemind.Optimizer`.
     """
 
     tracker: SwarmTracker
+    state_averager: PeerState  # hivemind's names of the parts that hold state and gradients
+    grad_averager: GradientBuffer
 
     def __init__(
         self,
@@ -99,36 +110,57 @@ class SwarmOptimizer(hivemind.Optimizer):
     ) -> None:
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
-        self._interest = JoinerActivity()
-        options = averager_opts or {}
         self._buffers = Buffers(model)
+        self._settings = settings
         try:
-            super().__init__(
-                dht=dht,
-                # The state is not shared before it is worth sharing (`Position.enter`). It was initialized by
-                # `inner.initialize_state`, even if that leaves no tensors, as for plain SGD.
-                averager_opts=options | {"allow_state_sharing": False, "initialize_optimizer": False},
-                grad_averager_factory=partial(
-                    ExactGradientAverager,
-                    rules=settings.rules,
-                    interest=self._interest,
-                    buffers=self._buffers.exchanged,
-                    **options,
-                ),
-                **keywords,
-            )
+            super().__init__(dht=dht, **keywords)
+            self.parts = self._make_parts(settings, averager_opts or {})
         except BaseException:
             self.shutdown()  # the tracker's threads would go on reporting
             raise
-        self.state_averager.pace = settings.pace
-        self.parts = self._make_parts(settings)
         self.position = Position(self.parts)
         self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
         self.catch_up = CatchUp(self.parts, self.position, self.seeker)
         self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
         self._alive.watch()
 
-    def _make_parts(self, settings: RunSettings) -> Parts:
+    def _make_parts(self, settings: RunSettings, options: dict[str, Any]) -> Parts:
+        interest = JoinerActivity()
+        names = {field.name for field in fields(RoundOptions)}
+        silence_s: float = options.get("sender_timeout", self.next_chunk_timeout)
+        round_options = RoundOptions(
+            **{
+                "compression": self._codec,
+                "min_matchmaking_time": self.matchmaking_time,
+                "sender_timeout": silence_s,
+                "reducer_timeout": 2 * silence_s,
+                "allreduce_timeout": self.allreduce_timeout,
+            }
+            | {name: value for name, value in options.items() if name in names}
+        )
+        self.rounds = Rounds(
+            self.dht,
+            RoundService(
+                f"{self.run_id}_grad_averager",
+                self.grad_averager.averages,
+                self._buffers.exchanged,
+                settings.rules,
+                round_options,
+                interest,
+                is_client=self.client_mode,
+            ),
+        )
+        self.exchange = StateExchange(
+            self.dht,
+            StateService(
+                f"{self.run_id}_state_averager",
+                self.state_averager.codec,
+                interest,
+                is_client=self.client_mode,
+            ),
+            self.state_averager,
+            note_given=partial(self.tracker.attest, is_given=True),  # a joiner waits for the report
+        )
         rules = settings.rules
         judged_by = repr((rules.norm_limit, rules.robust_mean, settings.pace, settings.auto_share)).encode()
         settings = replace(
@@ -140,8 +172,17 @@ class SwarmOptimizer(hivemind.Optimizer):
             target_batch_size=self.target_batch_size,
             average_state_every=self.average_state_every,
         )
-        both = self.grad_averager, self.state_averager
-        return Parts(self.tracker, *both, self._alive, self.events, self._interest, settings)
+        return Parts(
+            self.tracker,
+            self.grad_averager,
+            self.rounds,
+            self.state_averager,
+            self.exchange,
+            self._alive,
+            self.events,
+            interest,
+            settings,
+        )
 
     def _make_progress_tracker(self, target_batch_size: int, **keywords: Any) -> SwarmTracker:
         return SwarmTracker(
@@ -156,24 +197,32 @@ class SwarmOptimizer(hivemind.Optimizer):
             **keywords,
         )
 
-    def _make_state_averager(self, **keywords: Any) -> ExactStateAverager:
-        return ExactStateAverager(
-            dht=self.dht,
-            prefix=f"{self.run_id}_state_averager",
-            min_matchmaking_time=self.matchmaking_time,
-            allreduce_timeout=self.allreduce_timeout,
-            shutdown_timeout=self.shutdown_timeout,
-            offload_optimizer=self.offload_optimizer,
-            custom_gradients=self.offload_optimizer,
-            status_loglevel=self.status_loglevel,
-            next_chunk_timeout=self.next_chunk_timeout,
-            client_mode=self.client_mode,
-            auxiliary=self.auxiliary,
-            interest=self._interest,
+    def _make_state_averager(
+        self, *, params: Any, optimizer: Any, scheduler: Any, state_compression: CompressionBase, **_: Any
+    ) -> PeerState:
+        return PeerState(
+            params,
+            optimizer,
+            scheduler,
             buffers=self._buffers,
-            start=True,
-            **keywords,
+            codec=state_compression,
+            pace=self._settings.pace,
+            offload=self.offload_optimizer,
         )
+
+    def _make_gradient_averager(self, *_: Any, compression: CompressionBase, **__: Any) -> GradientBuffer:
+        self._codec = compression
+        state = self.state_averager
+        shapes = [param.shape for param in state.main_parameters]
+        averages = Averages(shapes, self.dht.tensors_lock)
+        if self.offload_optimizer:
+            for weight, average in zip(state.weights, averages.tensors, strict=True):
+                weight.grad = average
+        return GradientBuffer(state.main_parameters, averages)
+
+    def is_alive(self) -> bool:
+        """Whether the DHT's process runs this peer's rounds."""
+        return self.rounds.is_alive()
 
     def divide_data(self, number: int, *, is_stream: bool = False) -> Leases:
         """Divide `number` samples, or shards of a stream, among the peers; return the leases of this peer."""
@@ -190,7 +239,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         return leases
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
-        """Announce a batch, or a part of one; see `ExactGradientAverager.expect_batch`."""
+        """Announce a batch, or a part of one; see `GradientBuffer.expect_batch`."""
         return float(self.grad_averager.expect_batch(samples, weight, lend=lend))
 
     def forget_announced(self) -> None:
@@ -281,8 +330,8 @@ class SwarmOptimizer(hivemind.Optimizer):
         if not self._alive.close():
             return
         built = vars(self)  # not all of it, if the constructor failed
-        averagers = [built[name] for name in ("state_averager", "grad_averager") if name in built]
-        alive = [averager for averager in averagers if averager.is_alive()]
+        services = [built[name] for name in ("exchange", "rounds") if name in built]
+        alive = [service for service in services if service.is_alive()]
         if "stepper" in built:
             self.stepper.stop()
         if "tracker" in built:
@@ -290,9 +339,12 @@ class SwarmOptimizer(hivemind.Optimizer):
                 self.tracker.abandon()
                 return
             self.tracker.shutdown(self.shutdown_timeout)
-        drain(*alive)
-        for averager in alive:
-            averager.shutdown()
+        if "exchange" in built:
+            self.exchange.allow(False)
+        if alive:
+            time.sleep(QUIET_S)
+        for service in alive:
+            service.shutdown(self.shutdown_timeout)
 
     def __del__(self) -> None:
         """Leave processes to `shutdown`: at interpreter exit, half of the modules that it needs are gone."""

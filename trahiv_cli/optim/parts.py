@@ -15,12 +15,14 @@ import torch
 from trahiv_cli.errors import NotFinite
 from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
-from trahiv_cli.optim.gradients import ExactGradientAverager
+from trahiv_cli.optim.gradients import GradientBuffer
 from trahiv_cli.optim.leases import Work
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace, RoundRules
 from trahiv_cli.optim.progress import SwarmTracker
+from trahiv_cli.optim.round_service import Rounds
 from trahiv_cli.optim.rounds import are_finite, state_to_adopt
-from trahiv_cli.optim.state import ExactStateAverager, common_digest
+from trahiv_cli.optim.state import PeerState, common_digest
+from trahiv_cli.optim.state_service import StateExchange
 from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.host_copies import host_values
 from trahiv_cli.swarm.snapshot import JoinerActivity
@@ -93,7 +95,7 @@ class Company:
 class Equality:
     """Digests the tensors that all peers of a history share, each once while it does not change."""
 
-    def __init__(self, state: ExactStateAverager, tracker: SwarmTracker) -> None:
+    def __init__(self, state: PeerState, tracker: SwarmTracker) -> None:
         self._state = state
         self._tracker = tracker
         self._digest = b""
@@ -171,8 +173,10 @@ class Parts:
     """Objects that all components of one peer's optimizer share. `SwarmOptimizer` creates and keeps them."""
 
     tracker: SwarmTracker
-    gradients: ExactGradientAverager
-    state: ExactStateAverager  # the weights, the inner optimizer, and the committed history
+    gradients: GradientBuffer
+    rounds: Rounds
+    state: PeerState
+    exchange: StateExchange
     alive: Alive
     events: Events
     interest: JoinerActivity

@@ -34,7 +34,6 @@ class Position:
         """When the last round with others was committed, in Unix seconds; 0: never."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before any step, the rates of the first."""
-        self._state.set_pace = self.set_pace
 
     def _make_method(self) -> SharedGradients | LocalSteps:
         self._state.outer = self._state.agreed = None
@@ -63,8 +62,7 @@ class Position:
             self._parts.tracker.update_history(history, self.method.samples_held, is_next=False)
         self._parts.tracker.announce()
         self._begin_step()
-        if not self._state.client_mode:
-            self._state.allow_state_sharing = True
+        self._parts.exchange.allow(True)
 
     def commit(self, history: History, outcome: Outcome) -> None:
         """Take the step of a round of this peer, which may have been alone in it."""

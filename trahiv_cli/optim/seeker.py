@@ -16,14 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hivemind.averaging.control import AveragingStage, StepControl
 from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.averager import ANSWER_S
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
+from trahiv_cli.optim.round_service import RoundInProgress
 from trahiv_cli.optim.rounds import Claim, Exchange, Outcome, Round
 from trahiv_cli.telemetry.events import short_name
 
@@ -123,13 +122,13 @@ class GroupSeeker:
         if tracker.is_behind:
             raise RoundFailed(OVERTAKEN)
         patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
-        control = self._start_round(company.groupmates, company.quorum, patience)
+        running = self._start_round(company.groupmates, company.quorum, patience)
         refreshed_at = time.monotonic()
         try:
-            while not is_over(control):
+            while not is_over(running.outcome):
                 if alive.ailment:
                     raise RoundFailed(alive.ailment)
-                if control.stage in (AveragingStage.RUNNING_ALLREDUCE, AveragingStage.FINISHED):
+                if running.has_group.done():
                     continue  # it ends by itself within the longest exchange, and can't be cancelled
                 if alive.must_stop:
                     raise RoundFailed("this peer is leaving")
@@ -146,11 +145,10 @@ class GroupSeeker:
                 self._say_that_there_is_no_group()
                 self.expect(company.groupmates, company.quorum)
         finally:
-            if not control.done():
-                control.cancel()
-        return _outcome_of(control)
+            self._parts.rounds.cancel(running)
+        return _outcome_of(running)
 
-    def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> StepControl:
+    def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> RoundInProgress:
         parts = self._parts
         method = self.position.method
         claim = Claim(
@@ -164,7 +162,7 @@ class GroupSeeker:
         )
         self.expect(peers, quorum)
         method.load()
-        return parts.gradients.start_round(claim, patience_s, self.exchange())
+        return parts.rounds.start(claim, patience_s, self.exchange())
 
     def expect(self, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all its members need this history, and the same loaded model."""
@@ -173,7 +171,7 @@ class GroupSeeker:
         clients = [peer.peer_id for peer in self._tracker.others if peer.is_client and peer.peer_id in peers]
         pace = hashlib.sha256(repr((position.pace, position.method.places)).encode()).digest()[:SCHEMA_BYTES]
         schema = history.step.to_bytes(8, "big") + history.digest + pace + self._parts.settings.schema
-        self._parts.gradients.expect_group(peers, clients, quorum, schema)
+        self._parts.rounds.expect_group(peers, clients, quorum, schema)
 
     def exchange(self) -> Exchange:
         """Return the description of the next round from this history."""
@@ -193,10 +191,10 @@ class GroupSeeker:
         if not self._parts.interest.is_there:
             return None
         try:
-            control = self._start_round((), 1, self._limits.matchmaking_s)
-            while not is_over(control) and not self._parts.alive.ailment:
+            running = self._start_round((), 1, self._limits.matchmaking_s)
+            while not is_over(running.outcome) and not self._parts.alive.ailment:
                 pass  # it ends by itself within the longest exchange
-            return _outcome_of(control)
+            return _outcome_of(running)
         except RoundFailed as failure:
             logger.warning(f"No peer will be able to replay the next step: {failure.message}")
             return None
@@ -220,22 +218,16 @@ class GroupSeeker:
         self._when_no_group_is_found()
 
 
-def is_over(control: StepControl | MPFuture[Any]) -> bool:
-    """Wait for a round for a moment; return whether it is over, with success or without.
-
-    A round that ended in the DHT's process is over even if its answer does not come within `ANSWER_S`:
-    mpfuture.py:198 drops an answer that can't be read.
-    """
-    has_ended = getattr(control, "stage", None) == AveragingStage.FINISHED
+def is_over(future: MPFuture[Any]) -> bool:
+    """Wait for a request for a moment; return whether it is over, with success or without."""
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-        control.exception(timeout=ANSWER_S if has_ended else POLL_S)
-    return has_ended or bool(control.done())
+        future.exception(timeout=POLL_S)
+    return bool(future.done())
 
 
-def _outcome_of(control: StepControl) -> Outcome:
-    if control.cancelled() or not control.done():
+def _outcome_of(running: RoundInProgress) -> Outcome:
+    if running.outcome.cancelled() or not running.outcome.done():
         raise RoundFailed("the round broke off")
-    if (error := control.exception()) is not None:
+    if (error := running.outcome.exception()) is not None:
         raise RoundFailed(str(error) or type(error).__name__) from error
-    outcome: Outcome = control.result()
-    return outcome
+    return running.outcome.result()

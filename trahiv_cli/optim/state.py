@@ -1,28 +1,21 @@
 """The state of a peer, which it gives to joiners or adopts: weights, optimizer state, committed history.
 
-A state is more than hivemind's: history, ledger and pace belong to the weights, and in modes with local steps
-so do the values that the swarm agrees on (`OuterState`). A joiner adopts all of it or nothing, and only if
-most others report the same values. `download` fetches a state; this module composes, copies and adopts it.
+A state is more than weights: history, ledger and pace belong to them, and in modes with local steps so do the
+values that the swarm agrees on (`OuterState`). A joiner adopts all of it or nothing. `state_service` gives it
+to other peers, and fetches theirs; this module composes, copies and adopts it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
-import time
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from hivemind.compression import CompressionInfo, TensorRole
-from hivemind.optim.state_averager import TrainingStateAverager
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture, MSGPackSerializer, nested_flatten
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
+from hivemind.utils import MSGPackSerializer, nested_flatten
+from torch.optim.lr_scheduler import LRScheduler
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
@@ -31,86 +24,58 @@ from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.swarm.corrections.dht import CorrectedAverager
-from trahiv_cli.swarm.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.swarm.host_copies import StateLock
-from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import (
-    FEW_BYTES,
-    JoinerActivity,
-    Rank,
-    SharedNumber,
-    Snapshot,
-    SnapshotCache,
-    StateOffer,
-    buffer_bytes,
-    build_snapshot,
-    copy_into,
-    is_plain,
-    read_rank,
-    read_state,
-    shared_bytes,
-    unpacked,
-    views_of,
-)
+from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, is_plain, shared_bytes, views_of
 
 if TYPE_CHECKING:
     from trahiv_cli.optim.local_steps import OuterState
 
-COPY_S = 30.0  # limit for a donor's training process to copy its state
-REPORT_EVERY_S = 0.25
-ANSWER_S = 10.0  # the DHT's process may be silent this much longer than its three waits together
+Groups = Sequence[dict[str, Any]]
 
 
-class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
-    """Holds weights and optimizer state, and gives them to joiners, whole or not at all; averages nothing.
+class PeerState:
+    """The weights, the optimizer's state and the committed history of one peer. `SwarmOptimizer` makes it.
 
-    averaging/averager.py:583 sends all in one stream, without a check of its content, and begins anew when
-    the stream breaks off: `download` replaces it. Hold `lock_state` while weights, optimizer state and
-    `local_epoch` change together. `Position` updates history, ledger and pace under `lock_state`.
+    Hold `lock_state` while weights, optimizer state and `local_epoch` change together. `Position` updates
+    history, ledger and pace under `lock_state`.
+
+    Args:
+        params: groups of trainable float32 tensors on the model's device.
+        make_optimizer: makes the inner optimizer for such groups.
+        make_schedule: makes a learning-rate schedule of that optimizer, in swarm steps.
+        codec: encodes the tensors for joiners.
+        offload: whether the inner optimizer steps copies of the weights, in host memory.
     """
 
-    SERVED: ClassVar[tuple[str, ...]] = ("_interest", "_download_progress")
-
-    local_epoch: int
-    rpc_join_group: Any = None
-    rpc_aggregate_part: Any = None  # not served: this averager joins no group
     donor: str = ""  # id of the peer that gave the last downloaded state
     outer: OuterState | None = None  # the values that the swarm agrees on, in modes with local steps
     agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model holds other values
-    pace: Pace = DEFAULT_PACE  # of the round after this state
 
-    # Callbacks that other parts of a peer set. `set_pace` changes to the pace of an adopted state.
-    # `note_given` gets each state that a joiner fetches, with the digest of `common_tensors`. `is_believed`
-    # returns, after some seconds, whether to adopt a donor's state; its digest is empty if it can't be
-    # compared.
-    set_pace: Callable[[Pace], None] = staticmethod(lambda pace: None)
-    note_given: Callable[[History, bytes], None] = staticmethod(lambda history, common: None)
-    is_believed: Callable[[History, bytes, str], bool] = staticmethod(lambda history, common, donor: True)
-
-    def __init__(self, *args: Any, interest: JoinerActivity, buffers: Buffers, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        params: Groups,
+        make_optimizer: Callable[[Groups], torch.optim.Optimizer],
+        make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        *,
+        buffers: Buffers,
+        codec: CompressionBase,
+        pace: Pace = DEFAULT_PACE,
+        offload: bool = False,
+    ) -> None:
         self.lock_state = StateLock()
-        self._interest = interest
         self.history = History()
         self.ledger = Ledger()
+        self.local_epoch = 0
+        self.pace = pace  # of the round after this state
         self.buffers = buffers
-        # Written by the process that serves the averager, read by the training process.
-        self._download_progress = tuple(SharedNumber(0) for _ in range(3))
-        super().__init__(*args, **kwargs)
+        self.codec = codec
+        self.main_parameters = tuple(param for group in params for param in group["params"])
+        self.offload_optimizer = offload
+        if offload:
+            params = [group | {"params": [_host_copy(one) for one in group["params"]]} for group in params]
+        self.optimizer = make_optimizer(params)
+        self.scheduler = None if make_schedule is None else make_schedule(self.optimizer)
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
-
-    def _make_averaged_parameters(self, main_parameters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Copy the weights to host memory only if the optimizer is offloaded, since it moves the copies.
-
-        optim/state_averager.py:173 always copies them, to average them. Here no weights are averaged.
-        """
-        return super()._make_averaged_parameters(main_parameters) if self.offload_optimizer else ()
-
-    def _init_averaged_tensors(self) -> Sequence[torch.Tensor]:
-        return ()
-
-    def _init_tensor_infos(self) -> Sequence[CompressionInfo]:
-        return ()
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -127,7 +92,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         return common if self.outer is None else [*common, *self.outer.momentum]
 
     def own_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the state that hivemind does not have."""
+        """Return history, ledger and pace of the state, and the next fragment in modes with local steps."""
         own: dict[str, Any] = {
             "history": self.history.to_wire(),
             "ledger": self.ledger.to_wire(),
@@ -135,12 +100,12 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         }
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
-    def get_current_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[CompressionInfo]]:
-        """Copy the state of one step for joiners, and report its digest. No step is taken during the copy.
+    def copy(self) -> tuple[dict[str, Any], torch.Tensor, list[CompressionInfo], bytes]:
+        """Copy the state of one step for joiners. No step is taken during the copy.
 
-        optim/state_averager.py:600 hands out the live tensors, which the next step changes while they are
-        being sent. Here the result is metadata, one buffer with all tensors as stored (see
-        `snapshot.copy_into`; each tensor that is handed over takes two open files), and the tensors' infos.
+        Returns metadata, one buffer with all tensors as stored (see `snapshot.copy_into`; each tensor that is
+        handed to another process takes two open files), the tensors' infos, and the digest of
+        `common_tensors`.
         """
         with torch.no_grad(), self.lock_state:
             metadata, tensors, roles = self._live_state()
@@ -152,8 +117,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         ]
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
         common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)
-        self.note_given(History.from_wire(metadata["history"]), common)
-        return metadata, [flat], infos
+        return metadata, flat, infos, common
 
     def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[tuple[Any, TensorRole]]]:
         """Return metadata and the tensors themselves, weights first, with their names and roles."""
@@ -166,93 +130,47 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 statistics.append(value)
             else:
                 layout.append({"type": "value", "value": value})
-        roles = [(name, TensorRole.PARAMETER) for name in self.parameter_names]
-        roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - len(roles))]
+        num_weights = len(self.main_parameters)
+        roles = [(index, TensorRole.PARAMETER) for index in range(num_weights)]
+        roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - num_weights)]
         roles += [(index, TensorRole.OPTIMIZER) for index in range(len(statistics))]
         metadata = {"rank": list(self.history.rank), "epoch": self.local_epoch, "optimizer_metadata": layout}
         return metadata | self.own_metadata(), [*common, *statistics], roles
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the state, as stored."""
+        _, tensors, _ = self._live_state()
+        return buffer_bytes(tensors)
+
     # -- adopting another state ---------------------------------------------------------------------
 
-    def load_state_from_peers(
+    def adopt(
         self,
-        *,
-        donors: Sequence[str],
-        rank: Rank,
-        lowest: Rank,
-        silence_s: float,
-        report: Report = lambda *told: None,
-        is_wanted: Callable[[], bool] = lambda: True,
-    ) -> bool:
-        """Download the state that most of the `donors` (ids, base58) offer, and adopt it.
-
-        It should have at least `rank`, if the donors have that, and must have at least `lowest`; see
-        `StateRequest`. `is_wanted` is called under the lock, right before anything changes.
-
-        Returns:
-            Whether a state was adopted. If no donor offers one that is far enough, believed and still wanted,
-            nothing was changed.
-
-        Raises:
-            RoundFailed: nothing came in time, or not the state of this run; nothing was changed.
-        """
-        _, tensors, _ = self._live_state()
-        limit_bytes = 2 * buffer_bytes(tensors) + FEW_BYTES  # codecs for many small tensors have headers
-        loaded = self.fetch_state(StateRequest(tuple(donors), rank, lowest, limit_bytes, silence_s), report)
-        if loaded is None:
-            return False
-        try:
-            return self._adopt(*loaded, lowest, is_wanted)
-        except RoundFailed:
-            disbelieve(str(loaded[0].get("donor", "")), OF_NO_USE)
-            raise
-
-    def fetch_state(
-        self, wanted: StateRequest, report: Report
-    ) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
-        """Fetch a state without adopting it. Blocks, and reports at most four times a second; in any thread.
-
-        The metadata that it returns has a `donor`. Returns None if no peer has such a state.
-
-        Raises:
-            RoundFailed: see `Downloader.fetch`; or the state can't be read, or the DHT's process is silent.
-        """
-        self._note_progress(0, 0, 0)
-        future: MPFuture[Fetched | None] = MPFuture()
-        self._outer_pipe.send(("_fetch_state", [wanted], {"future": future}))
-        told = [0, 0, 0]
-        changed_at = time.monotonic()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                fetched = future.result(timeout=REPORT_EVERY_S)
-                break
-            if (progress := [number.value for number in self._download_progress]) != told:
-                told = progress
-                changed_at = time.monotonic()
-                report(*told)
-            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
-                raise RoundFailed("The DHT's process did not report the result of the download.")
-        if fetched is None:
-            return None
-        try:
-            metadata, tensors = read_state(fetched.manifest, fetched.content)
-        except ValueError as error:
-            disbelieve(fetched.donor, OF_NO_USE)
-            raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
-        report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
-        return metadata | {"donor": fetched.donor}, tensors
-
-    def _adopt(
-        self,
-        metadata: dict[str, Any],
+        metadata: Mapping[str, Any],
         tensors: Sequence[torch.Tensor],
         lowest: Rank,
+        *,
+        is_believed: Callable[[History, bytes], bool],
         is_wanted: Callable[[], bool],
+        set_pace: Callable[[Pace], None],
     ) -> bool:
-        """Adopt a state that `get_current_state` returned, all on the CPU, and its pace; see the caller.
+        """Adopt a state that a peer's `copy` returned. Everything is checked before anything changes.
 
-        It checks everything before anything changes. optim/state_averager.py:630 loads the optimizer's state
-        before it checks the weights.
+        Args:
+            metadata: the state's metadata, with the id of its `donor`.
+            tensors: the state's tensors, on the CPU.
+            lowest: the least rank of a state that is adopted.
+            is_believed: returns, after some seconds, whether to adopt a state of this history; the digest of
+                its common tensors is empty if it can't be compared.
+            is_wanted: called under the lock, right before anything changes.
+            set_pace: changes to the pace of the state, under the lock.
+
+        Returns:
+            Whether the state was adopted. If not, nothing was changed.
+
+        Raises:
+            RoundFailed: it is not a state of this run; nothing was changed.
         """
         layout = metadata.get("optimizer_metadata")
         rounds = metadata.get("outer_rounds")
@@ -276,7 +194,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         if pace.has_local_steps and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
         donor = str(metadata.get("donor", ""))
-        if history.rank < lowest or not self.is_believed(history, self._digest(metadata, common), donor):
+        if history.rank < lowest or not is_believed(history, self._digest(metadata, common)):
             return False
         with torch.no_grad(), self.lock_state.changing():
             if not is_wanted():
@@ -285,7 +203,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 adopt_optimizer_state(self.optimizer, layout, statistics)
             except ValueError as error:
                 raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
-            self.set_pace(pace)
+            set_pace(pace)
             for target, tensor in zip(self.common_tensors(), common, strict=True):
                 target.copy_(tensor)
             self.buffers.restore()
@@ -298,8 +216,7 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                     weight.copy_(agreed)
             self.move_schedule(history.step)
-        if self.offload_optimizer:
-            self._apply_optimizer_parameters_()
+        self.write_back()
         return True
 
     def _digest(self, metadata: Mapping[str, Any], common: Sequence[torch.Tensor]) -> bytes:
@@ -307,13 +224,13 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
         roles = [TensorRole.PARAMETER] * len(self.weights)
         roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
         has_very_values = all(
-            is_plain(self.state_compression, CompressionInfo.from_tensor(tensor, role=role))
+            is_plain(self.codec, CompressionInfo.from_tensor(tensor, role=role))
             for tensor, role in zip(common, roles, strict=True)
         )
         return common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
 
     def move_schedule(self, step: int) -> None:
-        """Set the learning rates of a step; optim/state_averager.py:703 takes every step up to it."""
+        """Set the learning rates of a step."""
         if self.scheduler is not None and self.scheduler._step_count != step + 1:
             self.scheduler.last_epoch = step - 1
             self.scheduler._step_count = step
@@ -321,79 +238,16 @@ class ExactStateAverager(CorrectedAverager, TrainingStateAverager):
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 self.scheduler.step()
 
-    # -- in the DHT's process ------------------------------------------------------------------------
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the weights into the model, if the optimizer steps copies of them."""
+        if self.offload_optimizer:
+            for param, stepped in zip(self.main_parameters, self.weights, strict=True):
+                param.copy_(stepped, non_blocking=True)
 
-    @cached_property
-    def _snapshots(self) -> SnapshotCache:
-        return SnapshotCache(self._make_snapshot)
 
-    @cached_property
-    def _downloader(self) -> Downloader:
-        return Downloader(self, self._make_snapshot, self._note_progress)
-
-    def _note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
-        for number, value in zip(self._download_progress, (num_bytes, total, num_donors), strict=True):
-            number.value = value
-
-    async def _fetch_state(self, wanted: StateRequest, *, future: Any) -> None:
-        await self.fulfil(future, self._downloader.fetch(wanted), (NobodyHas,))
-
-    async def ask(self, donor: str, digest: bytes, rank: Rank, own: Rank) -> StateOffer | None:
-        """Ask a donor for the snapshot with `digest`, else one of at least `rank`; `own` is this peer's rank.
-
-        Raises the errors in `GONE`, or ValueError if the answer can't be read.
-        """
-        answer = await self._call(donor, "rpc_offer_state", digest, list(rank), own[0])
-        return StateOffer.from_wire(unpacked(answer.metadata)) if answer.metadata else None
-
-    async def fetch(self, donor: str, digest: bytes, start: int, stop: int) -> AsyncGenerator[bytes, None]:
-        """Fetch the chunks [start, stop) of a snapshot, or its manifest in pieces if `stop` is 0."""
-        async with aclosing(await self._call(donor, "rpc_send_state", digest, start, stop)) as stream:
-            async for message in stream:
-                yield message.tensor_part.buffer
-
-    async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
-        stub = self.get_stub(self._p2p, PeerID.from_base58(donor), namespace=self.prefix)
-        request = averaging_pb2.DownloadData(metadata=self.serializer.dumps(list(content)))
-        return await getattr(stub, rpc)(request)
-
-    async def _make_snapshot(self) -> Snapshot:
-        """Request a copy of the state from the training process, and encode it beside the event loop."""
-        async with asyncio.timeout(COPY_S):
-            described, [flat], infos = await self._get_current_state_from_host_process()
-        metadata = self.serializer.loads(described)
-        size, tie = metadata.pop("rank")
-        state = (size, tie), self.serializer.dumps(metadata), views_of(flat, infos), infos
-        return await asyncio.get_running_loop().run_in_executor(
-            None, build_snapshot, *state, self.state_compression
-        )
-
-    async def rpc_offer_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> averaging_pb2.DownloadData:
-        """Return the offer of the snapshot that this peer gives; an empty message if it gives none."""
-        del context
-        match unpacked(request.metadata):
-            case [bytes(digest), rank, int()] if self.allow_state_sharing:
-                wished = read_rank(rank)
-                self._interest.note()  # before the state is copied, so that no round after it is missing
-                snapshot = await self._snapshots.find(digest, wished)
-                offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
-                return averaging_pb2.DownloadData(metadata=self.serializer.dumps(offer))
-        return averaging_pb2.DownloadData()
-
-    async def rpc_send_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
-        """Send chunks of a snapshot, or its manifest; nothing if it is not kept any more."""
-        del context
-        match unpacked(request.metadata):
-            case [bytes(digest), int(start), int(stop)]:
-                with contextlib.closing(self._snapshots.pieces(digest, start, stop)) as pieces:
-                    for piece in pieces:
-                        self._interest.note()
-                        part = runtime_pb2.Tensor(buffer=piece)
-                        yield averaging_pb2.DownloadData(tensor_part=part)
+def _host_copy(param: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(param.detach().to("cpu", torch.float32, copy=True))
 
 
 def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:

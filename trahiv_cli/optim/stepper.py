@@ -123,7 +123,7 @@ class Stepper:
     def start_batch_over(self, num_samples: int) -> None:
         """See `SwarmOptimizer.start_batch_over`."""
         self._parts.work.forget_announced(-num_samples)
-        self._parts.gradients.reset_accumulated_grads_()
+        self._parts.gradients.reset()
         for param in self._parts.gradients.parameters:
             param.grad = None
         held = self._position.method.samples_held

@@ -177,7 +177,7 @@ def test_pace_waits_for_majority_of_measurements(measured):
 def test_pace_change_is_announced_and_applied():
     peer, _ = of_one_weight(with_b(), pace=Pace("sync", "float16"), auto_share=0.05)
     slow = Measured(1.0, 1000.0, 10, 10, lowest_rate=0.01)
-    peer.gradients.end = commits(measured={"QmMe": slow, "QmB": slow})
+    peer.rounds.end = commits(measured={"QmMe": slow, "QmB": slow})
     peer.train()
     assert peer.position.pace == LIGHTEST
     [said] = [event for event in peer.told if event["event"] == "pace"]
@@ -193,7 +193,7 @@ def test_exchange_during_download_is_not_measured():
             peer.parts.interest.note()
         end = commits(exchange_s=number + 5.0, parts_sent=100, parts_received=100)
         adaptation.end_batch(8)
-        adaptation.measure(end(peer.gradients))
+        adaptation.measure(end(peer.rounds))
         if adaptation.measured.exchange_s == number + 5.0:
             noted.append(number)
     assert noted == [0, DISTURBED_AT_MOST + 1, 2 * DISTURBED_AT_MOST + 2]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.kit.averagers import giving_averager, state_of
+from tests.kit.states import giving_state, state_of
 from tests.kit.stepping import Peer, commits, fails, sgd, with_b
 from trahiv_cli.optim.buffers import Buffers, moving_buffers, persistent_buffers
 from trahiv_cli.optim.history import History
@@ -124,9 +124,9 @@ def averages(*values):
     """Return the end of a round with QmB in which the buffers average to these values."""
     commit = commits(moves_buffers=True)
 
-    def end(averager):
-        averager._buffers[0].copy_(torch.tensor(values))
-        return commit(averager)
+    def end(rounds):
+        rounds.peer.state.buffers.exchanged[0].copy_(torch.tensor(values))
+        return commit(rounds)
 
     return end
 
@@ -141,7 +141,7 @@ def test_committed_round_sets_averaged_buffers(pace):
     peer = peer_of(model, pace, averages(*AVERAGE))
     model.move(1.0, 4.0, 3)
     play(peer)
-    assert peer.gradients.claims[-1].moves_buffers
+    assert peer.rounds.claims[-1].moves_buffers
     assert peer.history.step == 1 and model.values == AGREED
     assert peer.state.common_tensors()[1].tolist() == list(AVERAGE)
 
@@ -212,7 +212,7 @@ def test_last_round_leaves_agreed_buffers():
     model.move(1.0, 4.0, 3)
     peer.state.buffers.set_aside()
     model.move(1.5, 4.5, 4)
-    outcome = averages(*AVERAGE)(peer.gradients)
+    outcome = averages(*AVERAGE)(peer.rounds)
     peer.position.method.set_aside(goes_on=True)
     peer.position.commit(peer.position.after(13, b"proof"), outcome)
     assert model.values == AGREED
@@ -241,7 +241,7 @@ def test_agreed_values_are_rounded_to_dtype(dtype):
 def test_claim_omits_buffer_flag_without_buffers():
     peer = peer_of(nn.LayerNorm(2), Pace(), commits())
     peer.train()
-    [claim] = peer.gradients.claims
+    [claim] = peer.rounds.claims
     assert not claim.moves_buffers and len(claim.to_bytes()) + 1 == len(Claim.to_bytes(moved(claim)))
     assert peer.state.buffers.common == peer.state.buffers.exchanged == []
     assert len(peer.state.common_tensors()) == 1
@@ -254,15 +254,15 @@ def moved(claim):
 def test_unmoved_buffers_are_not_exchanged():
     peer = peer_of(Holding(scale=3.0), Pace(), commits())
     peer.train()
-    [claim] = peer.gradients.claims
+    [claim] = peer.rounds.claims
     assert not claim.moves_buffers and Claim.parse(moved(claim).to_bytes()) == moved(claim)
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])
 def test_joiner_adopts_donors_agreed_buffers(download, has_local_steps):
     ahead = History(3, 30, b"b" * 16)
-    donor = giving_averager(ahead, fill=2.0, has_local_steps=has_local_steps)
-    joiner = giving_averager(History(), has_local_steps=has_local_steps)
+    donor = giving_state(ahead, fill=2.0, has_local_steps=has_local_steps)
+    joiner = giving_state(History(), has_local_steps=has_local_steps)
     donor.buffers.live["statistic"].fill_(9.0)  # a batch since the last round
     assert joiner.buffers.live["statistic"].tolist() == [1.0] * 4
     assert download(joiner, state_of(donor)) is True

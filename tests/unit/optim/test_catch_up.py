@@ -22,7 +22,7 @@ class Behind(Tracker):
 def behind(*averages, donor="QmB"):
     """Return a peer whose donor kept rounds with these averages, its weight, and the resulting histories."""
     peer, weight = of_one_weight(Behind())
-    kept, histories = peer.gradients.kept.setdefault(donor, {}), [History()]
+    kept, histories = peer.rounds.kept.setdefault(donor, {}), [History()]
     for number, average in enumerate(averages):
         kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
         histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
@@ -39,7 +39,7 @@ def test_missed_rounds_are_replayed_or_state_loaded(monkeypatch):
     peer.train()
     assert weight.tolist() == [-0.75, -0.75] and peer.history == histories[-1] and loaded == []
     assert peer.position.step_taken == -1, "it did not take them itself"
-    assert peer.position.method.samples_held == 0 and peer.gradients.claims == []
+    assert peer.position.method.samples_held == 0 and peer.rounds.claims == []
     assert peer.tracker.companions == {"QmMe", "QmB"}
     assert leases.returned == list(range(8)), "its gradient was of older weights"
     peer.tracker.others = (report("QmB", after(3)),)
@@ -53,9 +53,9 @@ def test_replay_asks_few_donors(is_kept, monkeypatch):
     many = [f"Qm{number}" for number in range(20)]
     peer.tracker.others = tuple(report(name, way[-1], way) for name in many)
     if is_kept:
-        peer.gradients.kept = dict.fromkeys(many, peer.gradients.kept["QmZ"])
+        peer.rounds.kept = dict.fromkeys(many, peer.rounds.kept["QmZ"])
     assert peer.catch_up.follow() is is_kept
-    assert len(peer.gradients.asked) == (1 if is_kept else catching_up.FOLLOWED_AT_MOST)
+    assert len(peer.rounds.asked) == (1 if is_kept else catching_up.FOLLOWED_AT_MOST)
     endless = concurrent.futures.Future()
     monkeypatch.setattr(peer.gradients, "start_replay", lambda *_: endless, raising=False)
     peer.leaves = True
@@ -146,16 +146,17 @@ class Reports(Tracker):
 
 
 def joiner(*tries, others):
-    """Return a peer at step 2 that seeks a state; its averager runs `tries` one after the other."""
+    """Return a peer at step 2 that seeks a state; its downloads run `tries` one after the other."""
     peer, _ = of_one_weight(Reports(others))
     peer.position.enter(History(2, 20, bytes(16)))
     left, peer.donors = list(tries), []
 
-    def load(*, donors, report, **_):
+    def load(*, donors, report, is_believed, **_):
         peer.donors.append(donors)
+        peer.is_believed = is_believed
         return (left.pop(0) if len(left) > 1 else left[0])(report)
 
-    peer.state.load_state_from_peers = load
+    peer.exchange.load = load
     return peer
 
 
@@ -192,7 +193,7 @@ def test_leaving_peer_rejects_late_state():
         answers.append(is_wanted())
         return False
 
-    peer.state.load_state_from_peers = load
+    peer.exchange.load = load
     loading = threading.Thread(target=peer.catch_up.load)
     loading.start()
     begun.wait(10)
@@ -251,7 +252,7 @@ def test_state_held_by_others_is_believed(passing, standings, state, common, is_
     said, left = [], [standings[0], *standings]
 
     def give(report):
-        said.append(peer.state.is_believed(state, common, "D"))
+        said.append(peer.is_believed(state, common, "D"))
         return True
 
     def refresh():  # the others' answer may differ each time
@@ -265,7 +266,7 @@ def test_state_held_by_others_is_believed(passing, standings, state, common, is_
 
 def test_donor_of_disputed_state_is_asked_last(passing):
     def not_theirs(report):
-        return peer.state.is_believed(FURTHER, b"digest", peer.donors[-1][0])
+        return peer.is_believed(FURTHER, b"digest", peer.donors[-1][0])
 
     peer = joiner(not_theirs, there, others=[*peers("D", FURTHER), *peers("A", AHEAD)])
     peer.tracker.standing = DIFFERENT

@@ -5,7 +5,7 @@ Harmful messages of leaders and followers: simulation/test_liar_in_a_round.py an
 
 import asyncio
 import hashlib
-from functools import wraps
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import AsyncIterator  # noqa: UP035 - hivemind recognizes a stream by typing's
 
@@ -36,15 +36,15 @@ class Peer(group_finder.GroupFinder, ServicerBase):
 
     def __init__(self, p2p, name, patience_s, is_client):
         self.id, self.wanted, self.is_client = id_of(name), 2, is_client
-        dht = SimpleNamespace(peer_id=self.id, signing_key=key_of(name))
-        more = {"client_mode": is_client, "request_timeout": min(LIMIT_S, patience_s)}
-        more |= {"servicer_type": Peer, "prefix": "test", "min_matchmaking_time": patience_s}
-        super().__init__(p2p, b"schema", dht, **more)
+        more = {"prefix": "test", "tensors_schema": b"schema", "is_client": is_client}
+        more |= {"patience_s": patience_s, "request_timeout": min(LIMIT_S, patience_s)}
+        stub = partial(Peer.get_stub, p2p, namespace="test")
+        super().__init__(stub, self.id, key_of(name), **more)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        async for answer in super().rpc_join_group(request, context):
+        async for answer in self.admit(request, context.remote_id):
             yield answer
 
     def know(self, others, *, quorum=2, suffix=b""):
@@ -56,8 +56,7 @@ class Peer(group_finder.GroupFinder, ServicerBase):
     def look(self, limit_s=LIMIT_S):
         """Look for a group in the background."""
         claim = Claim(state=self.id.to_bytes()[:8], quorum=self.wanted)
-        control = SimpleNamespace(deadline=get_dht_time() + limit_s, data_for_gather=claim.to_bytes())
-        return asyncio.create_task(self.look_for_group(control))
+        return asyncio.create_task(self.look_for_group(claim.to_bytes(), get_dht_time() + limit_s))
 
 
 async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):

@@ -70,12 +70,12 @@ class Peer(stepping.Peer):
     def contribution(self):
         """Return this peer's contribution, one value per exchanged tensor."""
         self.method.load()
-        with self.gradients.get_tensors() as averages:
+        with self.gradients.averages.locked() as averages:
             return [averages[place].flatten()[0].item() for place in self.method.places]
 
     def end_with(self, average, *, is_followed=False, is_empty=False):
         """Commit a round with this average: this peer's own, or one of others with `is_followed`."""
-        with self.gradients.get_tensors() as averages:
+        with self.gradients.averages.locked() as averages:
             for place in self.method.places:
                 averages[place].copy_(torch.as_tensor(average))
         if is_followed:
@@ -160,7 +160,7 @@ def test_pseudogradient_survives_failed_round(pace):
     peer.train(num_batches=2)
     for _ in range(2):  # a round may be tried more than once
         assert set(peer.contribution()) == {3.0}
-        with peer.gradients.get_tensors() as averages:
+        with peer.gradients.averages.locked() as averages:
             averages[0].fill_(math.nan)  # a round may leave anything there
     peer.method.take_back()
     assert peer.values == [-5.0, -5.0] and peer.anchors == [0.0, 0.0] and peer.method.outer.rounds == 0
@@ -279,7 +279,7 @@ def test_memory_layout_leaves_results_unchanged(pace):
         peer.train(samples=16)
         assert peer.set_aside()
         peer.method.load()
-        with peer.gradients.get_tensors() as averages:
+        with peer.gradients.averages.locked() as averages:
             brought += [averages[place].clone() for place in peer.method.places]
         peer.end_with(average)
     half = len(brought) // 2
@@ -372,7 +372,7 @@ def test_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
             peer.method.account(8)
             peer.set_aside()  # without lending, the gradients of the batch are still there
             peer.method.load()
-            with peer.gradients.get_tensors() as averages:
+            with peer.gradients.averages.locked() as averages:
                 for average in averages:
                     average.add_(torch.randn(average.shape))
             peer.method.apply()

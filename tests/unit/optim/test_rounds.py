@@ -8,24 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.compression import CompressionInfo, serialize_torch_tensor
-from hivemind.p2p import PeerID
+from hivemind.compression import CompressionInfo, NoCompression, serialize_torch_tensor
 from hivemind.proto import runtime_pb2
 from hivemind.proto.averaging_pb2 import JoinRequest
 from hivemind.utils import MSGPackSerializer
 
-from tests.kit.averagers import gradient_averager
 from tests.kit.identities import id_of, key_of
-from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim import averager as averaging
+from tests.kit.states import averages_of
 from trahiv_cli.optim import rounds
 from trahiv_cli.optim.auto import Measured
-from trahiv_cli.optim.averager import patience_s
 from trahiv_cli.optim.ballot import Call, Vote
-from trahiv_cli.optim.group_finder import Blame
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.pace import RoundRules
-from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim, Exchange, Header, Log, Round, decoded
+from trahiv_cli.optim.round_service import RoundOptions, RoundService, patience_s
+from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim, Header, Log, Round, decoded
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.records import sign
@@ -96,23 +92,26 @@ def test_patience_follows_link_speed_within_bounds(members, part_bytes, all_byte
 
 
 def test_late_vote_clears_suspicion():
-    averager, late = gradient_averager([torch.zeros(1)]), id_of("B")
+    late = id_of("B")
+    options = RoundOptions(NoCompression(), 1.0, 1.0, 1.0, 2.0, 60.0)
+    service = RoundService(
+        "run", averages_of([torch.zeros(1)]), (), RoundRules(), options, None, is_client=True
+    )
     claims = tuple(sign(key_of(name), b"a claim", b"") for name in "AB")
     group = GroupInfo(b"round", (id_of("A"), late), claims)
-    ballot, blame = averager._ballots.open(group, limit_s=0.0), Blame(PeerID.to_bytes)
-    averager._matchmaking = SimpleNamespace(blame=blame)
-    blame.suspect(late, "it is late")
-    vote = sign(key_of("B"), ballot.about, Vote(b"held" * 8).to_bytes(), has_key=False)
-    request = JoinRequest(schema_hash=group.group_id, gather=Call(vote).to_bytes())
-    asyncio.run(averager.rpc_vote(request, SimpleNamespace(remote_id=late)))
-    assert not blame.is_suspect(late)
+    vote = Vote(b"held" * 8).to_bytes()
 
+    async def receive_late_vote():
+        dht = SimpleNamespace(signing_key=key_of("A"), tensors_lock=None)
+        await service.start(dht, SimpleNamespace(peer_id=id_of("A")), None)
+        ballot = service.ballots.open(group, limit_s=0.0)
+        service.finder.blame.suspect(late, "it is late")
+        call = Call(sign(key_of("B"), ballot.about, vote, has_key=False))
+        request = JoinRequest(schema_hash=group.group_id, gather=call.to_bytes())
+        await service.rpc_vote(request, SimpleNamespace(remote_id=late))
 
-def test_unresponsive_averager_fails_round(monkeypatch):
-    monkeypatch.setattr(averaging, "ANSWER_S", 0.05)
-    averager = gradient_averager([torch.nn.Parameter(torch.ones(2))])
-    with pytest.raises(RoundFailed, match="did not answer"):
-        averager.start_round(Claim(samples=3), 5.0, Exchange(range(1)))
+    asyncio.run(receive_late_vote())
+    assert not service.finder.blame.is_suspect(late)
 
 
 def test_group_includes_left_out_members():

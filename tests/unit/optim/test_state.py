@@ -7,7 +7,7 @@ import torch
 from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
 
-from tests.kit.averagers import giving_averager, state_of
+from tests.kit.states import giving_state, state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as module
 from trahiv_cli.optim.history import History
@@ -34,8 +34,8 @@ def everything(averager):
 
 
 def test_given_state_is_independent_copy():
-    donor = giving_averager(History())
-    _, [flat], infos = donor.get_current_state()
+    donor = giving_state(History())
+    _, flat, infos, _ = donor.copy()
     tensors = views_of(flat, infos)
     before = [tensor.tolist() for tensor in tensors]
     donor.optimizer.step()
@@ -45,7 +45,7 @@ def test_given_state_is_independent_copy():
 
 
 def test_step_waits_for_state_copy(monkeypatch):
-    donor, done, copied = giving_averager(AHEAD), [], module.copy_into
+    donor, done, copied = giving_state(AHEAD), [], module.copy_into
 
     def step():
         with donor.lock_state:
@@ -59,14 +59,14 @@ def test_step_waits_for_state_copy(monkeypatch):
 
     stepping = threading.Thread(target=step)
     monkeypatch.setattr(module, "copy_into", copy)
-    donor.get_current_state()
+    donor.copy()
     stepping.join()
     assert done == ["copy", "step"]
 
 
 def test_state_adoption_is_atomic(download):
     """`tests/unit/train/test_checkpoint.py` covers the state of every optimizer."""
-    donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History())
+    donor, joiner = giving_state(AHEAD, fill=2.0), giving_state(History())
     donor.optimizer.param_groups[0]["weight_decay"] = 0.5
     (metadata, tensors), before = state_of(donor), everything(joiner)
     for poison in (float("nan"), -float("inf")):
@@ -86,41 +86,44 @@ def test_state_adoption_is_atomic(download):
 
 
 def test_offloading_joiner_adopts_plain_state(download):
-    donor, joiner = giving_averager(AHEAD, fill=2.0), giving_averager(History(), offload=True)
+    donor, joiner = giving_state(AHEAD, fill=2.0), giving_state(History(), offload=True)
     assert download(joiner, state_of(donor)) is True and everything(joiner) == everything(donor)
 
 
 BROKEN = {  # small fields: simulation/test_states_of_a_liar.py
-    "another model": lambda meta, tensors: state_of(giving_averager(AHEAD, width=4)),
+    "another model": lambda meta, tensors: state_of(giving_state(AHEAD, width=4)),
     "a stream that broke off": lambda meta, tensors: (meta, tensors[:-1]),
     "one tensor too many": lambda meta, tensors: (meta, [*tensors, torch.zeros(1)]),
-    "another optimizer": lambda *_: state_of(giving_averager(AHEAD, kind=torch.optim.Adagrad)),
+    "another optimizer": lambda *_: state_of(giving_state(AHEAD, kind=torch.optim.Adagrad)),
     "statistics of another type": lambda meta, t: (meta, [*t[:2], *(s.double() for s in t[2:])]),
 }
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_foreign_state_is_refused(download, broken):
-    joiner, (metadata, tensors) = giving_averager(History()), state_of(giving_averager(AHEAD))
-    before, joiner.set_pace = everything(joiner), lambda _: pytest.fail("its pace was taken over")
+    joiner, (metadata, tensors) = giving_state(History()), state_of(giving_state(AHEAD))
+    before = everything(joiner)
+    given = BROKEN[broken](metadata | {"pace": Pace("overlap").to_wire()}, tensors)
     with pytest.raises(RoundFailed):
-        download(joiner, BROKEN[broken](metadata | {"pace": Pace("overlap").to_wire()}, tensors))
+        download(joiner, given, set_pace=lambda _: pytest.fail("its pace was taken over"))
     assert everything(joiner) == before
 
 
 @pytest.mark.parametrize("refusal", ["not believed", "not wanted"])
 def test_refused_state_keeps_pace(download, refusal):
-    joiner = giving_averager(History(), has_local_steps=True)
+    joiner = giving_state(History(), has_local_steps=True)
     before, outer = everything(joiner), joiner.outer
-    joiner.set_pace = lambda _: pytest.fail("its pace was taken over")
-    joiner.is_believed = lambda *_: refusal != "not believed"
-    state = state_of(giving_averager(AHEAD, fill=2.0))
-    assert download(joiner, state, is_wanted=lambda: refusal != "not wanted") is False
+    options = {
+        "set_pace": lambda _: pytest.fail("its pace was taken over"),
+        "is_believed": lambda *_: refusal != "not believed",
+        "is_wanted": lambda: refusal != "not wanted",
+    }
+    assert download(joiner, state_of(giving_state(AHEAD, fill=2.0)), **options) is False
     assert everything(joiner) == before and joiner.outer is outer and outer.anchor[0].tolist() == [1.0] * 3
 
 
 def test_state_grown_before_lock_is_whole():
-    donor, grown = giving_averager(AHEAD), giving_averager(AHEAD, has_local_steps=True)
+    donor, grown = giving_state(AHEAD), giving_state(AHEAD, has_local_steps=True)
 
     class Changing(StateLock):
         def __enter__(self):
@@ -133,7 +136,7 @@ def test_state_grown_before_lock_is_whole():
 
 
 def test_state_with_fewer_samples_is_refused(download):
-    ahead, other = giving_averager(AHEAD, fill=2.0), giving_averager(OTHER)
+    ahead, other = giving_state(AHEAD, fill=2.0), giving_state(OTHER)
     before = everything(ahead)
     assert download(ahead, state_of(other)) is False and everything(ahead) == before
     for _ in range(2):  # again, as peers of one history may hold different values
@@ -141,8 +144,8 @@ def test_state_with_fewer_samples_is_refused(download):
 
 
 def test_local_steps_joiner_starts_from_agreed_weights(download):
-    donor = giving_averager(AHEAD, fill=2.0, has_local_steps=True)
-    joiner = giving_averager(History(), has_local_steps=True)
+    donor = giving_state(AHEAD, fill=2.0, has_local_steps=True)
+    joiner = giving_state(History(), has_local_steps=True)
     donor.outer.step(range(1), [torch.ones(3)])
     metadata, tensors = state_of(donor)
     with pytest.raises(RoundFailed, match="which fragment"):
@@ -157,26 +160,29 @@ def test_local_steps_joiner_starts_from_agreed_weights(download):
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])
 def test_joiner_verifies_state_digest(download, has_local_steps):
-    donor = giving_averager(AHEAD, fill=2.0, has_local_steps=has_local_steps)
-    joiner = giving_averager(History(), has_local_steps=has_local_steps)
-    said, asked = [], []
-    donor.note_given = lambda *what: said.append(what)
-    joiner.is_believed = lambda *what: asked.append(what) or False
+    donor = giving_state(AHEAD, fill=2.0, has_local_steps=has_local_steps)
+    joiner = giving_state(History(), has_local_steps=has_local_steps)
+    asked = []
+
+    def is_believed(*what):
+        asked.append(what)
+        return False
+
     (metadata, tensors), before = state_of(donor), everything(joiner)
-    assert download(joiner, (metadata | {"donor": "QmB"}, tensors)) is False
+    *_, common = donor.copy()
+    assert download(joiner, (metadata | {"donor": "QmB"}, tensors), is_believed=is_believed) is False
     assert everything(joiner) == before, "it was not believed"
-    [(_, common)] = said
-    assert said == [(AHEAD, common)] and asked == [(AHEAD, common, "QmB")] and len(common) == 32
+    assert asked == [(AHEAD, common, "QmB")] and len(common) == 32
     tensors[0][1] += 1.0
-    download(joiner, (metadata, tensors))
-    joiner.state_compression = compression.Float16Compression()  # rounded weights can't be confirmed
-    download(joiner, (metadata, tensors))
+    download(joiner, (metadata, tensors), is_believed=is_believed)
+    joiner.codec = compression.Float16Compression()  # rounded weights can't be confirmed
+    download(joiner, (metadata, tensors), is_believed=is_believed)
     assert asked[1][1] != common and asked[2] == (AHEAD, b"", "")
 
 
 @pytest.mark.filterwarnings("error:Detected call of `lr_scheduler.step")
 def test_schedule_jumps_to_any_step():
-    walking, jumping = giving_averager(History()), giving_averager(History())
+    walking, jumping = giving_state(History()), giving_state(History())
     walking, schedule, walked = walking.scheduler, jumping.scheduler, []
     for _ in range(14):
         walked.append((walking.get_last_lr(), walking.last_epoch, walking._step_count))

@@ -107,7 +107,7 @@ def test_other_mode_drops_own_steps(tmp_path, pace):
 def test_followed_round_takes_its_own_steps(members, left):
     peer = Peer()
     peer.train(positions=range(8))
-    with peer.gradients.get_tensors() as averages:
+    with peer.gradients.averages.locked() as averages:
         for average in averages:
             average.fill_(0.25)
     outcome = Outcome(dict.fromkeys(members, 8), members, left_out={}, states={}, proof=b"", trained=())

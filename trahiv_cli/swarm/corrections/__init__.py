@@ -19,7 +19,6 @@ from hivemind.p2p import P2P
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.corrections.dht import give_states
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, pack_dictionary
 from trahiv_cli.swarm.corrections.processes import close_event_loop, private_folder, start_memory_manager
 from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data, send_raw_data
@@ -45,7 +44,6 @@ def apply() -> None:
     DictionaryDHTValue.packb = pack_dictionary
     hivemind.dht.dht.DHTNode = CorrectedNode
     hivemind.dht.node.DHTProtocol = CorrectedProtocol
-    hivemind.averaging.averager._background_thread_fetch_current_state = give_states
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # each stream is one; the usual limit is 1,024
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     for name, module in list(sys.modules.items()):

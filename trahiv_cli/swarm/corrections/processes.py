@@ -129,7 +129,9 @@ class ControlPipe:
         return self._pipe.recv()
 
 
-def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None) -> None:
+def require_start(
+    ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None = None
+) -> None:
     """Wait until the DHT's process reports that it is ready; raise the error that it reports instead.
 
     dht/dht.py:144 and averaging/averager.py:339 wait forever for a process that was killed or has stalled.

@@ -1,4 +1,4 @@
-"""One exact round in the DHT's process: a group averages, votes on its average, and applies it or does not.
+"""One exact round, in the DHT's process: a group averages, votes on its average, and applies it or does not.
 
 1. A peer claims its contribution. `group_finder` finds a group, whose members all judge the claims alike.
 2. The group exchanges parts and averages (`allreduce`).
@@ -10,44 +10,39 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import logging
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from contextvars import ContextVar
-from dataclasses import replace
-from functools import cached_property, partial
-from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
-from hivemind.averaging import averager as hivemind_averager
-from hivemind.averaging.allreduce import AveragingMode
-from hivemind.averaging.control import StepControl
+from hivemind.averaging.averager import compute_schema_hash
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
-from hivemind.averaging.partition import AllreduceException
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES, AllreduceException
+from hivemind.compression import CompressionBase
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.utils import MPFuture
-from hivemind.utils.asyncio import aiter_with_timeout, enter_asynchronously
+from hivemind.utils import MPFuture, get_logger
+from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter, enter_asynchronously
 
-from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
+from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.rounds import STATES_KEPT, Claim, Exchange, Header, Log, Outcome, decoded, judge
 from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.swarm.corrections.dht import CorrectedAverager, CorrectedControl, CorrectedDHT
+from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import content_of, peer_from
+from trahiv_cli.swarm.service import Service, ServiceHandle
 from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
 
-ANSWER_S = 10.0  # within this time the DHT's process acknowledges a round
-
-EXCHANGE: ContextVar[Exchange] = ContextVar("exchange")  # set in the task of a round
+logger = get_logger(__name__)
 
 # A part may take PATIENCE times its expected time: at most MOST_PATIENCE_S at the members' usual rate, or at
 # most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. Thus many fast members do not exclude
@@ -88,144 +83,153 @@ def _link_rates(claims: Mapping[str, Claim]) -> list[float]:
     return [claim.measured.rate for claim in claims.values() if claim.measured.is_of_link]
 
 
-def _is_not_about_a_round(record: logging.LogRecord) -> bool:
-    return not (record.exc_info and isinstance(record.exc_info[1], AllreduceException))
+@dataclass(frozen=True)
+class RoundOptions:
+    """Codec, cut and time limits (in seconds) of a peer's rounds: options of hivemind's averagers."""
+
+    compression: CompressionBase
+    min_matchmaking_time: float  # a leader waits this long for missing members
+    request_timeout: float  # within it a leader answers
+    sender_timeout: float  # the longest silence of a member that sends its parts
+    reducer_timeout: float  # the longest silence of a member that averages them; longer than the former
+    allreduce_timeout: float  # of an exchange with its vote
+    part_size_bytes: int = DEFAULT_PART_SIZE_BYTES
+    min_vector_size: int = 0  # a member with fewer values to average averages none
 
 
-class ExactAverager(CorrectedAverager):
-    """Averages with `ExactAllReduce`, and applies only averages that most of the group voted for.
+class RoundService(Service):
+    """Finds a group, averages with it, and applies only averages that most of the group voted for.
 
-    `SwarmOptimizer` creates one as an `ExactGradientAverager`; the DHT's process serves it until shutdown.
+    `Rounds` makes one; it works in the DHT's process. The tensors hold this peer's contribution before a
+    round and the average after it. `buffers`: see `Buffers.exchanged`.
     """
 
-    SERVED: ClassVar[tuple[str, ...]] = (
-        "_rules",
-        "_interest",
-        "_buffers",
-        "_ballots",
-        "_residual",
-        "_is_of_steps",
-    )
+    WIRE_NAME = "ExactGradientAverager"
 
     def __init__(
         self,
-        *args: Any,
+        prefix: str,
+        averages: Averages,
+        buffers: Sequence[torch.Tensor],
         rules: RoundRules,
+        options: RoundOptions,
         interest: JoinerActivity,
-        buffers: Sequence[torch.Tensor] = (),
-        **kwargs: Any,
+        *,
+        is_client: bool,
     ) -> None:
+        super().__init__(prefix, is_client=is_client)
+        self._averages = averages
+        self._buffers = buffers
         self._rules = rules
+        self._options = options
         self._interest = interest
-        self._ballots = Ballots()
-        self._buffers = buffers  # see `Buffers.exchanged`
+
+    async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
+        """Begin to work; see `Service.start`."""
+        await super().start(dht, p2p, pipe)
+        self._key = dht.signing_key
+        self._averages.lock = dht.tensors_lock
+        tensors = self._averages.tensors
+        self.ballots = Ballots()
+        self._log = Log(STATES_KEPT * sum(tensor.nbytes for tensor in tensors))
         self._residual: dict[int, torch.Tensor] = {}  # losses of codecs, by index of the tensor
         self._is_of_steps = False  # whether they are losses of local steps
-        super().__init__(*args, **kwargs)
+        self._running: dict[bytes, asyncio.Future[ExactAllReduce]] = {}  # exchanges, by group id
+        self._is_settled = asyncio.Event()  # cleared while this peer may be in a group that it does not know
+        self._is_settled.set()
+        self._preparing = asyncio.Lock()
+        self._looking: asyncio.Task[GroupInfo | None] | None = None
+        self.finder = GroupFinder(
+            self.stub,
+            p2p.peer_id,
+            dht.signing_key,
+            prefix=self.prefix,
+            tensors_schema=compute_schema_hash(tensors),
+            is_client=self.is_client,
+            patience_s=self._options.min_matchmaking_time,
+            request_timeout=self._options.request_timeout,
+        )
 
-    def start(self) -> None:
-        """Start to serve this averager in the DHT's process."""
-        self.lock_averaged_tensors = self.dht.tensors_lock
-        super().start()
+    # -- commands of the training process --------------------------------------------------------
 
-    def serve(self, dht: CorrectedDHT, pipe: Any) -> None:
-        """Serve this averager; see the base class."""
-        self.lock_averaged_tensors = dht.tensors_lock
-        hivemind_averager.Matchmaking = GroupFinder
-        # hivemind logs a traceback for each round that is not committed; the round's error has the reason.
-        hivemind_averager.logger.addFilter(_is_not_about_a_round)
-        super().serve(dht, pipe)
-
-    def expect_group(
+    async def expect(
         self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
     ) -> None:
         """Set the peers that are at this peer's step, by base58 ids; see `GroupFinder.expect`."""
-        ids = [[PeerID.from_base58(peer) for peer in some] for some in (peers, clients)]
-        self._outer_pipe.send(("_expect", [*ids, quorum, schema_suffix], {}))
+        expected, dialing = (list(map(PeerID.from_base58, ids)) for ids in (peers, clients))
+        self.finder.expect(expected, dialing, quorum, schema_suffix)
 
-    def start_round(self, claim: Claim, timeout_s: float, exchange: Exchange) -> StepControl:
-        """Look for a group for `timeout_s`, and average with it, in the background.
+    async def average(
+        self, claim: Claim, exchange: Exchange, deadline: float, has_group: MPFuture[None]
+    ) -> Outcome:
+        """Look for a group until `deadline`, in the swarm's time, and average with it.
 
-        The control's `result()` is an `Outcome`. Its exception, if there is one, says why nothing was
-        averaged. The averaged tensors then still hold this peer's contribution, perhaps with the codecs'
-        losses of earlier rounds added. The averager adds the norm to the claim. Raises `RoundFailed` if the
-        DHT's process does not answer.
+        If it raises, nothing was averaged, and the tensors hold this peer's contribution, perhaps with the
+        codecs' losses of earlier rounds added.
         """
-        # Created before the control, whose class is a subclass: mpfuture.py:152 sets up its pipe on the class
-        # of the first future.
-        is_known: MPFuture[Any] = MPFuture()
-        now = swarm_time()
-        control = CorrectedControl(
-            scheduled_time=now,
-            deadline=now + timeout_s,
-            allow_retries=False,
-            weight=claim.weight,
-            data_for_gather=replace(claim, is_client=self.mode == AveragingMode.CLIENT).to_bytes(),
-        )
-        self._outer_pipe.send(("_step", [exchange], {"step": control, "future_for_init": is_known}))
-        try:
-            control.attach(*is_known.result(timeout=ANSWER_S))
-        except (TimeoutError, concurrent.futures.TimeoutError) as error:
-            # The message was lost, or the process is stuck; averaging/averager.py:421 would wait forever.
-            raise RoundFailed(f"the DHT's process did not answer within {ANSWER_S:.0f} s") from error
-        control.allow_allreduce()
-        return control
-
-    # -- in the DHT's process -------------------------------------------------------------------
-
-    async def _expect(self, *told: Any) -> None:
-        self._matchmaking.expect(*told)
-
-    async def _step(self, exchange: Exchange, *, step: StepControl, future_for_init: Any) -> None:
-        EXCHANGE.set(exchange)
-        try:
-            claim = Claim.parse(step.data_for_gather)
+        async with self._preparing:
             loop = asyncio.get_running_loop()
             norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
-            step._data_for_gather = replace(claim, norm=norm).to_bytes()
-        except BaseException as error:
-            future_for_init.set_exception(error)  # else `start_round` would wait for `ANSWER_S`
-            raise
-        await super()._step(step=step, future_for_init=future_for_init)
+            claim = replace(claim, is_client=self.is_client, norm=norm)
+            self._is_settled.clear()
+            self._looking = loop.create_task(self.finder.look_for_group(claim.to_bytes(), deadline))
+        try:
+            if (group := await self._looking) is None:
+                raise AllreduceException("Averaging step failed: could not find a group")
+            has_group.set_result(None)
+            self._running[group.group_id] = loop.create_future()
+            self._is_settled.set()
+            try:
+                async with asyncio.timeout(self._options.allreduce_timeout):
+                    return await self._average_with(group, exchange)
+            finally:
+                self._running.pop(group.group_id).cancel()
+        finally:
+            self._is_settled.set()
+
+    async def cancel(self) -> None:
+        """End the search for a group, if there is one; an exchange goes on."""
+        async with self._preparing:
+            if self._looking is not None:
+                self._looking.cancel()
+
+    # -- a round -----------------------------------------------------------------------------------
 
     def _prepare_contribution(self, exchange: Exchange) -> float:
         """Add the losses of earlier rounds to the tensors, which each try fills anew; return their norm."""
         if self._is_of_steps != exchange.is_of_steps:
             self._residual = {}
             self._is_of_steps = exchange.is_of_steps
-        with self.get_tensors() as tensors, torch.no_grad():
+        with self._averages.locked() as tensors, torch.no_grad():
             for place in exchange.places:
                 if place in self._residual:
                     tensors[place].add_(self._residual[place])
             norms = [torch.linalg.vector_norm(tensors[place]) for place in exchange.places]
             return float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    async def _aggregate_with_group(self, group_info: GroupInfo, **options: Any) -> Outcome:
+    async def _average_with(self, group_info: GroupInfo, exchange: Exchange) -> Outcome:
         """Average with the group, vote, and apply the average at once, or raise `NotCommitted`.
 
-        If it raises, the tensors are unchanged. Upstream (averaging/averager.py:529) adds each tensor's
-        difference as it arrives, which leaves a mixture when the round fails half-way. It also declares the
-        new state in the DHT once per tensor: 800 tensors cost 2.75 s a round, not 0.62 s.
+        If it raises, the tensors are unchanged.
         """
-        exchange = EXCHANGE.get()
         loop = asyncio.get_running_loop()
         gathered = group_info.gathered
         said = [Claim.parse(content_of(statement)) for statement in gathered]  # matchmaking verified them
         claims, outcome = judge(group_info.peer_ids, said, exchange.most_samples, self._rules.norm_limit)
         clients = [peer for peer, claim in zip(group_info.peer_ids, said, strict=True) if claim.is_client]
-        self._ballots.open(group_info, self.allreduce_kwargs["sender_timeout"], clients)
+        self.ballots.open(group_info, self._options.sender_timeout, clients)
         started = loop.time()
-        async with enter_asynchronously(self.get_tensors()) as all_tensors:
+        async with enter_asynchronously(self._averages.locked()) as all_tensors:
             tensors = self._exchanged(all_tensors, exchange, outcome)
             runner: ExactAllReduce | None = None
             try:
-                runner = await self._make_runner(group_info, tensors, claims, outcome.left_out, **options)
+                runner = await self._make_runner(group_info, exchange, tensors, claims, outcome.left_out)
                 async for _ in runner:
                     pass  # until the vote it keeps the parts encoded: less memory than a second copy
                 took_s = loop.time() - started
                 parts = runner.encoded_averages
                 average = decoded(parts, tensors)
-                schema = self._matchmaking.schema
+                schema = self.finder.schema
                 proof = await loop.run_in_executor(None, proof_of, average, gathered, schema)
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
@@ -234,8 +238,8 @@ class ExactAverager(CorrectedAverager):
                 if runner:
                     is_sure, is_late = runner.is_sure, runner.is_late
                     vote = replace(vote, blames=runner.blamed, is_sure=is_sure, is_late=is_late)
-                self._running_groups[group_info.group_id].cancel()  # else callers would wait for a runner
-            quorum = claims[self.peer_id.to_base58()].quorum
+                self._running[group_info.group_id].cancel()  # else callers would wait for a runner
+            quorum = claims[self._p2p.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
             if not decision.is_committed:
                 raise NotCommitted(decision.reason, vote.digest, sum(outcome.samples.values()))
@@ -271,31 +275,29 @@ class ExactAverager(CorrectedAverager):
     async def _make_runner(
         self,
         group_info: GroupInfo,
+        exchange: Exchange,
         tensors: Sequence[torch.Tensor],
         claims: Mapping[str, Claim],
         left_out: Mapping[str, str],
-        *,
-        min_vector_size: int,
-        **options: Any,
     ) -> ExactAllReduce:
-        if (codec := EXCHANGE.get().codec) is not None:
-            options["compression"] = CODECS[codec]()
+        options = self._options
         all_bytes = sum(tensor.nbytes for tensor in tensors)
-        needed_s = patience_s(claims, options["part_size_bytes"], all_bytes)
-        if needed_s > options["sender_timeout"]:
-            # Reducers wait for senders, so the wait for a reducer must be longer.
-            options |= {"sender_timeout": needed_s, "reducer_timeout": 2 * needed_s}
+        # Reducers wait for senders, so the wait for a reducer must be longer.
+        needed_s = patience_s(claims, options.part_size_bytes, all_bytes)
+        is_slow = needed_s > options.sender_timeout
+        sender_timeout = needed_s if is_slow else options.sender_timeout
+        reducer_timeout = 2 * needed_s if is_slow else options.reducer_timeout
         bandwidths = [0.0 if claim.is_client else None for claim in claims.values()]
         size = sum(tensor.numel() for tensor in tensors)
         fractions = await asyncio.get_running_loop().run_in_executor(
-            None, load_balance_peers, size, bandwidths, min_vector_size
+            None, load_balance_peers, size, bandwidths, options.min_vector_size
         )
         runner = ExactAllReduce(
             claims=claims,
             left_out=left_out,
             robust=self._rules.robust_mean,
-            first_buffer=len(EXCHANGE.get().places),
-            limit_s=exchange_limit_s(claims, all_bytes, options["reducer_timeout"], self._allreduce_timeout),
+            first_buffer=len(exchange.places),
+            limit_s=exchange_limit_s(claims, all_bytes, reducer_timeout, options.allreduce_timeout),
             p2p=self._p2p,
             servicer_type=type(self),
             prefix=self.prefix,
@@ -303,33 +305,48 @@ class ExactAverager(CorrectedAverager):
             group_id=group_info.group_id,
             ordered_peer_ids=group_info.peer_ids,
             peer_fractions=fractions,
-            **options,
+            compression=options.compression if exchange.codec is None else CODECS[exchange.codec](),
+            part_size_bytes=options.part_size_bytes,
+            weight=claims[self._p2p.peer_id.to_base58()].weight,
+            sender_timeout=sender_timeout,
+            reducer_timeout=reducer_timeout,
         )
-        self._running_groups[group_info.group_id].set_result(runner)
+        self._running[group_info.group_id].set_result(runner)
         return runner
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """Let a peer into the group that this one leads, or refuse it; see `GroupFinder.admit`."""
+        async for message in self.finder.admit(request, context.remote_id):
+            yield message
 
     async def rpc_aggregate_part(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Reduce a member's parts. If it hangs up before the first part, the call ends without a traceback.
+        """Reduce a member's parts; answer BAD_GROUP_ID to a peer of another group.
 
-        Upstream (averaging/averager.py:585) raises `StopAsyncIteration` inside a generator then.
+        A member may know the group before this peer does: it waits as long as this peer looks for one.
         """
-        try:
-            async for message in super().rpc_aggregate_part(stream, context):
+        async for first in stream:  # none if the member has hung up
+            if first.group_id not in self._running:
+                await self._is_settled.wait()
+            if (running := self._running.get(first.group_id)) is None:
+                yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+                return
+            runner = await running
+            async for message in runner.rpc_aggregate_part(achain(as_aiter(first), stream), context):
                 yield message
-        except RuntimeError as error:
-            if not isinstance(error.__cause__, StopAsyncIteration):
-                raise
+            return
 
     # -- the vote ------------------------------------------------------------------------------------
 
     async def _hold_vote(self, group_info: GroupInfo, vote: Vote, quorum: int) -> Decision:
         """Vote, and record the blame that follows from the result."""
-        ballot = self._ballots[group_info.group_id]
+        ballot = self.ballots[group_info.group_id]
         ask = partial(self._exchange_votes, group_info.group_id)
-        decision = await ballot.hold(self.peer_id, self.dht.signing_key, vote, quorum, ask)
-        blame = self._matchmaking.blame
+        decision = await ballot.hold(self._p2p.peer_id, self._key, vote, quorum, ask)
+        blame = self.finder.blame
         for peer in ballot.unheard:
             blame.suspect(peer, "it did not answer in a vote")
         for peer, said in ballot.votes.items():
@@ -339,9 +356,8 @@ class ExactAverager(CorrectedAverager):
         return decision
 
     async def _exchange_votes(self, group_id: bytes, peer: PeerID, call: Call) -> Sequence[bytes]:
-        stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
         request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=call.to_bytes())
-        answer = await stub.rpc_vote(request, timeout=2 * self.allreduce_kwargs["sender_timeout"])
+        answer = await self.stub(peer).rpc_vote(request, timeout=2 * self._options.sender_timeout)
         return tuple(answer.gathered)
 
     async def rpc_vote(
@@ -351,49 +367,33 @@ class ExactAverager(CorrectedAverager):
 
         A caller whose group this peer does not know yet waits for it, in one call at a time.
         """
-        limit_s = self.allreduce_kwargs["sender_timeout"]
         peer = context.remote_id
-        ballot = await self._ballots.find(request.schema_hash, peer, limit_s)
+        ballot = await self.ballots.find(request.schema_hash, peer, self._options.sender_timeout)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
-        self._matchmaking.blame.clear(peer)  # the caller is alive, even if its slow link made it late
+        self.finder.blame.clear(peer)  # the caller is alive, even if its slow link made it late
         return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
 
     # -- replay of a round that this peer missed -----------------------------------------------------
 
-    def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
-        """Fetch the round that continued this peer's history from a donor (base58 id), in the background.
-
-        Call `expect_group` before it: the round must have the schema that this peer would average with.
-
-        Returns:
-            A future of the outcome that follows from the round's claims; the averager's tensors then hold the
-            round's average. None, with unchanged tensors, if the donor did not keep the round, sent something
-            else, or sent nothing for `silence_s` seconds.
-        """
-        future: MPFuture[Outcome | None] = MPFuture()
-        self._outer_pipe.send(("_replay", [donor, exchange, silence_s], {"future": future}))
-        return future
-
-    @cached_property
-    def _log(self) -> Log:
-        return Log(STATES_KEPT * sum(tensor.nbytes for tensor in self._averaged_tensors))
-
-    async def _replay(self, donor: str, exchange: Exchange, silence_s: float, *, future: Any) -> None:
-        nothing = (*UNREACHABLE, StopAsyncIteration, ValueError)
-        await self.fulfil(future, self._replayed(PeerID.from_base58(donor), exchange, silence_s), nothing)
+    async def replay(self, donor: str, exchange: Exchange, silence_s: float) -> Outcome | None:
+        """Fetch the round that continued this peer's history from a donor; see `Rounds.start_replay`."""
+        try:
+            return await self._replayed(PeerID.from_base58(donor), exchange, silence_s)
+        except (*UNREACHABLE, StopAsyncIteration, ValueError) as error:
+            logger.debug(f"no round from {donor}: {error!r}")
+            return None
 
     async def _replayed(self, donor: PeerID, exchange: Exchange, silence_s: float) -> Outcome | None:
-        stub = self.get_stub(self._p2p, donor, namespace=self.prefix)
         async with asyncio.timeout(silence_s):
-            stream = await stub.rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
+            stream = await self.stub(donor).rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
         async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
             if not (first := await anext(messages)).metadata:
                 return None
             header = Header.from_wire(first.metadata)
             peers = [peer_from(member) for member in header.members]
-            said = map(self._matchmaking.claim_of, peers, header.gathered)
+            said = map(self.finder.claim_of, peers, header.gathered)
             _, outcome = judge(peers, said, exchange.most_samples, self._rules.norm_limit)
-            tensors = self._exchanged(self._averaged_tensors, exchange, outcome)
+            tensors = self._exchanged(self._averages.tensors, exchange, outcome)
             limit = FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors)
             if header.num_bytes > limit or header.num_parts > header.num_bytes + len(tensors):
                 raise ValueError("an average of larger tensors")
@@ -405,11 +405,11 @@ class ExactAverager(CorrectedAverager):
             if missing:
                 raise ValueError("parts of another size than announced")
         loop = asyncio.get_running_loop()
-        schema = self._matchmaking.schema
+        schema = self.finder.schema
         average = decoded(parts, tensors)
         if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")
-        async with enter_asynchronously(self.get_tensors()):
+        async with enter_asynchronously(self._averages.locked()):
             for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
                 tensor.copy_(value)
         return replace(outcome, proof=header.proof)
@@ -425,3 +425,65 @@ class ExactAverager(CorrectedAverager):
             for part in parts:
                 self._interest.note()
                 yield averaging_pb2.DownloadData(tensor_part=part)
+
+
+# -- in the training process -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoundInProgress:
+    """A round that the DHT's process looks for, or averages."""
+
+    has_group: MPFuture[None]
+    """Done when a group was found: then the round ends by itself, and can't be cancelled."""
+
+    outcome: MPFuture[Outcome]
+
+
+class Rounds:
+    """A peer's rounds, as its training process sees them. `SwarmOptimizer` makes and ends them.
+
+    `averages` are the tensors that a round averages, and `prefix` is the same for all peers of a run.
+    Raises `SwarmError` if the DHT's process does not start the service.
+    """
+
+    def __init__(self, dht: CorrectedDHT, service: RoundService) -> None:
+        self._handle = ServiceHandle(dht, service)
+        self.is_alive = self._handle.is_alive
+        self.shutdown = self._handle.shutdown
+
+    def expect_group(
+        self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
+    ) -> None:
+        """Set the peers that are at this peer's step, by base58 ids; see `GroupFinder.expect`."""
+        self._handle.send("expect", peers, clients, quorum, schema_suffix)
+
+    def start(self, claim: Claim, timeout_s: float, exchange: Exchange) -> RoundInProgress:
+        """Look for a group for `timeout_s`, and average with it, in the background.
+
+        The exception of `outcome`, if there is one, says why nothing was averaged. The averaged tensors then
+        still hold this peer's contribution, perhaps with the codecs' losses of earlier rounds added. The
+        service adds the norm to the claim.
+        """
+        has_group: MPFuture[None] = MPFuture()
+        deadline = swarm_time() + timeout_s
+        return RoundInProgress(
+            has_group, self._handle.request("average", claim, exchange, deadline, has_group)
+        )
+
+    def cancel(self, round_: RoundInProgress) -> None:
+        """Stop looking for a group; the outcome of the round is ignored."""
+        if round_.outcome.cancel():
+            self._handle.send("cancel")
+
+    def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
+        """Fetch the round that continued this peer's history from a donor (base58 id), in the background.
+
+        Call `expect_group` before it: the round must have the schema that this peer would average with.
+
+        Returns:
+            A future of the outcome that follows from the round's claims; the averaged tensors then hold the
+            round's average. None, with unchanged tensors, if the donor did not keep the round, sent something
+            else, or sent nothing for `silence_s` seconds.
+        """
+        return self._handle.request("replay", donor, exchange, silence_s)

@@ -1,0 +1,98 @@
+"""The state and the gradients of a peer, without processes and without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hivemind.compression import CompressionBase, NoCompression
+from torch.optim.lr_scheduler import LambdaLR
+
+from trahiv_cli.optim.averages import Averages
+from trahiv_cli.optim.buffers import Buffers
+from trahiv_cli.optim.gradients import GradientBuffer
+from trahiv_cli.optim.history import History
+from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.state import PeerState
+from trahiv_cli.optim.state_service import StateExchange
+from trahiv_cli.swarm.snapshot import views_of
+
+
+def averages_of(weights: Sequence[torch.Tensor]) -> Averages:
+    """Averages of tensors with the shapes of the weights."""
+    return Averages([weight.shape for weight in weights], threading.Lock())
+
+
+def gradient_buffer(weights: Sequence[torch.Tensor]) -> GradientBuffer:
+    """Make one for float32 weights on the CPU that has accumulated nothing."""
+    return GradientBuffer(weights, averages_of(weights))
+
+
+def peer_state(
+    inner: torch.optim.Optimizer,
+    weights: Sequence[torch.Tensor],
+    *,
+    model: torch.nn.Module | None = None,
+    codec: CompressionBase | None = None,
+    **more: Any,
+) -> PeerState:
+    """Make one that holds an inner optimizer, at the beginning of a run; `more` are its constructor's.
+
+    The buffers are those of a `model`.
+    """
+    groups = [{"params": list(weights)}]
+    return PeerState(groups, lambda _: inner, buffers=Buffers(model), codec=codec or NoCompression(), **more)
+
+
+class Giving(StateExchange):
+    """Exchanges one peer's state: fetches a given state (metadata and tensors; None if there is none)."""
+
+    def __init__(self, state: PeerState, given: Any) -> None:
+        self._state = state
+        self._given = given
+
+    def fetch(self, wanted: Any, report: Any) -> Any:
+        metadata, tensors = self._given or ({}, ())
+        return self._given and ({"donor": ""} | metadata, tensors)
+
+
+def giving_state(
+    history: History,
+    *,
+    fill: float = 1.0,
+    width: int = 3,
+    kind: Any = torch.optim.AdamW,
+    has_local_steps: bool = False,
+    offload: bool = False,
+) -> Any:
+    """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
+
+    Its inner optimizer has taken a step; its one weight and its one buffer are full of a value.
+    """
+    weight = torch.nn.Parameter(torch.full((width,), fill))
+    stepped = torch.nn.Parameter(weight.detach().clone()) if offload else weight
+    inner, stepped.grad = kind([stepped], lr=0.1), torch.full((width,), fill + 0.5)
+    inner.step()
+    stepped.data.fill_(fill)
+    schedule = LambdaLR(inner, lambda step: 1 / (1 + step))
+    model = torch.nn.Module()
+    model.register_buffer("statistic", torch.full((4,), fill))
+    state = peer_state(inner, (weight,), model=model, make_schedule=lambda _: schedule, offload=offload)
+    state.history, state.local_epoch = history, history.step
+    state.ledger = Ledger(Spans.of([(0, history.samples)]))
+    state.move_schedule(history.step)
+    if has_local_steps:
+        state.pace = Pace("diloco", local_steps=4)
+        state.outer = OuterState([weight], learning_rate=0.7, momentum=0.9)
+        state.agreed = state.outer.anchor
+    return state
+
+
+def state_of(state: PeerState) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """Copy a state as joiners get it: metadata and tensors."""
+    metadata, flat, infos, _ = state.copy()
+    return metadata, views_of(flat, infos)
