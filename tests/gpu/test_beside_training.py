@@ -40,7 +40,7 @@ def state() -> Any:
         weight.grad = torch.randn_like(weight)
     state = peer_state(inner, weights)
     state.lock_state.devices = frozenset(weight.device for weight in weights)
-    state.history, state.local_epoch = History(1, 10, bytes(16)), 1
+    state.committed.change(history=History(1, 10, bytes(16)))
     with state.lock_state:
         inner.step()
     return state

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.buffers import Buffers
+from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.gradients import GradientBuffer
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
@@ -38,6 +39,7 @@ def peer_state(
     *,
     model: torch.nn.Module | None = None,
     codec: CompressionBase | None = None,
+    committed: CommittedCell | None = None,
     **more: Any,
 ) -> PeerState:
     """Make one that holds an inner optimizer, at the beginning of a run; `more` are its constructor's.
@@ -45,7 +47,14 @@ def peer_state(
     The buffers are those of a `model`.
     """
     groups = [{"params": list(weights)}]
-    return PeerState(groups, lambda _: inner, buffers=Buffers(model), codec=codec or NoCompression(), **more)
+    return PeerState(
+        groups,
+        lambda _: inner,
+        committed=committed or CommittedCell(Committed()),
+        buffers=Buffers(model),
+        codec=codec or NoCompression(),
+        **more,
+    )
 
 
 class Giving(StateExchange):
@@ -82,11 +91,10 @@ def giving_state(
     model = torch.nn.Module()
     model.register_buffer("statistic", torch.full((4,), fill))
     state = peer_state(inner, (weight,), model=model, make_schedule=lambda _: schedule, offload=offload)
-    state.history, state.local_epoch = history, history.step
-    state.ledger = Ledger(Spans.of([(0, history.samples)]))
+    state.committed.change(history=history, ledger=Ledger(Spans.of([(0, history.samples)])))
     state.move_schedule(history.step)
     if has_local_steps:
-        state.pace = Pace("diloco", local_steps=4)
+        state.committed.change(pace=Pace("diloco", local_steps=4))
         state.outer = OuterState([weight], learning_rate=0.7, momentum=0.9)
         state.agreed = state.outer.anchor
     return state

@@ -17,6 +17,7 @@ from tests.kit.states import gradient_buffer, peer_state
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.majority import Doubts, Standing
@@ -68,7 +69,7 @@ class Tracker:
 
     def __init__(self, others: Iterable[PeerProgress] = (), gone: Iterable[str] = ()) -> None:
         self.others, self.gone, self.missing = tuple(others), frozenset(gone), frozenset[str]()
-        self.history, self.companions = History(), frozenset[str]()
+        self.committed = CommittedCell(Committed())
         self.samples: int | None = None
         self.doubts = Doubts()
         self.vouched: History | None = None
@@ -81,8 +82,14 @@ class Tracker:
     target = property(attrgetter("standing.target"))
     samples_accumulated = property(lambda self: self.samples or 0)
 
-    def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
-        self.history, self.samples, self.vouched, self.companions = history, samples, None, frozenset()
+    history = property(attrgetter("committed.now.history"))
+    companions = property(attrgetter("committed.now.group"))
+
+    def begin_step(self, samples: int = 0, *, is_next: bool = True) -> None:
+        self.samples, self.vouched = samples, None
+
+    def expect_steps(self, steps: int, samples: int) -> None:
+        self.steps_a_round, self.target_batch_size = steps, samples
 
     def vouch(self, history: History) -> None:
         self.vouched = history
@@ -163,7 +170,9 @@ class Peer:
         self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
         self.tracker, self.leaves = tracker or Tracker(), False
         self.leaves_after = math.inf  # tries that failed, after which it wishes to leave
-        self.state = peer_state(inner, weights, model=model, pace=pace, offload=offload)
+        self.tracker.committed.change(pace=pace)
+        committed = self.tracker.committed
+        self.state = peer_state(inner, weights, model=model, committed=committed, offload=offload)
         self.gradients = gradient_buffer(weights)
         for copy, average in zip(copies, self.gradients.averages.tensors, strict=True):
             copy.grad = average

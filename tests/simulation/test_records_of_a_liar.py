@@ -55,7 +55,9 @@ class Peer:
 
     def __init__(self, board, name, clock):
         self.id, self.dht, self.ledger = id_of(name), Dht(board, key_of(name)), Ledger()
+        self.committed = CommittedCell(Committed())
         keywords = {"private_key": key_of(name), "start": False, "is_out": lambda peer: False}
+        keywords["committed"] = self.committed
         self.tracker = SwarmTracker(self.dht, "run", TARGET, **keywords)
         self.tracker.shutdown_complete.set()
         self.tracker.doubts, self.tracker._fork = Doubts(clock), Fork(clock)
@@ -80,9 +82,9 @@ class Peer:
         trained = [Spans.of_positions(positions) for positions in brought.values()]
         self.ledger = self.ledger.extend(trained, MOST_ROUNDS_AHEAD * TARGET)
         with self.tracker.pause_updates():
-            self.tracker.update_history(history)
+            self.committed.change(history=history, group=frozenset(samples))
+            self.tracker.begin_step()
         self.leases.settle(Spans.of_positions(self.work))
-        self.tracker.companions = frozenset(samples)
         self.tracker.attest(history, common_of(history))
         self.tracker.announce()
 
@@ -147,7 +149,8 @@ class Swarm:
         assert one.tracker.standing.believes(history)
         assert one.tracker.standing.holds(history, common_of(history), is_final=True)
         with one.tracker.pause_updates():
-            one.tracker.update_history(history, is_next=False)
+            one.committed.change(history=history)
+            one.tracker.begin_step(is_next=False)
         one.tracker.doubts.join()
         assert one.tracker.target == history
         del self.board.records[KEY][one.dht.place]

@@ -74,7 +74,7 @@ def test_false_state_metadata_is_refused(caplog, has_local_steps):
                     standing.believes(history) and standing.holds(history, common) is True
                 ),
                 is_wanted=lambda: True,
-                set_pace=lambda pace, joiner=joiner: setattr(joiner, "pace", pace),
+                set_pace=lambda pace, joiner=joiner: joiner.committed.change(pace=pace),
             )
         except RoundFailed:
             is_adopted = False
@@ -88,8 +88,9 @@ def test_false_state_metadata_is_refused(caplog, has_local_steps):
             state_of(joiner)
         else:
             assert (joiner.own_metadata(), joiner.main_parameters[0].tolist()) == before, what
-        wire = json.loads(json.dumps([joiner.ledger.to_wire(), joiner.pace.to_wire()]))
-        assert [Ledger.from_wire(wire[0]), Pace.from_wire(wire[1])] == [joiner.ledger, joiner.pace], what
+        now = joiner.committed.now
+        wire = json.loads(json.dumps([now.ledger.to_wire(), now.pace.to_wire()]))
+        assert [Ledger.from_wire(wire[0]), Pace.from_wire(wire[1])] == [now.ledger, now.pace], what
 
 
 def snapshot():

@@ -26,8 +26,8 @@ def download():
 
     def adopt(state, given, **more):
         options = {"is_believed": lambda *_: True, "is_wanted": lambda: True}
-        options["set_pace"] = lambda pace: setattr(state, "pace", pace)
-        own = state.history.rank
+        options["set_pace"] = lambda pace: state.committed.change(pace=pace)
+        own = state.committed.now.history.rank
         return Giving(state, given).load(donors=["A"], rank=own, lowest=own, silence_s=1.0, **options | more)
 
     return adopt

@@ -69,7 +69,7 @@ class LocalSteps(Method):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        self._settings, self._tracker, pace = parts.settings, parts.tracker, self._state.pace
+        self._settings, self._tracker, pace = parts.settings, parts.tracker, self._state.committed.now.pace
         self._work = parts.work
         self._copied = range(0)  # indices of the weights that `_copies` is made for
         self.outer = self._state.outer = OuterState(

@@ -31,6 +31,7 @@ from hivemind.compression import CompressionBase
 from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.buffers import Buffers
 from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.gradients import GradientBuffer
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.parts import Parts, RunSettings
@@ -111,7 +112,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.events = events or Events()
         self._alive = Alive(home, self.events, should_leave)
         self._buffers = Buffers(model)
-        self._settings = settings
+        self.committed = CommittedCell(Committed(pace=settings.pace))
         try:
             super().__init__(dht=dht, **keywords)
             self.parts = self._make_parts(settings, averager_opts or {})
@@ -127,7 +128,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def _make_parts(self, settings: RunSettings, options: dict[str, Any]) -> Parts:
         interest = JoinerActivity()
         names = {field.name for field in fields(RoundOptions)}
-        silence_s: float = options.get("sender_timeout", self.next_chunk_timeout)
+        silence_s: Any = options.get("sender_timeout", self.next_chunk_timeout)
         round_options = RoundOptions(
             **{
                 "compression": self._codec,
@@ -192,6 +193,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             client_mode=self.client_mode,
             status_loglevel=self.status_loglevel,
             private_key=self.dht.signing_key,
+            committed=self.committed,
             is_out=self._alive.is_out,
             start=True,
             **keywords,
@@ -204,9 +206,9 @@ class SwarmOptimizer(hivemind.Optimizer):
             params,
             optimizer,
             scheduler,
+            committed=self.committed,
             buffers=self._buffers,
             codec=state_compression,
-            pace=self._settings.pace,
             offload=self.offload_optimizer,
         )
 
@@ -278,11 +280,10 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Adopt the newest state in the swarm; see `CatchUp.load`, also for the errors."""
         return self.catch_up.load(timeout_s)
 
-    history = property(attrgetter("state_averager.history"))
-    """The committed steps behind this peer's weights; also the positions of the data that these have trained
-    (`ledger`), and the mode, codec and local steps of the next round (`pace`)."""
-    ledger = property(attrgetter("state_averager.ledger"))
-    pace = property(attrgetter("state_averager.pace"))
+    history = property(attrgetter("committed.now.history"))
+    """See `Committed`."""
+    ledger = property(attrgetter("committed.now.ledger"))
+    pace = property(attrgetter("committed.now.pace"))
 
     last_round = property(attrgetter("stepper.last_round"))
     """See `Stepper`."""

@@ -111,7 +111,7 @@ class Equality:
         """
         if not self._digest:
             common = self._state.common_tensors()
-            history = self._state.history
+            history = self._state.committed.now.history
             new = [tensor for tensor in common if id(tensor) not in self._digests]
             for tensor, value in zip(new, host_values(new, self._state.lock_state.changes), strict=True):
                 if not are_finite([value]):
@@ -141,7 +141,7 @@ class Equality:
         """Return ids of the peers whose state to adopt, none if most have this peer's; forget the claims."""
         claimed = self.claimed
         self.claimed = {}
-        adopted = state_to_adopt(claimed, self._state.history.digest)
+        adopted = state_to_adopt(claimed, self._state.committed.now.history.digest)
         if claimed.get(self._tracker.own_id, adopted) == adopted:
             return set()
         return {peer for peer, state in claimed.items() if state == adopted}

@@ -6,7 +6,6 @@ History, ledger and pace belong to the weights: they change together, under the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import MOST_ROUNDS
@@ -28,6 +27,7 @@ class Position:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._state = parts.state
+        self._committed = parts.state.committed
         self.method = self._make_method()
         self.step_taken = -1
         """The present step if this peer took it itself; -1 if it was replayed or downloaded."""
@@ -39,9 +39,15 @@ class Position:
         self._state.outer = self._state.agreed = None
         return LocalSteps(self._parts) if self.pace.has_local_steps else SharedGradients(self._parts)
 
-    history = property(attrgetter("_state.history"))
-    pace = property(attrgetter("_state.pace"))
-    """The committed steps behind this peer's weights, and the pace of the next round."""
+    @property
+    def history(self) -> History:
+        """The committed steps behind this peer's weights."""
+        return self._committed.now.history
+
+    @property
+    def pace(self) -> Pace:
+        """The pace of the next round."""
+        return self._committed.now.pace
 
     def after(self, samples: int, proof: bytes) -> History:
         """Return the history after the next round; see `History.extend`."""
@@ -52,14 +58,12 @@ class Position:
 
         Call it after loading a checkpoint or at a fresh start. Without `ledger`, this peer's ledger stays.
         """
-        with self._state.lock_state:
-            self._state.local_epoch = history.step
-            self._state.history = history
-            self._state.ledger = ledger or self._state.ledger
+        with self._committed.lock:
+            self._committed.change(history=history, ledger=ledger or self._committed.now.ledger)
             self._state.move_schedule(history.step)
         self._parts.equality.forget()
         with self._parts.tracker.pause_updates():
-            self._parts.tracker.update_history(history, self.method.samples_held, is_next=False)
+            self._parts.tracker.begin_step(self.method.samples_held, is_next=False)
         self._parts.tracker.announce()
         self._begin_step()
         self._parts.exchange.allow(True)
@@ -89,7 +93,6 @@ class Position:
         if self.history.step:  # at step 0 there is no trained state yet
             self._parts.tracker.doubts.join()
         self.enter(self.history)
-        self._parts.tracker.companions = frozenset({self._state.donor}) - {""}
         self.step_taken = -1
 
     def set_pace(self, pace: Pace) -> None:
@@ -101,7 +104,7 @@ class Position:
         if pace == self.pace:
             return
         before = self.method
-        self._state.pace = pace
+        self._committed.change(pace=pace)
         self._parts.equality.forget()
         if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
@@ -118,23 +121,21 @@ class Position:
         state = self._state
         parts = self._parts
         self.last_learning_rates = [group["lr"] for group in state.optimizer.param_groups]
-        with state.lock_state.changing():  # a joiner gets the pace that belongs to the state
+        with self._committed.lock.changing():  # a joiner gets the pace that belongs to the state
             with parts.tracker.pause_updates():
                 round_size = self.method.steps * parts.settings.target_batch_size * parts.work.unit
-                state.ledger = state.ledger.extend(outcome.trained, MOST_ROUNDS_AHEAD * round_size)
+                ledger = self._committed.now.ledger.extend(outcome.trained, MOST_ROUNDS_AHEAD * round_size)
                 move(is_empty=outcome.is_empty)
                 if outcome.moves_buffers and not outcome.is_empty:
                     is_last = history.step >= parts.settings.max_steps
                     state.buffers.apply(keeps_own=self.pace.is_background and not is_last)
                 parts.equality.forget(self.method.held_in_common())
-                state.local_epoch = history.step
-                state.history = history
+                self._committed.change(history=history, ledger=ledger, group=frozenset(outcome.group))
                 state.move_schedule(history.step)
-                parts.tracker.update_history(history, self.method.samples_held)
+                parts.tracker.begin_step(self.method.samples_held)
             pace, reason = parts.adaptation.choose(self.pace, outcome)
             self.set_pace(pace)
             self._begin_step()
-        parts.tracker.companions = frozenset(outcome.group)
         if reason:  # without the lock that joiners wait for: a listener may be slow
             message = f"From step {history.step} on: {reason}"
             parts.events.emit("pace", message=message, **pace.to_wire())
@@ -145,5 +146,4 @@ class Position:
         method = self.method
         parts.company.begin_step()
         method.begin(self.history.step, 1 + len(parts.tracker.others))
-        parts.tracker.steps_a_round = method.steps
-        parts.tracker.target_batch_size = method.steps * parts.settings.target_batch_size
+        parts.tracker.expect_steps(method.steps, method.steps * parts.settings.target_batch_size)

@@ -20,6 +20,7 @@ from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.utils import ValueWithExpiration
 
+from trahiv_cli.optim.committed import CommittedCell
 from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import Doubts, Fork, Standing
@@ -57,13 +58,20 @@ class SwarmTracker(ProgressTracker):
     """The last report of each other peer."""
 
     def __init__(
-        self, dht: Any, prefix: str, *args: Any, start: bool, is_out: Callable[[str], bool], **kwargs: Any
+        self,
+        dht: Any,
+        prefix: str,
+        *args: Any,
+        start: bool,
+        committed: CommittedCell,
+        is_out: Callable[[str], bool],
+        **kwargs: Any,
     ) -> None:
         self.own_id = str(dht.peer_id.to_base58())
-        self.history = History()
+        self._committed = committed
         self.past = Past()
         self.leases = Spans()
-        """The state of this peer, its path to that state, and its leases: each report has them."""
+        """The path of this peer to its state, and its leases: each report has them."""
         self.doubts = Doubts()
         self._fork = Fork()
         self.gone: frozenset[str] = frozenset()
@@ -74,8 +82,6 @@ class SwarmTracker(ProgressTracker):
         """Steps of the swarm that the next round commits."""
         self.vouched: History | None = None
         """The state after a round that this peer voted for without knowing whether it was committed."""
-        self.companions: frozenset[str] = frozenset()
-        """Ids of the members of the round that led here, or of the donor; set after `update_history`."""
         # When this peer began to train towards the next step, and when `others` was fetched.
         self._begun_at = self._fetched_at = swarm_time()
         self._is_announced = False
@@ -101,6 +107,16 @@ class SwarmTracker(ProgressTracker):
         return min(every_s, float(self.metadata_expiration) / 2)
 
     # -- progress of all peers ---------------------------------------------------------------------
+
+    @property
+    def history(self) -> History:
+        """The history of this peer."""
+        return self._committed.now.history
+
+    @property
+    def companions(self) -> frozenset[str]:
+        """Ids of the members of the round that led here, or of the donor."""
+        return self._committed.now.group
 
     @property
     def mates(self) -> tuple[PeerProgress, ...]:
@@ -164,26 +180,30 @@ class SwarmTracker(ProgressTracker):
 
     # -- this peer's reports ----------------------------------------------------------------------
 
-    def update_history(self, history: History, samples: int = 0, *, is_next: bool = True) -> None:
-        """Move to another state, reached by one more round if `is_next`, and report it at once.
+    def begin_step(self, samples: int = 0, *, is_next: bool = True) -> None:
+        """Report at once the state that this peer holds, reached by one more round if `is_next`.
 
         This peer holds `samples` towards the step after it already. The caller must hold `pause_updates`.
         """
-        if not is_next:
-            self.past.begin(history)
-        elif history != self.history:
+        history = self.history
+        if is_next:
             self.past.go_on(history)
-        self.companions = frozenset()
+        else:
+            self.past.begin(history)
         # This peer trained these samples during a round, as the others did theirs.
         begun_at = swarm_time() - samples / self.performance_ema.samples_per_second
         self._begun_at = max(self._begun_at, begun_at)
-        self.history = history
         self.vouched = None
         self._way_back = None
         self.update_epoch(history.step)
         # Not by `report_local_progress`, which would count the samples as trained since the last report.
         self.local_progress = self._get_local_progress(history.step, samples)
         self._report_at_once()
+
+    def expect_steps(self, steps: int, samples: int) -> None:
+        """Set the steps of the swarm that the next round commits, and the samples that it needs."""
+        self.steps_a_round = steps
+        self.target_batch_size = samples
 
     def _get_local_progress(self, local_epoch: int, samples_accumulated: int) -> Report:
         plain = super()._get_local_progress(local_epoch, samples_accumulated)

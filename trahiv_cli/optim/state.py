@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.buffers import Buffers
+from trahiv_cli.optim.committed import CommittedCell
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.swarm.host_copies import StateLock
+from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, is_plain, shared_bytes, views_of
 
 if TYPE_CHECKING:
@@ -34,12 +34,10 @@ Groups = Sequence[dict[str, Any]]
 
 
 class PeerState:
-    """The weights, the optimizer's state and the committed history of one peer. `SwarmOptimizer` makes it.
-
-    Hold `lock_state` while weights, optimizer state and `local_epoch` change together. `Position` updates
-    history, ledger and pace under `lock_state`.
+    """The weights and the optimizer's state of one peer. `SwarmOptimizer` makes it.
 
     Args:
+        committed: the facts that belong to the weights; hold its `lock` while they change together.
         params: groups of trainable float32 tensors on the model's device.
         make_optimizer: makes the inner optimizer for such groups.
         make_schedule: makes a learning-rate schedule of that optimizer, in swarm steps.
@@ -47,7 +45,6 @@ class PeerState:
         offload: whether the inner optimizer steps copies of the weights, in host memory.
     """
 
-    donor: str = ""  # id of the peer that gave the last downloaded state
     outer: OuterState | None = None  # the values that the swarm agrees on, in modes with local steps
     agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model holds other values
 
@@ -57,16 +54,13 @@ class PeerState:
         make_optimizer: Callable[[Groups], torch.optim.Optimizer],
         make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         *,
+        committed: CommittedCell,
         buffers: Buffers,
         codec: CompressionBase,
-        pace: Pace = DEFAULT_PACE,
         offload: bool = False,
     ) -> None:
-        self.lock_state = StateLock()
-        self.history = History()
-        self.ledger = Ledger()
-        self.local_epoch = 0
-        self.pace = pace  # of the round after this state
+        self.committed = committed
+        self.lock_state = committed.lock
         self.buffers = buffers
         self.codec = codec
         self.main_parameters = tuple(param for group in params for param in group["params"])
@@ -76,6 +70,11 @@ class PeerState:
         self.optimizer = make_optimizer(params)
         self.scheduler = None if make_schedule is None else make_schedule(self.optimizer)
         self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
+
+    @property
+    def local_epoch(self) -> int:
+        """The step of the swarm that these weights have reached; hivemind's name for it."""
+        return self.committed.now.history.step
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -94,9 +93,9 @@ class PeerState:
     def own_metadata(self) -> dict[str, Any]:
         """Return history, ledger and pace of the state, and the next fragment in modes with local steps."""
         own: dict[str, Any] = {
-            "history": self.history.to_wire(),
-            "ledger": self.ledger.to_wire(),
-            "pace": self.pace.to_wire(),
+            "history": self.committed.now.history.to_wire(),
+            "ledger": self.committed.now.ledger.to_wire(),
+            "pace": self.committed.now.pace.to_wire(),
         }
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
@@ -134,7 +133,8 @@ class PeerState:
         roles = [(index, TensorRole.PARAMETER) for index in range(num_weights)]
         roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - num_weights)]
         roles += [(index, TensorRole.OPTIMIZER) for index in range(len(statistics))]
-        metadata = {"rank": list(self.history.rank), "epoch": self.local_epoch, "optimizer_metadata": layout}
+        history = self.committed.now.history
+        metadata = {"rank": list(history.rank), "epoch": history.step, "optimizer_metadata": layout}
         return metadata | self.own_metadata(), [*common, *statistics], roles
 
     @property
@@ -193,7 +193,6 @@ class PeerState:
             raise RoundFailed("The weights that a peer sent are not finite.")
         if pace.has_local_steps and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
-        donor = str(metadata.get("donor", ""))
         if history.rank < lowest or not is_believed(history, self._digest(metadata, common)):
             return False
         with torch.no_grad(), self.lock_state.changing():
@@ -207,10 +206,8 @@ class PeerState:
             for target, tensor in zip(self.common_tensors(), common, strict=True):
                 target.copy_(tensor)
             self.buffers.restore()
-            self.history = history
-            self.local_epoch = history.step
-            self.ledger = ledger
-            self.donor = donor
+            donors = frozenset({str(metadata.get("donor", ""))})
+            self.committed.change(history=history, ledger=ledger, group=donors - {""})
             if self.outer is not None:
                 self.outer.rounds = metadata["outer_rounds"]
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):

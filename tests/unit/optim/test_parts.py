@@ -19,7 +19,7 @@ def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, 
     `others` are names of peers that reported `HERE`, or reports.
     """
     tracker = Tracker([report(it, HERE) if isinstance(it, str) else it for it in others], gone)
-    tracker.history, tracker.companions = HERE, frozenset({*last_group, "QmMe"})
+    tracker.committed.change(history=HERE, group=frozenset({*last_group, "QmMe"}))
     made = Company(tracker, RoundRules(solo_after_s=solo_after_s))
     made.tries = tries
     made.missed_since = math.inf if missed_s is None else time.monotonic() - missed_s

@@ -13,6 +13,7 @@ from hivemind.utils import get_dht_time
 from tests.kit.stepping import after
 from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.optim import progress
+from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.history import DIGEST_BYTES, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.progress import REPORT_EVERY_S_A_PEER, SwarmTracker
@@ -31,7 +32,9 @@ class Swarm:
         self.dht = Dht(self.board, key_of("A"))
         self.others = {name: Dht(self.board, key_of(name)) for name in "BCDEFG"}
         out = self.out.__contains__
-        self.tracker = SwarmTracker(self.dht, "run", TARGET, private_key=key_of("A"), start=False, is_out=out)
+        self.committed = CommittedCell(Committed())
+        keywords = {"private_key": key_of("A"), "start": False, "committed": self.committed, "is_out": out}
+        self.tracker = SwarmTracker(self.dht, "run", TARGET, **keywords)
         self.tracker.shutdown_complete.set()  # its thread would only repeat `refresh`
 
     @property
@@ -57,9 +60,10 @@ class Swarm:
         """Let a peer's last report expire in the DHT."""
         del self.board.records[KEY][self.others[name].place]
 
-    def move_to(self, history):
+    def move_to(self, history, samples=0, group=()):
         with self.tracker.pause_updates():
-            self.tracker.update_history(history)
+            self.committed.change(history=history, group=frozenset(group))
+            self.tracker.begin_step(samples)
 
     @contextlib.contextmanager
     def started(self):
@@ -171,7 +175,7 @@ def test_report_includes_past_and_state_digests(swarm, tracker):
 
 
 def test_member_stays_gone_after_goodbye_expires(swarm, tracker):
-    tracker.companions = frozenset({B})
+    swarm.committed.change(group=frozenset({B}))
 
     def gone():
         tracker.refresh()
@@ -184,7 +188,7 @@ def test_member_stays_gone_after_goodbye_expires(swarm, tracker):
     assert gone() == {B}
     swarm.expire("B")
     assert gone() == {B} and [peer.peer_id for peer in tracker.others] == [C]
-    tracker.companions = frozenset()
+    swarm.committed.change(group=frozenset())
     assert gone() == frozenset(), "those that left are not remembered without an end"
     swarm.tell("C", None)
     assert gone() == {C}
@@ -285,10 +289,10 @@ def test_samples_are_extrapolated_between_rare_fetches(swarm, tracker, monkeypat
     assert tracker.samples_accumulated == 3 * 10, "those that stand still count for what they hold"
 
     tracker.performance_ema.samples_per_second = 2.0
-    with tracker.pause_updates():  # a round of 1 s during training
-        tracker.update_history(tracker.history.extend(samples=10, proof=b"next"), samples=2)
+    # A round of 1 s during training.
+    swarm.move_to(tracker.history.extend(samples=10, proof=b"next"), samples=2)
     assert tracker.samples_accumulated == 2
-    tracker.companions = frozenset((A, B, C, D))
+    swarm.committed.change(group=frozenset((A, B, C, D)))
     assert tracker.samples_accumulated == 2 + 3 * 2, "those that were in it have trained, too"
     tracker.refresh()
     assert tracker.target == tracker.history and tracker.samples_accumulated == 2 + 3 * 2

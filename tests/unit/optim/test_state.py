@@ -27,10 +27,12 @@ OTHER = History(5, 25, b"c" * 16)
 def everything(averager):
     """Return the history, the epoch, all tensors and the learning rate."""
     [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
-    assert averager.ledger == Ledger(Spans.of([(0, averager.history.samples)])), "the history's own"
+    assert averager.committed.now.ledger == Ledger(Spans.of([(0, averager.committed.now.history.samples)])), (
+        "the history's own"
+    )
     buffers = averager.buffers.live.values()
     tensors = [one.tolist() for one in (*averager.main_parameters, *buffers, *held.values())]
-    return averager.history, averager.local_epoch, tensors, group["lr"]
+    return averager.committed.now.history, averager.local_epoch, tensors, group["lr"]
 
 
 def test_given_state_is_independent_copy():
@@ -73,12 +75,12 @@ def test_state_adoption_is_atomic(download):
         with pytest.raises(RoundFailed, match="not finite"):
             download(joiner, (metadata, [torch.tensor([2.0, poison, 2.0]), *tensors[1:]]))
     assert download(joiner, None) is False, "nobody offers one"
-    assert everything(joiner) == before and joiner.donor == ""
+    assert everything(joiner) == before and joiner.committed.now.group == frozenset()
     assert "donor" not in metadata, "equal states are given in the same bytes"
     [held] = joiner.optimizer.state.values()
     had = dict(held)
     assert download(joiner, (metadata | {"donor": "QmB", "epoch": 4}, tensors)) is True
-    assert everything(joiner) == everything(donor) and joiner.donor == "QmB"
+    assert everything(joiner) == everything(donor) and joiner.committed.now.group == {"QmB"}
     assert everything(joiner)[:2] == (AHEAD, 3) and everything(joiner)[3] == 0.025
     assert joiner.optimizer.param_groups[0]["weight_decay"] == 0.5
     [held] = joiner.optimizer.state.values()
@@ -128,7 +130,7 @@ def test_state_grown_before_lock_is_whole():
     class Changing(StateLock):
         def __enter__(self):
             super().__enter__()
-            donor.outer, donor.agreed, donor.pace = grown.outer, grown.agreed, grown.pace
+            donor.outer, donor.agreed, donor.committed = grown.outer, grown.agreed, grown.committed
 
     donor.lock_state = Changing()
     metadata, tensors = state_of(donor)

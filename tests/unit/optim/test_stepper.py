@@ -54,7 +54,7 @@ def test_lone_peer_steps_with_own_gradients(mode):
     assert (peer.history.step, peer.history.samples) == (1, 8)
     assert (peer.stepper.step_samples, peer.stepper.my_step_samples) == (8, 8)
     assert peer.tracker.companions == {"QmMe"} and peer.rounds.claims == []
-    assert peer.state.ledger == Ledger(Spans.of([(0, 8)])) and leases.settled == list(EIGHT)
+    assert peer.state.committed.now.ledger == Ledger(Spans.of([(0, 8)])) and leases.settled == list(EIGHT)
     other, _ = of_one_weight()
     other.train()
     assert other.history.digest != peer.history.digest, "two that step alone have different histories"
@@ -98,7 +98,7 @@ def test_committed_round_steps_and_extends_history():
     assert theirs == "Peer QmB's gradient was left out of step 1: its gradient is not finite."
     assert ours.startswith("This peer's gradient")
     near = Spans.of([(0, 13), (2 * most_ahead - 4, 2 * most_ahead)])
-    assert peer.state.ledger == Ledger(near), "what nobody can have come to is to be trained"
+    assert peer.state.committed.now.ledger == Ledger(near), "what nobody can have come to is to be trained"
     assert (leases.settled, leases.returned) == (list(EIGHT), [])
 
 
@@ -111,7 +111,11 @@ def test_uncommitted_round_carries_work_over():
     peer.train(positions=EIGHT)
     last = peer.stepper.last_round
     assert not last.committed and "one of two" in last.reason and last.group == ()
-    assert (peer.history, peer.state.ledger, weight.tolist()) == (History(), Ledger(), [0.0, 0.0])
+    assert (peer.history, peer.state.committed.now.ledger, weight.tolist()) == (
+        History(),
+        Ledger(),
+        [0.0, 0.0],
+    )
     assert peer.tracker.vouched == History().extend(samples=13, proof=b"proof"), "it voted for it"
     assert leases.settled == leases.returned == []
     peer.leaves_after = math.inf
@@ -120,7 +124,9 @@ def test_uncommitted_round_carries_work_over():
     brought = [(claim.samples, claim.trained) for claim in peer.rounds.claims]
     assert brought == [(8, Spans.of([(0, 8)])), (10, Spans.of([(0, 10)]))] and peer.tracker.vouched is None
     assert peer.history.samples == 13 and weight.tolist() == [-0.25, -0.25]
-    assert peer.state.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(range(10))
+    assert peer.state.committed.now.ledger == Ledger(Spans.of([(0, 10)])) and leases.settled == list(
+        range(10)
+    )
 
 
 @NO_NUMBERS
@@ -157,7 +163,7 @@ def test_long_group_search_warns_with_backoff(solo_after_s, words, monkeypatch):
     monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.2)
     tracker, began = Tracker([report("Qm...23456B", History())]), time.monotonic()
     peer, _ = of_one_weight(tracker, fail_until_it_was_said_twice, rules=RoundRules(solo_after_s))
-    tracker.companions = frozenset({"QmMe", "Qm...23456C"})
+    tracker.committed.change(group=frozenset({"QmMe", "Qm...23456C"}))
     peer.train()
     assert peer.codes == ["no-group"] * len(peer.asked_for_help) and time.monotonic() - began >= 0.4
     assert peer.history.step == 0 and len(peer.rounds.claims) > 2, "it trains no further without a group"

@@ -42,9 +42,9 @@ class Peer(stepping.Peer):
             position=self.position,
             agreed_values=agreed,
             own_steps=self.position.method.own_steps,
-            history=state.history,
-            ledger=state.ledger,
-            pace=state.pace,
+            history=state.committed.now.history,
+            ledger=state.committed.now.ledger,
+            pace=state.committed.now.pace,
         )
 
     def save(self, folder):
@@ -78,7 +78,7 @@ def test_short_lives_add_up_to_round(tmp_path, pace):
     for one in (again, stayed):
         assert one.history == History()
         one.train(positions=range(24, 32))
-        assert one.history.step and list(one.state.ledger.covered) == list(range(32))
+        assert one.history.step and list(one.state.committed.now.ledger.covered) == list(range(32))
     assert again.values == stayed.values
     assert again.history.samples == stayed.history.samples == 32
     assert again.resumed == [Spans(((0, 24),))]
