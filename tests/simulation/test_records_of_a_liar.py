@@ -23,6 +23,7 @@ from tests.kit.lies import VALUES, lies, message_edits
 from tests.simulation.board import INVITED, OWNER, Board, Dht, InMemory, id_of, key_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.optim import leases as leasing
+from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork

@@ -27,12 +27,11 @@ OTHER = History(5, 25, b"c" * 16)
 def everything(averager):
     """Return the history, the epoch, all tensors and the learning rate."""
     [held], [group] = averager.optimizer.state.values(), averager.optimizer.param_groups
-    assert averager.committed.now.ledger == Ledger(Spans.of([(0, averager.committed.now.history.samples)])), (
-        "the history's own"
-    )
+    now = averager.committed.now
+    assert now.ledger == Ledger(Spans.of([(0, now.history.samples)])), "the history's own"
     buffers = averager.buffers.live.values()
     tensors = [one.tolist() for one in (*averager.main_parameters, *buffers, *held.values())]
-    return averager.committed.now.history, averager.local_epoch, tensors, group["lr"]
+    return now.history, averager.local_epoch, tensors, group["lr"]
 
 
 def test_given_state_is_independent_copy():
