@@ -127,7 +127,7 @@ def poison(factor: float, claimed: float | None = None) -> Lie:
 
         def poisoned(exchange: Any) -> float:
             norm = abs(factor) * float(prepare(exchange))
-            with averager._averages.locked() as tensors, torch.no_grad():
+            with averager.averages.locked() as tensors, torch.no_grad():
                 for tensor in tensors:
                     tensor.mul_(factor)
             return norm if claimed is None else claimed

@@ -412,15 +412,15 @@ def _died_with(events: Sequence[Event], digest: str) -> bool:
 
 def _break_codec(peer: Peer) -> None:
     service = peer.dht.services["ExactGradientAverager"]
-    sound = service._options
+    sound = service.options
     broken = copy.copy(sound.compression)
 
     def raise_once(*_: Any, **__: Any) -> Any:
-        service._options = sound
+        service.options = sound
         raise RuntimeError("the codec failed")
 
     broken.compress = raise_once
-    service._options = replace(sound, compression=broken)
+    service.options = replace(sound, compression=broken)
 
 
 def simulate(plan: Plan, seed: int) -> Run:

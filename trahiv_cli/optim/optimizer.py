@@ -139,29 +139,20 @@ class SwarmOptimizer(hivemind.Optimizer):
             }
             | {name: value for name, value in options.items() if name in names}
         )
-        self.rounds = Rounds(
-            self.dht,
-            RoundService(
-                f"{self.run_id}_grad_averager",
-                self.grad_averager.averages,
-                self._buffers.exchanged,
-                settings.rules,
-                round_options,
-                interest,
-                is_client=self.client_mode,
-            ),
+        gradients, state = self.grad_averager, self.state_averager
+        round_service = RoundService(
+            f"{self.run_id}_grad_averager",  # part of the protocol, as the other prefix
+            self.client_mode,
+            gradients.averages,
+            self._buffers.exchanged,
+            settings.rules,
+            round_options,
+            interest,
         )
-        self.exchange = StateExchange(
-            self.dht,
-            StateService(
-                f"{self.run_id}_state_averager",
-                self.state_averager.codec,
-                interest,
-                is_client=self.client_mode,
-            ),
-            self.state_averager,
-            note_given=partial(self.tracker.attest, is_given=True),  # a joiner waits for the report
-        )
+        self.rounds = Rounds(self.dht, round_service)
+        state_service = StateService(f"{self.run_id}_state_averager", self.client_mode, state.codec, interest)
+        note_given = partial(self.tracker.attest, is_given=True)  # a joiner waits for the report
+        self.exchange = StateExchange(self.dht, state_service, state, note_given)
         rules = settings.rules
         judged_by = repr((rules.norm_limit, rules.robust_mean, settings.pace, settings.auto_share)).encode()
         settings = replace(
@@ -175,9 +166,9 @@ class SwarmOptimizer(hivemind.Optimizer):
         )
         return Parts(
             self.tracker,
-            self.grad_averager,
+            gradients,
             self.rounds,
-            self.state_averager,
+            state,
             self.exchange,
             self._alive,
             self.events,

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.averaging.averager import compute_schema_hash
@@ -97,6 +97,7 @@ class RoundOptions:
     min_vector_size: int = 0  # a member with fewer values to average averages none
 
 
+@dataclass(eq=False)
 class RoundService(Service):
     """Finds a group, averages with it, and applies only averages that most of the group voted for.
 
@@ -104,32 +105,20 @@ class RoundService(Service):
     round and the average after it. `buffers`: see `Buffers.exchanged`.
     """
 
-    WIRE_NAME = "ExactGradientAverager"
+    WIRE_NAME: ClassVar[str] = "ExactGradientAverager"
 
-    def __init__(
-        self,
-        prefix: str,
-        averages: Averages,
-        buffers: Sequence[torch.Tensor],
-        rules: RoundRules,
-        options: RoundOptions,
-        interest: JoinerActivity,
-        *,
-        is_client: bool,
-    ) -> None:
-        super().__init__(prefix, is_client=is_client)
-        self._averages = averages
-        self._buffers = buffers
-        self._rules = rules
-        self._options = options
-        self._interest = interest
+    averages: Averages
+    buffers: Sequence[torch.Tensor]
+    rules: RoundRules
+    options: RoundOptions
+    interest: JoinerActivity
 
     async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
         """Begin to work; see `Service.start`."""
         await super().start(dht, p2p, pipe)
         self._key = dht.signing_key
-        self._averages.lock = dht.tensors_lock
-        tensors = self._averages.tensors
+        self.averages.lock = dht.tensors_lock
+        tensors = self.averages.tensors
         self.ballots = Ballots()
         self._log = Log(STATES_KEPT * sum(tensor.nbytes for tensor in tensors))
         self._residual: dict[int, torch.Tensor] = {}  # losses of codecs, by index of the tensor
@@ -146,8 +135,8 @@ class RoundService(Service):
             prefix=self.prefix,
             tensors_schema=compute_schema_hash(tensors),
             is_client=self.is_client,
-            patience_s=self._options.min_matchmaking_time,
-            request_timeout=self._options.request_timeout,
+            patience_s=self.options.min_matchmaking_time,
+            request_timeout=self.options.request_timeout,
         )
 
     # -- commands of the training process --------------------------------------------------------
@@ -180,7 +169,7 @@ class RoundService(Service):
             self._running[group.group_id] = loop.create_future()
             self._is_settled.set()
             try:
-                async with asyncio.timeout(self._options.allreduce_timeout):
+                async with asyncio.timeout(self.options.allreduce_timeout):
                     return await self._average_with(group, exchange)
             finally:
                 self._running.pop(group.group_id).cancel()
@@ -200,7 +189,7 @@ class RoundService(Service):
         if self._is_of_steps != exchange.is_of_steps:
             self._residual = {}
             self._is_of_steps = exchange.is_of_steps
-        with self._averages.locked() as tensors, torch.no_grad():
+        with self.averages.locked() as tensors, torch.no_grad():
             for place in exchange.places:
                 if place in self._residual:
                     tensors[place].add_(self._residual[place])
@@ -215,11 +204,11 @@ class RoundService(Service):
         loop = asyncio.get_running_loop()
         gathered = group_info.gathered
         said = [Claim.parse(content_of(statement)) for statement in gathered]  # matchmaking verified them
-        claims, outcome = judge(group_info.peer_ids, said, exchange.most_samples, self._rules.norm_limit)
+        claims, outcome = judge(group_info.peer_ids, said, exchange.most_samples, self.rules.norm_limit)
         clients = [peer for peer, claim in zip(group_info.peer_ids, said, strict=True) if claim.is_client]
-        self.ballots.open(group_info, self._options.sender_timeout, clients)
+        self.ballots.open(group_info, self.options.sender_timeout, clients)
         started = loop.time()
-        async with enter_asynchronously(self._averages.locked()) as all_tensors:
+        async with enter_asynchronously(self.averages.locked()) as all_tensors:
             tensors = self._exchanged(all_tensors, exchange, outcome)
             runner: ExactAllReduce | None = None
             try:
@@ -252,7 +241,7 @@ class RoundService(Service):
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
             num_bytes = sum(len(part.buffer) for part in parts)
             header = Header(ids, tuple(gathered), vote.digest, len(parts), num_bytes)
-            self._log.add(exchange.after, header, parts, is_wanted=self._interest.is_there)
+            self._log.add(exchange.after, header, parts, is_wanted=self.interest.is_there)
         notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
         return replace(
             outcome,
@@ -269,7 +258,7 @@ class RoundService(Service):
         self, all_tensors: Sequence[torch.Tensor], exchange: Exchange, outcome: Outcome
     ) -> list[torch.Tensor]:
         """Return the tensors that a round with this outcome averages; a vector of buffers is the last."""
-        buffers = self._buffers if outcome.moves_buffers else ()
+        buffers = self.buffers if outcome.moves_buffers else ()
         return [*all_tensors[exchange.places.start : exchange.places.stop], *buffers]
 
     async def _make_runner(
@@ -280,7 +269,7 @@ class RoundService(Service):
         claims: Mapping[str, Claim],
         left_out: Mapping[str, str],
     ) -> ExactAllReduce:
-        options = self._options
+        options = self.options
         all_bytes = sum(tensor.nbytes for tensor in tensors)
         # Reducers wait for senders, so the wait for a reducer must be longer.
         needed_s = patience_s(claims, options.part_size_bytes, all_bytes)
@@ -295,7 +284,7 @@ class RoundService(Service):
         runner = ExactAllReduce(
             claims=claims,
             left_out=left_out,
-            robust=self._rules.robust_mean,
+            robust=self.rules.robust_mean,
             first_buffer=len(exchange.places),
             limit_s=exchange_limit_s(claims, all_bytes, reducer_timeout, options.allreduce_timeout),
             p2p=self._p2p,
@@ -357,7 +346,7 @@ class RoundService(Service):
 
     async def _exchange_votes(self, group_id: bytes, peer: PeerID, call: Call) -> Sequence[bytes]:
         request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=call.to_bytes())
-        answer = await self.stub(peer).rpc_vote(request, timeout=2 * self._options.sender_timeout)
+        answer = await self.stub(peer).rpc_vote(request, timeout=2 * self.options.sender_timeout)
         return tuple(answer.gathered)
 
     async def rpc_vote(
@@ -368,7 +357,7 @@ class RoundService(Service):
         A caller whose group this peer does not know yet waits for it, in one call at a time.
         """
         peer = context.remote_id
-        ballot = await self.ballots.find(request.schema_hash, peer, self._options.sender_timeout)
+        ballot = await self.ballots.find(request.schema_hash, peer, self.options.sender_timeout)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
         self.finder.blame.clear(peer)  # the caller is alive, even if its slow link made it late
         return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
@@ -392,8 +381,8 @@ class RoundService(Service):
             header = Header.from_wire(first.metadata)
             peers = [peer_from(member) for member in header.members]
             said = map(self.finder.claim_of, peers, header.gathered)
-            _, outcome = judge(peers, said, exchange.most_samples, self._rules.norm_limit)
-            tensors = self._exchanged(self._averages.tensors, exchange, outcome)
+            _, outcome = judge(peers, said, exchange.most_samples, self.rules.norm_limit)
+            tensors = self._exchanged(self.averages.tensors, exchange, outcome)
             limit = FEW_BYTES + 2 * sum(tensor.nbytes for tensor in tensors)
             if header.num_bytes > limit or header.num_parts > header.num_bytes + len(tensors):
                 raise ValueError("an average of larger tensors")
@@ -409,7 +398,7 @@ class RoundService(Service):
         average = decoded(parts, tensors)
         if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
             raise ValueError("another average than its proof says, or a round of other rules")
-        async with enter_asynchronously(self._averages.locked()):
+        async with enter_asynchronously(self.averages.locked()):
             for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
                 tensor.copy_(value)
         return replace(outcome, proof=header.proof)
@@ -423,7 +412,7 @@ class RoundService(Service):
             header, parts = kept
             yield averaging_pb2.DownloadData(metadata=header.to_wire())
             for part in parts:
-                self._interest.note()
+                self.interest.note()
                 yield averaging_pb2.DownloadData(tensor_part=part)
 
 
@@ -440,23 +429,17 @@ class RoundInProgress:
     outcome: MPFuture[Outcome]
 
 
-class Rounds:
-    """A peer's rounds, as its training process sees them. `SwarmOptimizer` makes and ends them.
+class Rounds(ServiceHandle):
+    """A peer's rounds, as its training process sees them: the handle of its `RoundService`.
 
-    `averages` are the tensors that a round averages, and `prefix` is the same for all peers of a run.
-    Raises `SwarmError` if the DHT's process does not start the service.
+    `SwarmOptimizer` makes and ends one.
     """
-
-    def __init__(self, dht: CorrectedDHT, service: RoundService) -> None:
-        self._handle = ServiceHandle(dht, service)
-        self.is_alive = self._handle.is_alive
-        self.shutdown = self._handle.shutdown
 
     def expect_group(
         self, peers: Sequence[str], clients: Sequence[str], quorum: int, schema_suffix: bytes
     ) -> None:
         """Set the peers that are at this peer's step, by base58 ids; see `GroupFinder.expect`."""
-        self._handle.send("expect", peers, clients, quorum, schema_suffix)
+        self.send("expect", peers, clients, quorum, schema_suffix)
 
     def start(self, claim: Claim, timeout_s: float, exchange: Exchange) -> RoundInProgress:
         """Look for a group for `timeout_s`, and average with it, in the background.
@@ -467,14 +450,12 @@ class Rounds:
         """
         has_group: MPFuture[None] = MPFuture()
         deadline = swarm_time() + timeout_s
-        return RoundInProgress(
-            has_group, self._handle.request("average", claim, exchange, deadline, has_group)
-        )
+        return RoundInProgress(has_group, self.request("average", claim, exchange, deadline, has_group))
 
     def cancel(self, round_: RoundInProgress) -> None:
         """Stop looking for a group; the outcome of the round is ignored."""
         if round_.outcome.cancel():
-            self._handle.send("cancel")
+            self.send("cancel")
 
     def start_replay(self, donor: str, exchange: Exchange, silence_s: float) -> MPFuture[Outcome | None]:
         """Fetch the round that continued this peer's history from a donor (base58 id), in the background.
@@ -486,4 +467,4 @@ class Rounds:
             round's average. None, with unchanged tensors, if the donor did not keep the round, sent something
             else, or sent nothing for `silence_s` seconds.
         """
-        return self._handle.request("replay", donor, exchange, silence_s)
+        return self.request("replay", donor, exchange, silence_s)

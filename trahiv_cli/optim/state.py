@@ -20,12 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import digest_of, joint_digest
 from trahiv_cli.optim.buffers import Buffers
-from trahiv_cli.optim.committed import CommittedCell
+from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.swarm.snapshot import Rank, buffer_bytes, copy_into, is_plain, shared_bytes, views_of
+from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, is_plain, shared_bytes, views_of
 
 if TYPE_CHECKING:
     from trahiv_cli.optim.local_steps import OuterState
@@ -145,47 +145,26 @@ class PeerState:
 
     # -- adopting another state ---------------------------------------------------------------------
 
-    def adopt(
-        self,
-        metadata: Mapping[str, Any],
-        tensors: Sequence[torch.Tensor],
-        lowest: Rank,
-        *,
-        is_believed: Callable[[History, bytes], bool],
-        is_wanted: Callable[[], bool],
-        set_pace: Callable[[Pace], None],
-    ) -> bool:
-        """Adopt a state that a peer's `copy` returned. Everything is checked before anything changes.
+    def check(self, metadata: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Committed:
+        """Return the facts that belong to a state which a peer's `copy` returned. Nothing is changed.
 
-        Args:
-            metadata: the state's metadata, with the id of its `donor`.
-            tensors: the state's tensors, on the CPU.
-            lowest: the least rank of a state that is adopted.
-            is_believed: returns, after some seconds, whether to adopt a state of this history; the digest of
-                its common tensors is empty if it can't be compared.
-            is_wanted: called under the lock, right before anything changes.
-            set_pace: changes to the pace of the state, under the lock.
-
-        Returns:
-            Whether the state was adopted. If not, nothing was changed.
+        `metadata` has the id of its `donor`, too; `tensors` are on the CPU.
 
         Raises:
-            RoundFailed: it is not a state of this run; nothing was changed.
+            RoundFailed: it is not a whole state of this run.
         """
-        layout = metadata.get("optimizer_metadata")
-        rounds = metadata.get("outer_rounds")
         try:
             history = History.from_wire(metadata.get("history"))
             ledger = Ledger.from_wire(metadata.get("ledger"))
             pace = Pace.from_wire(metadata.get("pace"))
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a history, a ledger or a pace.") from error
+        common = self._common_of(tensors, pace)
         shapes = [tensor.shape for tensor in (*self.weights, *self.buffers.common)]
         if pace.has_local_steps:  # the outer momentum of each weight
             shapes += [weight.shape for weight in self.weights]
-        common = tensors[: len(shapes)]
-        statistics = tensors[len(shapes) :]
-        if not isinstance(layout, (list, tuple)):
+        rounds = metadata.get("outer_rounds")
+        if not isinstance(metadata.get("optimizer_metadata"), (list, tuple)):
             raise RoundFailed("A peer sent a state without its optimizer's layout.")
         if [tensor.shape for tensor in common] != shapes:
             raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
@@ -193,38 +172,68 @@ class PeerState:
             raise RoundFailed("The weights that a peer sent are not finite.")
         if pace.has_local_steps and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
             raise RoundFailed("A peer sent a state that does not say which fragment is next.")
-        if history.rank < lowest or not is_believed(history, self._digest(metadata, common)):
-            return False
+        return Committed(history, ledger, pace, frozenset({str(metadata.get("donor", ""))}) - {""})
+
+    def _common_of(self, tensors: Sequence[torch.Tensor], pace: Pace) -> Sequence[torch.Tensor]:
+        """Return the tensors of a state that its peers have in common; the optimizer's come after them."""
+        num_weights = len(self.main_parameters)
+        return tensors[: num_weights * (1 + pace.has_local_steps) + len(self.buffers.common)]
+
+    def digest_of(self, metadata: Mapping[str, Any], tensors: Sequence[torch.Tensor], pace: Pace) -> bytes:
+        """Digest the common tensors of a checked state; empty bytes if a codec has rounded them."""
+        common = self._common_of(tensors, pace)
+        roles = [TensorRole.PARAMETER] * len(self.main_parameters)
+        roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
+        is_exact = all(
+            is_plain(self.codec, CompressionInfo.from_tensor(tensor, role=role))
+            for tensor, role in zip(common, roles, strict=True)
+        )
+        return common_digest((digest_of([one]) for one in common), metadata) if is_exact else b""
+
+    def adopt(
+        self,
+        committed: Committed,
+        metadata: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_wanted: Callable[[], bool],
+        set_pace: Callable[[Pace], None],
+    ) -> bool:
+        """Adopt a state for which `check` returned `committed`.
+
+        Args:
+            committed: the facts that belong to the state.
+            metadata: see `check`.
+            tensors: see `check`.
+            is_wanted: called under the lock, right before anything changes.
+            set_pace: changes to the pace of the state, under the lock.
+
+        Returns:
+            Whether the state was still wanted. If not, nothing was changed.
+
+        Raises:
+            RoundFailed: the optimizer's state is not whole, or another optimizer's; nothing was changed.
+        """
+        common = self._common_of(tensors, committed.pace)
         with torch.no_grad(), self.lock_state.changing():
             if not is_wanted():
                 return False
             try:
-                adopt_optimizer_state(self.optimizer, layout, statistics)
+                adopt_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(common) :])
             except ValueError as error:
                 raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
-            set_pace(pace)
+            set_pace(committed.pace)
             for target, tensor in zip(self.common_tensors(), common, strict=True):
                 target.copy_(tensor)
             self.buffers.restore()
-            donors = frozenset({str(metadata.get("donor", ""))})
-            self.committed.change(history=history, ledger=ledger, group=donors - {""})
+            self.committed.change(**vars(committed))
             if self.outer is not None:
                 self.outer.rounds = metadata["outer_rounds"]
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                     weight.copy_(agreed)
-            self.move_schedule(history.step)
+            self.move_schedule(committed.history.step)
         self.write_back()
         return True
-
-    def _digest(self, metadata: Mapping[str, Any], common: Sequence[torch.Tensor]) -> bytes:
-        """Digest a donor's common tensors; return empty bytes if a codec has rounded them."""
-        roles = [TensorRole.PARAMETER] * len(self.weights)
-        roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
-        has_very_values = all(
-            is_plain(self.codec, CompressionInfo.from_tensor(tensor, role=role))
-            for tensor, role in zip(common, roles, strict=True)
-        )
-        return common_digest((digest_of([one]) for one in common), metadata) if has_very_values else b""
 
     def move_schedule(self, step: int) -> None:
         """Set the learning rates of a step."""

@@ -10,7 +10,8 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
+from dataclasses import dataclass, field
+from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo
@@ -49,6 +50,7 @@ Copy = tuple[
 ]  # metadata, one buffer, infos of its tensors
 
 
+@dataclass(eq=False)
 class StateService(Service):
     """Gives this peer's state to other peers, and fetches theirs, in the DHT's process.
 
@@ -56,16 +58,14 @@ class StateService(Service):
     the bytes of a download that are there, all its bytes, and the number of its donors.
     """
 
-    WIRE_NAME = "ExactStateAverager"
+    WIRE_NAME: ClassVar[str] = "ExactStateAverager"
 
-    def __init__(
-        self, prefix: str, codec: CompressionBase, interest: JoinerActivity, *, is_client: bool
-    ) -> None:
-        super().__init__(prefix, is_client=is_client)
-        self._codec = codec
-        self._interest = interest
-        self.is_giving = SharedNumber(0)
-        self.progress = tuple(SharedNumber(0) for _ in range(3))
+    codec: CompressionBase
+    interest: JoinerActivity
+    is_giving: SharedNumber = field(default_factory=lambda: SharedNumber(0))
+    progress: tuple[SharedNumber, ...] = field(
+        default_factory=lambda: tuple(SharedNumber(0) for _ in range(3))
+    )
 
     async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
         """Begin to work; see `Service.start`."""
@@ -112,7 +112,7 @@ class StateService(Service):
             metadata, flat, infos = await copy
         size, tie = metadata.pop("rank")
         state = (size, tie), MSGPackSerializer.dumps(metadata), views_of(flat, infos), infos
-        return await asyncio.get_running_loop().run_in_executor(None, build_snapshot, *state, self._codec)
+        return await asyncio.get_running_loop().run_in_executor(None, build_snapshot, *state, self.codec)
 
     async def rpc_offer_state(
         self, request: averaging_pb2.DownloadData, context: P2PContext
@@ -122,7 +122,7 @@ class StateService(Service):
         match unpacked(request.metadata):
             case [bytes(digest), rank, int()] if self.is_giving.value:
                 wished = read_rank(rank)
-                self._interest.note()  # before the state is copied, so that no round after it is missing
+                self.interest.note()  # before the state is copied, so that no round after it is missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(offer))
@@ -137,7 +137,7 @@ class StateService(Service):
             case [bytes(digest), int(start), int(stop)]:
                 with contextlib.closing(self._snapshots.pieces(digest, start, stop)) as pieces:
                     for piece in pieces:
-                        self._interest.note()
+                        self.interest.note()
                         part = runtime_pb2.Tensor(buffer=piece)
                         yield averaging_pb2.DownloadData(tensor_part=part)
 
@@ -145,7 +145,7 @@ class StateService(Service):
 # -- in the training process -----------------------------------------------------------------------
 
 
-class StateExchange:
+class StateExchange(ServiceHandle):
     """Gives this peer's state to other peers, and fetches theirs. `SwarmOptimizer` makes and ends one.
 
     `note_given` gets the history of each state that a joiner fetches, and the digest of its common tensors.
@@ -162,9 +162,7 @@ class StateExchange:
         self._state = state
         self._service = service
         self._note_given = note_given
-        self._handle = ServiceHandle(dht, service, self._give)
-        self.is_alive = self._handle.is_alive
-        self.shutdown = self._handle.shutdown
+        super().__init__(dht, service, self._give)
 
     def allow(self, is_giving: bool) -> None:
         """Give this peer's state to joiners from now on, or no more."""
@@ -189,7 +187,9 @@ class StateExchange:
         """Download the state that most of the `donors` (ids, base58) offer, and adopt it.
 
         It should have at least `rank`, if the donors have that, and must have at least `lowest`; see
-        `StateRequest`. `is_believed` also gets the id of the donor; for `options` see `PeerState.adopt`.
+        `StateRequest`. `is_believed` returns, after some seconds, whether to adopt a state of this history
+        from this donor; the digest of its common tensors is empty if it can't be compared. For `options` see
+        `PeerState.adopt`.
 
         Returns:
             Whether a state was adopted. If no donor offers one that is far enough, believed and still wanted,
@@ -205,13 +205,11 @@ class StateExchange:
         metadata, tensors = fetched
         donor = str(metadata["donor"])
         try:
-            return self._state.adopt(
-                metadata,
-                tensors,
-                lowest,
-                is_believed=lambda history, common: is_believed(history, common, donor),
-                **options,
-            )
+            committed = self._state.check(metadata, tensors)
+            common = self._state.digest_of(metadata, tensors, committed.pace)
+            if committed.history.rank < lowest or not is_believed(committed.history, common, donor):
+                return False
+            return self._state.adopt(committed, metadata, tensors, **options)
         except RoundFailed:
             disbelieve(donor, OF_NO_USE)
             raise
@@ -225,7 +223,7 @@ class StateExchange:
             RoundFailed: see `Downloader.fetch`; or the state can't be read, or the DHT's process is silent.
         """
         self._service.note_progress(0, 0, 0)
-        future: MPFuture[Fetched | None] = self._handle.request("fetch_state", wanted)
+        future: MPFuture[Fetched | None] = self.request("fetch_state", wanted)
         told = [0, 0, 0]
         changed_at = time.monotonic()
         while True:

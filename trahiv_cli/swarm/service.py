@@ -13,6 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -31,18 +32,18 @@ logger = logging.getLogger(__name__)
 END = "end"
 
 
+@dataclass(eq=False)
 class Service(ServicerBase):
-    """The base of a service. It is pickled on its way; `start` makes everything that can't be.
+    """The base of a service. Its fields are pickled on its way; `start` makes everything that can't be.
 
-    Peers that don't listen (`is_client`) offer no `rpc_` methods.
+    The peers of a run have the same `prefix`. Peers that don't listen (`is_client`) offer no `rpc_` methods.
     """
 
     WIRE_NAME: ClassVar[str]
     """Part of the names of the calls, and so of the protocol."""
 
-    def __init__(self, prefix: str, *, is_client: bool) -> None:
-        self.prefix = prefix
-        self.is_client = is_client
+    prefix: str
+    is_client: bool
 
     async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
         """Begin to work, in the DHT's process. A message that is sent into `pipe` reaches the handle."""

@@ -94,9 +94,8 @@ def test_patience_follows_link_speed_within_bounds(members, part_bytes, all_byte
 def test_late_vote_clears_suspicion():
     late = id_of("B")
     options = RoundOptions(NoCompression(), 1.0, 1.0, 1.0, 2.0, 60.0)
-    service = RoundService(
-        "run", averages_of([torch.zeros(1)]), (), RoundRules(), options, None, is_client=True
-    )
+    averages = averages_of([torch.zeros(1)])
+    service = RoundService("run", True, averages, (), RoundRules(), options, None)
     claims = tuple(sign(key_of(name), b"a claim", b"") for name in "AB")
     group = GroupInfo(b"round", (id_of("A"), late), claims)
     vote = Vote(b"held" * 8).to_bytes()

@@ -27,9 +27,6 @@ class Echo(Service):
 
     WIRE_NAME = "Echo"
 
-    def __init__(self):
-        super().__init__("run", is_client=True)
-
     async def start(self, dht, p2p, pipe):
         await super().start(dht, p2p, pipe)
         self.pipe = pipe
@@ -98,7 +95,7 @@ def dht(monkeypatch):
 
 @pytest.fixture
 def handle(dht):
-    handle = ServiceHandle(dht, Echo())
+    handle = ServiceHandle(dht, Echo("run", is_client=True))
     yield handle
     handle.shutdown(LIMIT_S)
     assert not handle.is_alive()
@@ -130,7 +127,7 @@ def test_given_up_command_harms_no_other(handle):
 
 
 def test_service_asks_training_process(dht):
-    handle = ServiceHandle(dht, Echo(), give=lambda: "a copy")
+    handle = ServiceHandle(dht, Echo("run", is_client=True), give=lambda: "a copy")
     assert handle.request("ask").result(LIMIT_S) == "a copy"
     handle.shutdown(LIMIT_S)
 
@@ -140,7 +137,7 @@ def test_service_that_does_not_start_fails(monkeypatch, is_running):
     monkeypatch.setattr("trahiv_cli.swarm.corrections.processes.START_S", 0.1)
     dht = SimpleNamespace(host=lambda work: None, is_alive=lambda: is_running)
     with pytest.raises(SwarmError, match="while it started"):
-        ServiceHandle(dht, Echo())
+        ServiceHandle(dht, Echo("run", is_client=True))
 
 
 def test_start_error_reaches_training_process(dht, monkeypatch):
@@ -149,7 +146,7 @@ def test_start_error_reaches_training_process(dht, monkeypatch):
 
     monkeypatch.setattr(Echo, "start", fail)
     with pytest.raises(OSError, match="no p2pd"):
-        ServiceHandle(dht, Echo())
+        ServiceHandle(dht, Echo("run", is_client=True))
 
 
 async def require_life(dht, may_go_on, is_shown):
@@ -161,7 +158,8 @@ async def require_life(dht, may_go_on, is_shown):
 
 
 def test_node_life_needs_service_loops(dht):
-    handle, is_busy, may_go_on = ServiceHandle(dht, Echo()), threading.Event(), threading.Event()
+    handle = ServiceHandle(dht, Echo("run", is_client=True))
+    is_busy, may_go_on = threading.Event(), threading.Event()
     [loop] = dht.loops
     loop.call_soon_threadsafe(lambda: [is_busy.set(), may_go_on.wait()])
     is_busy.wait()
