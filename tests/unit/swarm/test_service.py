@@ -88,6 +88,7 @@ def dht(monkeypatch):
     dht._peer_id, dht._node = "QmMe", SimpleNamespace(protocol=SimpleNamespace(p2p=p2p))
     dht.host, dht.is_alive = host, lambda: True
     yield dht
+    dht.is_alive = lambda: False
     for thread in hosted:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
