@@ -72,7 +72,7 @@ class BrokenOff(AllreduceException):
 class ExactAllReduce(AllReduceRunner):
     """Butterfly all-reduce that yields averages, the same bits for every peer of the group, or raises.
 
-    `ExactAverager` creates one for each round. `SoundReducer` explains the options that hivemind lacks.
+    `RoundService` creates one for each round. `SoundReducer` explains the options that hivemind lacks.
     Tensors from index `first_buffer` on are buffers; they travel without a codec. After `limit_s` seconds the
     exchange fails, and blames the member that is furthest behind.
     """

@@ -186,7 +186,7 @@ class CatchUp:
     def _fetch_round(self) -> tuple[History, Outcome] | None:
         """Fetch the round after this peer's history, and return the history that it leads to and its outcome.
 
-        The averager's tensors then hold its average. Returns None if no donor gives a round that leads to a
+        The averaged tensors then hold its average. Returns None if no donor gives a round that leads to a
         believed history.
         """
         donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]

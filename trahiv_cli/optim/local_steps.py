@@ -179,7 +179,7 @@ class LocalSteps(Method):
         return True
 
     def load(self) -> None:
-        """Write the pseudo-gradient to the averager's tensors: agreed weights minus the copies set aside."""
+        """Write the pseudo-gradient to the averaged tensors: agreed weights minus the copies set aside."""
         with self._gradients.averages.locked() as tensors:
             for place, weight in zip(self.places, self._copies.wait(), strict=True):
                 anchor = self.outer.anchor[place]

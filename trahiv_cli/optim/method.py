@@ -5,7 +5,7 @@ the average, so all peers hold the same weights and the same optimizer state. Wi
 streaming) each peer takes steps of its own, and the peers average how far these moved the weights.
 
 1. `begin` prepares for the next round, and `account` adds a batch to it.
-2. `set_aside` reserves the work for a round. `load` writes it to the averager's tensors, in any thread, and
+2. `set_aside` reserves the work for a round. `load` writes it to the averaged tensors, in any thread, and
    again for each try. Training may go on meanwhile.
 3. The round ends with `apply`, which moves the weights by the average in these tensors, or with `take_back`,
    which keeps the work for the next round. `follow` applies a round that others had without this peer.
@@ -184,7 +184,7 @@ class SharedGradients(Method):
             self._state.agreed = None
 
     def load(self) -> None:
-        """Write the mean of the gradients set aside to the averager's tensors."""
+        """Write the mean of the gradients set aside to the averaged tensors."""
         self._gradients.load_aside()
 
     def held_in_common(self) -> Sequence[torch.Tensor]:
@@ -213,8 +213,7 @@ class SharedGradients(Method):
         with self._gradients.averages.locked() as averages:
             norm = torch.tensor(norm_of(averages), dtype=torch.float32)
         if self._state.offload_optimizer:
-            # The averager's tensors are its parameters' `.grad` from the start. Without offload, upstream
-            # (optim/optimizer.py:626) makes gradients in host memory, which a parameter on a GPU can't have.
+            # The averaged tensors are the `.grad` of the optimizer's own copies of the weights.
             self._step_inner(norm)
             self._state.write_back()
         else:

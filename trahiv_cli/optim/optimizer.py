@@ -318,7 +318,7 @@ class SwarmOptimizer(hivemind.Optimizer):
                     weight.copy_(before)
 
     def shutdown(self) -> None:
-        """Say goodbye, if a process is left for that; end the averagers, not the DHT. Safe to call twice."""
+        """Say goodbye, if a process is left for that; end the services, not the DHT. Safe to call twice."""
         if not self._alive.close():
             return
         built = vars(self)  # not all of it, if the constructor failed

@@ -25,7 +25,7 @@ class Pace:
     far `local_steps` steps of each peer's own have moved the weights, while training waits. `streaming`: the
     same, one fragment of the weights after the other, while training goes on."""
 
-    codec: str | None = None  # a name in `codecs.CODECS`; None: the averager's own codec
+    codec: str | None = None  # a name in `codecs.CODECS`; None: the codec of `RoundOptions`
     local_steps: int = 50  # steps of the swarm between two exchanges of a weight, in modes with local steps
     fragments: int = 4  # number of fragments of the weights in mode streaming
     outer_learning_rate: float = 0.7  # source: arXiv 2311.08105, section 3

@@ -114,7 +114,7 @@ class Position:
             self.method.dropped_samples = before.dropped_samples
 
     def _move(self, history: History, outcome: Outcome, move: Callable[..., None]) -> None:
-        """Move the weights by the averages in the averager's tensors, and all that belongs to the weights.
+        """Move the weights by the averages in the averaged tensors, and all that belongs to the weights.
 
         The next pace follows from the measurements that the round's members claimed before it.
         """

@@ -103,8 +103,8 @@ class Claim:
 class Exchange:
     """The contents of a round's exchange; the same for all its members."""
 
-    places: range  # indices of the averager's tensors that are exchanged
-    codec: str | None = None  # a name of `CODECS`; None: the averager's own codec
+    places: range  # indices of the averaged tensors that are exchanged
+    codec: str | None = None  # a name of `CODECS`; None: the codec of `RoundOptions`
     is_of_steps: bool = False  # changes by local steps, not gradients: codec losses of the two don't mix
     after: bytes = b""  # digest of the history that the round continues
     most_samples: int = MOST_SAMPLES  # no more samples of a member's claim count
@@ -112,7 +112,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The averager's result of a committed round."""
+    """The result of a committed round."""
 
     samples: dict[str, int]  # behind each contribution, without outliers; the same for all members
     group: tuple[str, ...]

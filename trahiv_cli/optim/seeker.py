@@ -1,7 +1,7 @@
 """A peer finds a group and averages with it.
 
 1. Read the reports: which peers hold this peer's state, and how many of them must come (`Company`).
-2. Claim this peer's contribution and its state's digest, and let the averager look for the group.
+2. Claim this peer's contribution and its state's digest, and let `RoundService` look for the group.
 3. Read the reports repeatedly meanwhile: peers come, leave, or take the step without this one.
 4. Retry a failed round while there is patience, which grows with each round. Warn the user if that takes
    long.
@@ -112,7 +112,7 @@ class GroupSeeker:
         return None, self._step_for_followers()
 
     def try_once(self, deadline: float) -> Outcome:
-        """Look for a group, once, and average with it into the averager's tensors, or raise `RoundFailed`.
+        """Look for a group, once, and average with it into the averaged tensors, or raise `RoundFailed`.
 
         The contribution that was set aside is unchanged in both cases.
         """

@@ -146,9 +146,9 @@ class ChunkBoard:
 
 
 class Downloader:
-    """Downloads states through an averager, one at a time; the next try resumes an interrupted download.
+    """Downloads states, one at a time; the next try resumes an interrupted download.
 
-    `ExactStateAverager` makes one in the DHT's process and keeps it. `donors` has that class's `ask` and
+    `StateService` makes one in the DHT's process and keeps it. `donors` has that class's `ask` and
     `fetch`, `own` makes this peer's own snapshot, and `report` is called after each new chunk.
     """
 

@@ -75,7 +75,7 @@ def likeness_key(run_id: str) -> str:
 class Node(contextlib.AbstractContextManager["Node"]):
     """A running DHT peer. A training peer has one (`train.folder.start_node`) until it ends.
 
-    Close it last: the averagers communicate through its processes.
+    Close it last: the services of an optimizer work in its process.
 
     Args:
         settings: keywords of `hivemind.DHT`.
@@ -356,17 +356,17 @@ def _why_not_started(
 
 
 async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
-    """Wait until p2pd and the event loops that serve averagers answer; in the DHT's process.
+    """Wait until p2pd and the event loops of services answer; in the DHT's process.
 
-    RuntimeError if one of these loops has ended although its averager was not shut down.
+    RuntimeError if one of these loops has ended although its service was not shut down.
     """
     await node.protocol.p2p.list_peers()
-    for loop in tuple(dht.loops):  # an averager may be shut down meanwhile
+    for loop in tuple(dht.loops):  # a service may be shut down meanwhile
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
         while loop.is_running() and not answer.done():
             await asyncio.wait([answer], timeout=LIFE_EVERY_S)
         if not answer.done() and loop in dht.loops:
-            raise RuntimeError("the thread of an averager has ended")
+            raise RuntimeError("the thread of a service has ended")
 
 
 def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:

@@ -110,7 +110,7 @@ class SharedNumber:
 class JoinerActivity:
     """The time of the last request from, or transfer to, another peer; shared by all processes of this peer.
 
-    `SwarmOptimizer` makes one for its averagers.
+    `SwarmOptimizer` makes one for its services.
     """
 
     def __init__(self) -> None:
@@ -340,7 +340,7 @@ class SnapshotCache:
 
     A copy of the state delays the current training step. So peers that ask at about the same time get the
     same snapshot, and a pause follows each copy. `make` copies and encodes the peer's state; it is never
-    called twice at a time. `ExactStateAverager` makes one cache in the DHT's process and keeps it.
+    called twice at a time. `StateService` makes one cache in the DHT's process and keeps it.
     """
 
     def __init__(self, make: Callable[[], Awaitable[Snapshot]]) -> None:

@@ -126,14 +126,14 @@ class CheckpointData:
             copy_into(flat, values)
             return dict(zip(named, views_of(flat, map(CompressionInfo.from_tensor, values)), strict=True))
 
-        averager = optimizer.state_averager
-        with averager.lock_state:  # a download may be about to replace the state
+        held = optimizer.state_averager
+        with held.lock_state:  # a download may be about to replace the state
             layout, statistics = dump_optimizer_state(optimizer.opt)
-            outer = averager.outer
+            outer = held.outer
             agreed = optimizer.agreed_values
             own = optimizer.own_steps
             rounds = 0 if outer is None else outer.rounds
-            trained = _trainable(model) | averager.buffers.live
+            trained = _trainable(model) | held.buffers.live
             files = {
                 WEIGHTS: copies((name, agreed.get(value, value)) for name, value in trained.items()),
                 OPTIMIZER: copies(enumerate(statistics)),
@@ -141,7 +141,7 @@ class CheckpointData:
             if outer is not None:
                 files[OUTER] = copies(enumerate(outer.momentum))
             if own:
-                files[OWN] = copies(enumerate([*averager.weights, *averager.buffers.live.values()]))
+                files[OWN] = copies(enumerate([*held.weights, *held.buffers.live.values()]))
             committed = optimizer.history, optimizer.ledger, optimizer.pace
             return cls(State(*committed, layout, rounds, own, random_states()), files)
 
@@ -214,8 +214,8 @@ class Checkpoint:
         method = optimizer.position.method
         if not own or not isinstance(method, LocalSteps):
             return
-        averager = optimizer.state_averager
-        trained = [*averager.weights, *averager.buffers.live.values()]
+        held = optimizer.state_averager
+        trained = [*held.weights, *held.buffers.live.values()]
         values = list(self._read(OWN).values())
         if [value.shape for value in values] != [value.shape for value in trained]:
             raise self._damaged(OWN, "it is of another model")

@@ -2,7 +2,7 @@
 
 Every correction has its reason, and names the upstream place (file:line of 1.1.12);
 `tests/unit/swarm/corrections/` fails once upstream no longer needs it. The import fails with another version.
-`optim/state.py` corrects the copying and the adoption of a state.
+`optim/inner.py` corrects the first step and the adoption of an optimizer's state.
 """
 
 from __future__ import annotations
