@@ -88,6 +88,7 @@ class Blame:
     def __init__(self, order: Callable[[PeerID], bytes]) -> None:
         self._order = order
         self._suspected_until: dict[PeerID, float] = {}
+        self._times_suspected: Counter[PeerID] = Counter()  # since the peer last came to a group
         self._named_at: dict[PeerID, float] = {}
         self.excluded_until: dict[PeerID, float] = {}  # of every peer that ever was; by the monotonic clock
         self._missed: Counter[PeerID] = Counter()  # groups in a row that each expected peer missed
@@ -104,16 +105,26 @@ class Blame:
             logger.warning(f"Rounds do not wait for peer {peer}: {why}.")
             self._named_at[peer] = now
         self._suspected_until[peer] = now + SUSPECT_S
+        self._times_suspected[peer] += 1
 
-    def clear(self, peer: PeerID) -> None:
-        """Stop suspecting a peer: it came by itself."""
+    def note_call(self, peer: PeerID) -> None:
+        """Stop suspecting a peer: it can be reached again.
+
+        That counts once until it comes to a group: a peer that only calls would delay every round.
+        """
+        if self._times_suspected[peer] <= 1:
+            self._suspected_until.pop(peer, None)
+
+    def note_coming(self, peer: PeerID) -> None:
+        """Stop suspecting a peer that came to a group, and wait for it again."""
         self._suspected_until.pop(peer, None)
+        self._times_suspected[peer] = 0
         self._missed[peer] = MISSED_AT_MOST - MISSED_AFTER_ONE
 
     def note_group(self, members: Collection[PeerID], expected: Iterable[PeerID]) -> None:
-        """Clear the members of a group; suspect expected peers that keep a leader waiting and do not come."""
+        """Trust the members of a group; suspect expected peers that keep a leader waiting and do not come."""
         for peer in members:
-            self.clear(peer)
+            self.note_coming(peer)
         for peer in expected:
             if peer not in members and not self.is_suspect(peer):
                 self._missed[peer] += 1
@@ -342,7 +353,7 @@ class GroupFinder:
         Yields ACCEPTED at once, because the peer may wait here. Then yields BEGIN_ALLREDUCE with the group,
         or GROUP_DISBANDED, perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
-        self.blame.clear(peer)
+        self.blame.note_call(peer)
         yield MESSAGE(code=averaging_pb2.ACCEPTED)
         closes = time.monotonic() + DOOR_S
         while (search := self._search) is None or search.group.done() or search.schema != self.schema:

@@ -359,7 +359,7 @@ class RoundService(Service):
         peer = context.remote_id
         ballot = await self.ballots.find(request.schema_hash, peer, self.options.sender_timeout)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
-        self.finder.blame.clear(peer)  # the caller is alive, even if its slow link made it late
+        self.finder.blame.note_call(peer)  # it is alive, even if its slow link made it late
         return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
 
     # -- replay of a round that this peer missed -----------------------------------------------------
@@ -407,7 +407,7 @@ class RoundService(Service):
         self, request: averaging_pb2.DownloadData, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.DownloadData]:
         """Send the round that continued a history; send nothing if this peer does not keep it."""
-        del context
+        self.finder.blame.note_call(context.remote_id)
         if (kept := self._log.find(request.metadata)) is not None:
             header, parts = kept
             yield averaging_pb2.DownloadData(metadata=header.to_wire())

@@ -267,6 +267,21 @@ def note(blame, is_committed=False, **blames):
     blame.note_votes(tuple(PEERS.values()), votes, is_committed)
 
 
+def test_call_clears_first_suspicion(blame):
+    blame.suspect(PEERS["B"], "it did not lead a group")
+    blame.note_call(PEERS["B"])
+    assert not blame.is_suspect(PEERS["B"])
+
+
+def test_calls_do_not_excuse_absence(blame):
+    for _ in range(2):
+        blame.suspect(PEERS["B"], "it did not come to a group")
+        blame.note_call(PEERS["B"])
+    assert blame.is_suspect(PEERS["B"])
+    blame.note_coming(PEERS["B"])
+    assert not blame.is_suspect(PEERS["B"])
+
+
 def excluded(blame):
     return "".join(name for name, peer in PEERS.items() if blame.is_excluded(peer))
 
