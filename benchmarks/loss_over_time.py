@@ -147,11 +147,10 @@ def run_trainer(plan: Plan, pipe: Connection, entry: Entry) -> None:
         peer = OurPeer(
             entry,
             trainee.params,
+            {"max_grad_norm": MAX_GRAD_NORM, "max_steps": plan.steps},
             params=trainee.groups(),
             optimizer=partial(torch.optim.AdamW, lr=plan.learning_rate, fused=True),
             scheduler=schedule.build,
-            max_grad_norm=MAX_GRAD_NORM,
-            max_steps=plan.steps,
         )
         schedule.optimizer = peer.optimizer
         pipe.send(("address", peer.address))
@@ -236,7 +235,7 @@ class Trainee:
 
         recipe = load_recipe(BASE_RECIPE, [*RECIPE, f"training.seed={seed}"]).recipe
         tokenizer = build_tokenizer(recipe)
-        splits = build_datasets(recipe, tokenizer, seed=0, peer_seed=10 * seed + order)
+        splits = build_datasets(recipe, tokenizer, peer_seed=10 * seed + order)
         self._samples = torch.tensor(splits.train.with_format(None)["input_ids"][:], dtype=torch.int16)
         self._held_out = torch.tensor(splits.eval.with_format(None)["input_ids"][:HELD_OUT])
         self.model = build_model(recipe, tokenizer)

@@ -31,8 +31,9 @@ from hivemind.utils import MPFuture
 from benchmarks.kit.processes import tree_of
 from tests.kit.figures import LEARNING_RATE, Adapted, Committed, News, PeerEnded, Sample, Told
 from tests.kit.wan import PROCESSES, address_of
-from trahiv_cli.optim.assemble import build_optimizer
+from trahiv_cli.optim.assemble import OptKeywords, build_optimizer
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.optim.parts import RunSettings
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
@@ -122,10 +123,13 @@ class Entry:
 class OurPeer:
     """A peer of trahiv's in one of its modes.
 
-    `training` are keywords of `build_optimizer`, where they are to be others.
+    `limits` are fields of `RunSettings`, and `training` keywords of `build_optimizer`, where they are to be
+    others.
     """
 
-    def __init__(self, entry: Entry, weights: Any, **training: Any) -> None:
+    def __init__(
+        self, entry: Entry, weights: Any, limits: dict[str, Any] | None = None, **training: Any
+    ) -> None:
         side, known = entry.side, (entry.initial_peer,) if entry.initial_peer else ()
         dht = DhtSection(host_maddrs=[entry.listens_at], nat_port_map=False, auto_nat=False)
         self._node = Node(dht, Path(entry.folder) / f"{entry.number}.key", known)
@@ -136,14 +140,14 @@ class OurPeer:
             "params": [{"params": weights}],
             "optimizer": INNER_OPTIMIZER,
             "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
-            "max_grad_norm": 0.0,
         }
+        target = entry.workload.target_batch_size
+        options = {"run_id": "home", "target_batch_size": target, **side.options}
         self.optimizer = build_optimizer(
-            {"run_id": "home", "target_batch_size": entry.workload.target_batch_size, **side.options},
+            OptKeywords.model_validate(options),
+            RunSettings(pace=side.pace, auto_share=side.auto_share, **limits or {}),
             dht=self._node.dht,
             samples_per_step=1,
-            pace=side.pace,
-            auto_share=side.auto_share,
             events=Events(self._hear),
             **usual | training,
         )

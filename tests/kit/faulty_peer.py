@@ -33,7 +33,7 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, build_optimizer
+from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, OptKeywords, build_optimizer
 from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.group_finder import GroupFinder
@@ -41,6 +41,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
+from trahiv_cli.optim.parts import RunSettings
 from trahiv_cli.optim.round_service import RoundService
 from trahiv_cli.optim.rounds import Log, Outcome, Round
 from trahiv_cli.optim.state_service import StateService
@@ -163,17 +164,14 @@ class Peer:
         """Train until the process is ended."""
         settings, address = self._settings, node.own_addresses()[0]
         optimizer = build_optimizer(
-            settings.options(),
+            OptKeywords.model_validate(settings.options()),
+            RunSettings(pace=settings.pace, auto_share=settings.auto_share, rules=settings.rules),
             dht=node.dht,
             params=[{"params": list(self._model.parameters())}],
             model=self._model,
             optimizer=functools.partial(settings.optimizer, lr=settings.learning_rate),
             scheduler=lambda inner: torch.optim.lr_scheduler.ConstantLR(inner, factor=1.0),
             samples_per_step=BATCH,
-            max_grad_norm=0.0,
-            rules=settings.rules,
-            pace=settings.pace,
-            auto_share=settings.auto_share,
             events=Events(self._hear),
         )
         self._listen(optimizer)

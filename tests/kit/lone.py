@@ -26,13 +26,12 @@ class LoneOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        options: dict[str, Any],
+        options: Any,
+        run: Any,
         *,
         params: Any,
         optimizer: Callable[[Any], torch.optim.Optimizer],
         scheduler: Callable[[torch.optim.Optimizer], Any],
-        max_steps: int,
-        max_grad_norm: float,
         events: Any,
         **_: Any,
     ) -> None:
@@ -41,8 +40,8 @@ class LoneOptimizer(torch.optim.Optimizer):
         self.schedule = scheduler(self.opt)
         self.schedule.last_epoch = -1  # as for a peer that enters at step 0
         self.schedule.step()
-        self.max_steps, self._max_norm, self.events = max_steps, max_grad_norm, events
-        self._target = options["target_batch_size"]
+        self.max_steps, self._max_norm, self.events = run.max_steps, run.max_grad_norm, events
+        self._target = options.target_batch_size
         self.local_epoch, self.step_taken, self.step_samples, self.my_step_samples = 0, -1, 0, 0
         self.dropped_samples, self.last_round, self.data_figures = 0, None, None
         self.last_grad_norm: float | None = None

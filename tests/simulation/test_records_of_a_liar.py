@@ -29,7 +29,7 @@ from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork
 from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve
+from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
@@ -244,7 +244,7 @@ def test_false_likenesses_blame_liar(nodes, caplog):
 def test_false_recipes_leave_offer_intact(nodes, caplog):
     def require_the_honest_one_s(what):
         offer = fetch_offer(nodes[NEWCOMER], [id_of("A")], RUN)
-        assert offer.fingerprint == fingerprint(agreement(RECIPE)) and offer.step == 5, what
+        assert offer.fingerprint == RECIPE.fingerprint and offer.step == 5, what
 
     for name in (*HONEST, LIAR):
         publish_recipe(nodes[name], RECIPE)

@@ -95,7 +95,7 @@ def trained(run: Path) -> dict[str, torch.Tensor]:
 def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
     """Load the artefact as any user would, and measure it with upstream's own trainer."""
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
-    held_out = build_datasets(recipe, tokenizer, seed=recipe.training.seed, peer_seed=0).eval
+    held_out = build_datasets(recipe, tokenizer, peer_seed=0).eval
     model = load_plainly(recipe, run / "final")
     common = {
         "output_dir": str(run / "again"), "bf16": recipe.training.bf16 is True, "seed": recipe.training.seed,

@@ -84,7 +84,7 @@ ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
 LINE = Invitation((ADDRESS,), OWNER.invite(Role.watcher, expires=10**9), "run-1", "ab" * 8).to_text().encode()
 POLICY = Policy(3, frozenset({mark_of(b"1")}), frozenset({mark_of(b"2")}), frozenset({mark_of(b"3")}))
 PLACE = own_place(RSAPrivateKey())
-RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
+RUN = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
 MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),))
 
 
@@ -172,7 +172,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "the recipe of a run": Parser(
         _in_file(lambda path: read_run(path.parent), "recipe.json"),
-        (RECIPE.model_dump_json().encode(),),
+        (RUN.recipe.model_dump_json().encode(),),
         (SetupError,),
     ),
     "the first rows of data": Parser(
@@ -189,8 +189,8 @@ PARSERS: dict[str, Parser] = {
         _validate, (bytes([len(MSGPackSerializer.dumps(PLACE)) // 2]) + MSGPackSerializer.dumps(PLACE),), ()
     ),
     "a place": Parser(owner_of, (PLACE,), ()),
-    "a packed recipe": Parser(unpack, (pack(RECIPE),), (RecipeError,)),
-    "a recipe": Parser(_of_wire(from_wire), _packed(to_wire(RECIPE)), (RecipeError, ValueError)),
+    "a packed recipe": Parser(unpack, (pack(RUN),), (RecipeError,)),
+    "a recipe": Parser(_of_wire(from_wire), _packed(to_wire(RUN)), (RecipeError, ValueError)),
     "a report": Parser(_report, _packed(REPORT), (ValueError, TypeError)),
     "a history": Parser(_of_wire(History.from_wire), _packed(History(3, 4, bytes(16)).to_wire())),
     "a ledger": Parser(_of_wire(Ledger.from_wire), _packed(Ledger().to_wire(), [[0, 5, 9, 12], 3])),

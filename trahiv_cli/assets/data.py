@@ -26,7 +26,7 @@ from trahiv_cli.assets.samples import TOKENIZED, clm_samples, tell_left_out, trl
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
-from trahiv_cli.recipe.schema import Recipe, section_of
+from trahiv_cli.recipe.schema import Recipe
 
 HEAD_ROWS = 5
 """Rows from which a stream's features are inferred, the same number as in `datasets`."""
@@ -43,7 +43,7 @@ MOST_SHARDS = 256
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples for training, and the samples for evaluation (None without a held-out share).
+    """The samples for training and for evaluation (None without a held-out share), and the tokenizer.
 
     A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
     "labels": int}`, of `sft` and `dpo` a raw row, which TRL tokenizes. A stream raises `AssetError` at a row
@@ -52,16 +52,15 @@ class Splits:
 
     train: Dataset | IterableDataset
     eval: Dataset | None
+    tokenizer: PreTrainedTokenizerBase
 
 
-def build_datasets(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, seed: int, peer_seed: int
-) -> Splits:
+def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_seed: int) -> Splits:
     """Read, mix, tokenize, hold out and shuffle the recipe's datasets.
 
     Local and hub data are tokenized into the cache of `datasets`; the built-in text stays in memory; a
-    stream is tokenized while it is read. `seed`, which all peers share, selects the held-out documents;
-    `peer_seed` determines the order of this peer's training samples.
+    stream is tokenized while it is read. The recipe's seed, which all peers share, selects the held-out
+    documents; `peer_seed` determines the order of this peer's training samples.
 
     Raises:
         AssetError: a dataset cannot be opened, does not fit the task or the others, or is too small.
@@ -75,7 +74,7 @@ def build_datasets(
     held_out = None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
         num_taken = num_held_out(len(train), data.eval.test_split_size)
-        drawn = train.shuffle(seed=seed, keep_in_memory=True)
+        drawn = train.shuffle(seed=recipe.training.seed, keep_in_memory=True)
         train = drawn.skip(num_taken)
         held_out = drawn.take(num_taken)
     # Data that peers divide is shuffled in `train/division.py`, in an order that all peers share.
@@ -94,7 +93,7 @@ def build_datasets(
             train = shuffled_stream(train, peer_seed)
         else:
             train = train.shuffle(seed=peer_seed, keep_in_memory=True)
-    return Splits(train, held_out)
+    return Splits(train, held_out, tokenizer)
 
 
 def shuffled_stream(
@@ -128,8 +127,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
     try:
         if (tokenized := TOKENIZED.get(recipe.task)) is None:
             return trl_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
-        section = getattr(recipe, section_of(recipe.task) or "")
-        documents = tokenized(opened, section, tokenizer, num_proc=num_proc)
+        documents = tokenized(opened, recipe.section, tokenizer, num_proc=num_proc)
         if next(iter(documents), None) is not None:
             tell_left_out(opened.rows, documents, f"rows of {opened.name} have nothing to learn from")
             return documents

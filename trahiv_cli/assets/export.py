@@ -16,9 +16,8 @@ from safetensors import SafetensorError
 from trahiv_cli.assets.hub import is_of_hub
 from trahiv_cli.assets.samples import TEMPLATE_FAILURES
 from trahiv_cli.errors import SetupError
-from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.rows import texts_of
-from trahiv_cli.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -95,7 +94,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
+def model_card(run: AgreedRun, *, samples: int, peers: int) -> str:
     """Compose the README.md of a trained model: front matter for the hub, then a summary of the run.
 
     `samples` counts the samples of the whole swarm, `peers` is the most that took part in one step. The card
@@ -103,6 +102,7 @@ def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
     """
     from huggingface_hub import ModelCardData
 
+    recipe = run.recipe
     base = recipe.model.model_name_or_path
     has_adapters = recipe.peft is not None
     datasets = [source.path for source in recipe.data.datasets if is_of_hub(source.path)]
@@ -123,8 +123,8 @@ def model_card(recipe: Recipe, *, samples: int, peers: int) -> str:
 
 | | |
 |---|---|
-| run | `{run_id(recipe)}` |
-| agreement | `{fingerprint(agreement(recipe))}` |
+| run | `{run.run_id}` |
+| agreement | `{run.fingerprint}` |
 | steps | {recipe.training.max_steps:,} |
 | samples | {samples:,} |
 | most peers in one step | {peers} |

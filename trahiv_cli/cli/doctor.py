@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe, taken_peers
+from trahiv_cli.cli.options import (
+    RECIPE,
+    AnnounceOption,
+    FolderOption,
+    HostOption,
+    PeerOption,
+    SetOption,
+    taken_peers,
+)
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
-from trahiv_cli.cli.swarm import AnnounceOption, FolderOption, HostOption, PeerOption
 
 if TYPE_CHECKING:
     from trahiv_cli.doctor.checks import Check
@@ -38,9 +45,10 @@ def doctor(
     out.use(format)
     quiet_libraries()
     from trahiv_cli.doctor.checks import Check
+    from trahiv_cli.recipe.load import load_recipe
     from trahiv_cli.swarm.invitation import read_invitation
 
-    loaded = None if recipe is None else read_recipe(recipe, overrides).recipe
+    loaded = None if recipe is None else load_recipe(recipe, overrides or ()).recipe
     invitation = read_invitation([*(peer or ()), *taken_peers()])
     changes = {"host_maddrs": host_maddr, "announce_maddrs": announce_maddr}
     network: Network | None = None

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import math
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from trahiv_cli.cli.output import out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, quiet_libraries
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
 from trahiv_cli.train.conditions import Condition, parse_condition
 from trahiv_cli.train.leaving import Budget
-
-if TYPE_CHECKING:
-    from trahiv_cli.recipe.load import Loaded
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -50,32 +49,6 @@ SetOption = Annotated[
     list[str] | None,
     option("--set", "SECTION.KEY=VALUE", "Replace one value of the recipe. Can be repeated."),
 ]
-
-
-def read_recipe(
-    recipe: str, overrides: Sequence[str] | None, files: Path | None = None, *, is_trained: bool = False
-) -> Loaded:
-    """Load the recipe of a command line.
-
-    If it `is_trained`, it must be sound, and its data must be here. `files` is a folder with copies of its
-    data, see `with_copies`.
-
-    Raises:
-        RecipeError, AssetError: see `load_recipe`, `with_copies`, `require_sound` and `read_contents`.
-    """
-    from trahiv_cli.recipe.content import read_contents, with_copies
-    from trahiv_cli.recipe.examine import require_sound
-    from trahiv_cli.recipe.load import load_recipe
-    from trahiv_cli.telemetry.events import Events
-
-    loaded = load_recipe(recipe, overrides or ())
-    ours = loaded.recipe if files is None else with_copies(loaded.recipe, files)
-    if is_trained:
-        require_sound(ours, loaded.document)
-        events = Events()
-        with out.listening(events), events.waiting("the data files to be read", until_s=3600):
-            ours = read_contents(ours)
-    return replace(loaded, recipe=ours)
 
 
 def parse_budget(text: str) -> Budget:
@@ -124,6 +97,126 @@ def parse_multiaddr(text: str) -> str:
         message = f"{text!r} is not a multiaddr; write one like /ip4/0.0.0.0/tcp/31337"
         raise typer.BadParameter(message) from error
     return text
+
+
+PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
+PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
+HOST_HELP = "Listen on M; if M is not this machine's, announce it. Can be repeated. Default: a free TCP port."
+HostOption = Annotated[list[str] | None, option("--host-maddr", "M", HOST_HELP, parser=parse_multiaddr)]
+ANNOUNCE_HELP = "Tell others that M is your address. Can be repeated."
+AnnounceOption = Annotated[
+    list[str] | None, option("--announce-maddr", "M", ANNOUNCE_HELP, parser=parse_multiaddr)
+]
+FolderOption = Annotated[
+    Path | None, option("--output-dir", "DIR", "The run's folder. Default: runs/RUN_ID.")
+]
+
+
+@dataclass(frozen=True)
+class SharedOptions:
+    """The options that `init` and `join` share, in the order of `--help`."""
+
+    host_maddr: HostOption = None
+    announce_maddr: AnnounceOption = None
+    reach: Annotated[
+        Literal["auto", "direct", "relay", "dial-out"],
+        option("--reach", None, "How others reach this peer. Default: auto, which finds out."),
+    ] = "auto"
+    identity: Annotated[
+        Path | None,
+        option("--identity", "FILE", "This peer's key file. Default: the one in the run's folder."),
+    ] = None
+    output_dir: FolderOption = None
+    overrides: SetOption = None
+    files: Annotated[
+        Path | None,
+        option(
+            "--files",
+            "DIR",
+            "Look here for copies of the run's data, by what they hold.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None
+    budget: Annotated[
+        Budget | None,
+        option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
+    ] = None
+    wait: Annotated[
+        float | None,
+        option(
+            "--wait",
+            "T",
+            "Wait at most T for swarm.min_peers before step 1. Default: 1h.",
+            parser=parse_seconds,
+        ),
+    ] = None
+    name: Annotated[
+        str, option("--name", "NAME", "A name that all in the swarm see beside this peer's id.")
+    ] = ""
+    only_when: Annotated[
+        list[Condition] | None,
+        option(
+            "--only-when",
+            "CONDITION",
+            "Pause unless it holds, like idle or 22:00-07:00. Can be repeated.",
+            parser=read_condition,
+        ),
+    ] = None
+    max_upload: Annotated[
+        float | None,
+        option("--max-upload", "MBIT", "Send no more than so many Mbit/s. Default: no limit.", min=1),
+    ] = None
+    max_download: Annotated[
+        float | None,
+        option("--max-download", "MBIT", "Receive no more than so many Mbit/s. Default: no limit.", min=1),
+    ] = None
+    niceness: Annotated[
+        int | None,
+        option(
+            "--niceness",
+            "N",
+            "Let other programs go first: 0 to 19. Default: as the shell.",
+            min=0,
+            max=19,
+        ),
+    ] = None
+    metrics: Annotated[
+        int | None,
+        option(
+            "--metrics",
+            "PORT",
+            "Serve metrics for Prometheus on this port of this machine.",
+            min=1,
+            max=65535,
+        ),
+    ] = None
+    on_event: Annotated[
+        str | None,
+        option(
+            "--on-event",
+            "C",
+            "Run C, the event on its stdin, when a person should know of it.",
+            parser=read_command,
+        ),
+    ] = None
+    format: FormatOption = None
+    yes: Annotated[bool, option("--yes", None, "Do not ask questions.")] = False
+    dry_run: Annotated[bool, option("--dry-run", None, "Only show what would run and what it costs.")] = False
+
+
+def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `SharedOptions` after its own; it gets them as its last parameter."""
+    shared = inspect.signature(SharedOptions, eval_str=True).parameters
+    *own, last = inspect.signature(command, eval_str=True).parameters.values()
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        values = {name: given.pop(name) for name in shared}
+        command(**given, **{last.name: SharedOptions(**values)})
+
+    run.__signature__ = inspect.Signature([*own, *shared.values()])  # type: ignore[attr-defined]
+    return run
 
 
 def hide_invitations() -> None:

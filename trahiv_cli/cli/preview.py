@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.options import RECIPE, SetOption, read_recipe
+from trahiv_cli.cli.options import RECIPE, SetOption
 from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ def preview(
     """Show samples as the model sees them, trained tokens marked."""
     out.use(format, sys.stdout)
     from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.recipe.load import load_recipe
 
-    loaded = read_recipe(recipe, overrides)
+    loaded = load_recipe(recipe, overrides or ())
     require_sound(loaded.recipe, loaded.document)
     quiet_libraries()
     shown, told = look(loaded.recipe, num_shown, "preparing the data ...")
@@ -118,7 +119,7 @@ def readable(text: str) -> str:
 
 def figures(preview: Preview) -> dict[str, str]:
     """Return the statistics of a preview: name -> a few words."""
-    from trahiv_cli.recipe.schema import section_of
+    from trahiv_cli.recipe.schema import TASK_SECTIONS
 
     looked_at = preview.looked_at
     total = preview.num_samples
@@ -136,7 +137,7 @@ def figures(preview: Preview) -> dict[str, str]:
     if lengths:
         half = f"half of them up to {lengths['median']:,}"
         rows["lengths"] = f"{lengths['shortest']:,} to {lengths['longest']:,} tokens, {half}"
-        limit = f"{preview.max_length:,} tokens ({section_of(preview.task)}.max_length)"
+        limit = f"{preview.max_length:,} tokens ({TASK_SECTIONS[preview.task]}.max_length)"
         rows["full"] = f"{preview.full_samples:,} have {limit}, and longer ones are cut"
     if preview.classes:
         rows["classes"] = ", ".join(f"{readable(name)} {n:,}" for name, n in preview.classes.items())

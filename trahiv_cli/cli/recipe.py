@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trahiv_cli.cli.options import RECIPE, SetOption, argument, option, read_recipe
+from trahiv_cli.cli.options import RECIPE, SetOption, argument, option
 from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
 from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 
 if TYPE_CHECKING:
+    from trahiv_cli.recipe.agreement import AgreedRun
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.schema import Recipe
 
@@ -69,16 +70,18 @@ def check(
     where it is written or kept, and trained where the data is. What depends on the data is then not known.
     """
     out.use(format)
-    from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
+    from trahiv_cli.recipe.agreement import AgreedRun
+    from trahiv_cli.recipe.load import load_recipe
     from trahiv_cli.recipe.record import pack
 
-    loaded = read_recipe(recipe, overrides)
-    resolved, doubts = resolved_here(loaded.recipe, loaded.document)
-    pack(loaded.recipe)  # raises if no other peer could get the recipe
-    run = run_id(resolved) if resolved else loaded.recipe.hivemind_config.opt.run_id
-    digest = fingerprint(agreement(resolved)) if resolved else None
-    text = f"{loaded.document.file}: ok\nrun_id       {run or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
-    out.record(text, "checked", file=loaded.document.file, run_id=run, fingerprint=digest)
+    loaded = load_recipe(recipe, overrides or ())
+    run, doubts = resolved_here(loaded.recipe, loaded.document)
+    pack(AgreedRun.of(loaded.recipe))  # raises if no other peer could get the recipe
+    run_id = run.run_id if run else loaded.recipe.hivemind_config.opt.run_id
+    digest = run and run.fingerprint
+    file = loaded.document.file
+    text = f"{file}: ok\nrun_id       {run_id or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
+    out.record(text, "checked", file=file, run_id=run_id, fingerprint=digest)
     if deep:
         quiet_libraries()
         from trahiv_cli.cli.estimate import show_estimate
@@ -91,19 +94,19 @@ def show(
     overrides: SetOption = None,
 ) -> None:
     """Show every value of a recipe and where it came from."""
-    from trahiv_cli.recipe.agreement import agreement, fingerprint, with_run_id
+    from trahiv_cli.recipe.agreement import AgreedRun
     from trahiv_cli.recipe.content import knows_contents
     from trahiv_cli.recipe.document import render
+    from trahiv_cli.recipe.load import load_recipe
 
     of_run = Path(recipe) / "recipe.json"
-    loaded = read_recipe(str(of_run) if of_run.is_file() else recipe, overrides)
+    loaded = load_recipe(of_run if of_run.is_file() else recipe, overrides or ())
     # The content in a run's folder is shown even if the data has changed or is gone.
     is_known = knows_contents(loaded.recipe)
-    resolved = with_run_id(loaded.recipe) if is_known else resolved_here(loaded.recipe)[0]
-    complete = resolved or loaded.recipe
-    lines = render(complete.to_data())
+    run = AgreedRun.of(loaded.recipe) if is_known else resolved_here(loaded.recipe)[0]
+    lines = render((run.recipe if run else loaded.recipe).to_data())
     width = min(max(len(line) for line, _ in lines), 60)
-    out.data(f"# fingerprint {fingerprint(agreement(complete)) if resolved else UNKNOWN}")
+    out.data(f"# fingerprint {run.fingerprint if run else UNKNOWN}")
     for line, location in lines:  # YAML that loads again, each value with its origin behind it
         origin = "" if location is None else loaded.document.origin_of(location)
         if origin == "default":  # unless it was filled in
@@ -120,14 +123,14 @@ def schema() -> None:
 
 def resolved_here(
     recipe: Recipe, document: Document | None = None
-) -> tuple[Recipe | None, Sequence[Finding]]:
-    """Fill in the `run_id` and the content of a recipe's data; return doubts about the data too.
+) -> tuple[AgreedRun | None, Sequence[Finding]]:
+    """Agree on a recipe with the content of its data; return doubts about the data too.
 
     If the data is not here, warn; the result is then None, unless the recipe has the content already. With
     its `document`, an unsound recipe is refused, and doubts are shown as warnings. A warning has the position
     in the recipe where a missing file occurs.
     """
-    from trahiv_cli.recipe.agreement import resolve, with_run_id
+    from trahiv_cli.recipe.agreement import AgreedRun, resolve
     from trahiv_cli.recipe.content import knows_contents
     from trahiv_cli.recipe.examine import require_sound
 
@@ -141,4 +144,4 @@ def resolved_here(
     except AssetError as error:
         for missing in error.findings or [Finding("", error.message, error.hint)]:
             out.warning(error.code, str(missing), missing.hint)
-        return with_run_id(recipe) if knows_contents(recipe) else None, doubts
+        return AgreedRun.of(recipe) if knows_contents(recipe) else None, doubts

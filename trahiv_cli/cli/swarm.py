@@ -6,178 +6,94 @@ import contextlib
 import math
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
 
 from trahiv_cli.cli.options import (
-    PEER_VARIABLE,
     RECIPE,
-    SetOption,
+    PeerOption,
+    SharedOptions,
     argument,
     option,
-    parse_budget,
-    parse_multiaddr,
-    parse_seconds,
-    read_command,
-    read_condition,
-    read_recipe,
     taken_peers,
+    with_shared_options,
 )
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import out, quiet_libraries
 from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
 from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
 from trahiv_cli.recipe.builtin import how_to_install
 from trahiv_cli.recipe.pasted import peers_in
-from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 if TYPE_CHECKING:
+    from trahiv_cli.recipe.agreement import AgreedRun
     from trahiv_cli.recipe.load import Loaded
-    from trahiv_cli.recipe.schema import Recipe
-    from trahiv_cli.swarm.reach import Wanted
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.peer import PeerOptions
 
-LineArgument = Annotated[
-    str | None,
-    argument("LINE|RECIPE", "The line to join by, or a recipe of your own that agrees with the swarm's."),
-]
-PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
-PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
-HOST_HELP = "Listen on M; if M is not this machine's, announce it. Can be repeated. Default: a free TCP port."
-HostOption = Annotated[list[str] | None, option("--host-maddr", "M", HOST_HELP, parser=parse_multiaddr)]
-REACH_HELP = "How others reach this peer. Default: auto, which finds out."
-ReachOption = Annotated[
-    Literal["auto", "direct", "relay", "dial-out"],
-    option("--reach", None, REACH_HELP),
-]
-ANNOUNCE_HELP = "Tell others that M is your address. Can be repeated."
-AnnounceOption = Annotated[
-    list[str] | None, option("--announce-maddr", "M", ANNOUNCE_HELP, parser=parse_multiaddr)
-]
-IdentityOption = Annotated[
-    Path | None, option("--identity", "FILE", "This peer's key file. Default: the one in the run's folder.")
-]
-FolderOption = Annotated[
-    Path | None, option("--output-dir", "DIR", "The run's folder. Default: runs/RUN_ID.")
-]
-FILES_HELP = "Look here for copies of the run's data, by what they hold."
-FilesOption = Annotated[Path | None, option("--files", "DIR", FILES_HELP, exists=True, file_okay=False)]
-NAME_HELP = "A name that all in the swarm see beside this peer's id."
-NameOption = Annotated[str, option("--name", "NAME", NAME_HELP)]
-ONLY_WHEN_HELP = "Pause unless it holds, like idle or 22:00-07:00. Can be repeated."
-OnlyWhenOption = Annotated[
-    list[Condition] | None, option("--only-when", "CONDITION", ONLY_WHEN_HELP, parser=read_condition)
-]
-UPLOAD_HELP = "Send no more than so many Mbit/s. Default: no limit."
-UploadOption = Annotated[float | None, option("--max-upload", "MBIT", UPLOAD_HELP, min=1)]
-DOWNLOAD_HELP = "Receive no more than so many Mbit/s. Default: no limit."
-DownloadOption = Annotated[float | None, option("--max-download", "MBIT", DOWNLOAD_HELP, min=1)]
-METRICS_HELP = "Serve metrics for Prometheus on this port of this machine."
-MetricsOption = Annotated[int | None, option("--metrics", "PORT", METRICS_HELP, min=1, max=65535)]
-EVENT_HELP = "Run C, the event on its stdin, when a person should know of it."
-OnEventOption = Annotated[str | None, option("--on-event", "C", EVENT_HELP, parser=read_command)]
-NICENESS_HELP = "Let other programs go first: 0 to 19. Default: as the shell."
-NicenessOption = Annotated[int | None, option("--niceness", "N", NICENESS_HELP, min=0, max=19)]
-BudgetOption = Annotated[
-    Budget | None,
-    option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
-]
-WAIT_HELP = "Wait at most T for swarm.min_peers before step 1. Default: 1h."
-WaitOption = Annotated[float | None, option("--wait", "T", WAIT_HELP, parser=parse_seconds)]
-YesOption = Annotated[bool, option("--yes", None, "Do not ask questions.")]
-DryRunOption = Annotated[bool, option("--dry-run", None, "Only show what would run and what it costs.")]
+LINE_HELP = "The line to join by, or a recipe of your own that agrees with the swarm's."
 
 
+@with_shared_options
 def init(
     recipe: Annotated[str | None, RECIPE] = None,
     no_train: Annotated[
         bool, option("--no-train", None, "Only help peers find each other; train nothing.")
     ] = False,
     public: Annotated[bool, option("--public", None, "Let in everybody who learns the address.")] = False,
-    host_maddr: HostOption = None,
-    announce_maddr: AnnounceOption = None,
-    reach: ReachOption = "auto",
-    identity: IdentityOption = None,
-    output_dir: FolderOption = None,
-    overrides: SetOption = None,
-    files: FilesOption = None,
-    budget: BudgetOption = None,
-    wait: WaitOption = None,
-    name: NameOption = "",
-    only_when: OnlyWhenOption = None,
-    max_upload: UploadOption = None,
-    max_download: DownloadOption = None,
-    niceness: NicenessOption = None,
-    metrics: MetricsOption = None,
-    on_event: OnEventOption = None,
-    format: FormatOption = None,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
+    *,
+    shared: SharedOptions,
 ) -> None:
     """Start a swarm and train as its first peer.
 
     Prints the line with which others can join.
     """
-    out.use(format, sys.stdout)
-    if recipe is None and not (no_train or dry_run or yes) and sys.stdin.isatty():
+    out.use(shared.format, sys.stdout)
+    if recipe is None and not (no_train or shared.dry_run or shared.yes) and sys.stdin.isatty():
         said = "Without a RECIPE this starts a bootstrap node: others can join through it"
         out.say(f"{said}, but it trains nothing.")
         out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
         if not out.confirm("Start a bootstrap node?"):
             return
-    loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=not no_train)
-    if dry_run:
-        if loaded is None:
+    from trahiv_cli.recipe.agreement import AgreedRun
+
+    loaded = None if recipe is None else own_recipe(recipe, shared, is_trained=not no_train)
+    run = None if loaded is None else AgreedRun.of(loaded.recipe)
+    if shared.dry_run:
+        if run is None:
             raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
-        rehearse(loaded.recipe)
+        rehearse(run)
         return
-    place = host_maddr, announce_maddr, reach, identity, output_dir
-    options = options_of(*place, budget, wait, name, only_when, max_upload, max_download, niceness)
-    options = replace(options, is_public=public or (loaded is not None and loaded.recipe.swarm.public))
+    options = options_of(
+        shared,
+        piped=recipe if loaded is not None and loaded.is_from_pipe else None,
+        is_public=public or (run is not None and run.recipe.swarm.public),
+    )
     if loaded is not None and not no_train:
-        options = resumable(options, loaded, str(recipe), loaded.recipe)
-        live(loaded.recipe, loaded.text, options, metrics, on_event)
-    elif budget and math.isinf(options.budget.seconds):
+        live(run, loaded.text, options, shared)
+    elif shared.budget and math.isinf(options.budget.seconds):
         said = "a peer that does not train takes a time only, like 2h"
         raise typer.BadParameter(said, param_hint="--budget")
     else:
-        live(None, "", options, metrics, on_event)
+        live(None, "", options, shared)
 
 
+@with_shared_options
 def join(
-    recipe: LineArgument = None,
+    recipe: Annotated[str | None, argument("LINE|RECIPE", LINE_HELP)] = None,
     peer: PeerOption = None,
-    host_maddr: HostOption = None,
-    announce_maddr: AnnounceOption = None,
-    reach: ReachOption = "auto",
-    identity: IdentityOption = None,
-    output_dir: FolderOption = None,
-    overrides: SetOption = None,
-    files: FilesOption = None,
-    budget: BudgetOption = None,
-    wait: WaitOption = None,
-    name: NameOption = "",
-    only_when: OnlyWhenOption = None,
-    max_upload: UploadOption = None,
-    max_download: DownloadOption = None,
-    niceness: NicenessOption = None,
-    metrics: MetricsOption = None,
-    on_event: OnEventOption = None,
-    format: FormatOption = None,
-    yes: YesOption = False,
-    dry_run: DryRunOption = False,
+    *,
+    shared: SharedOptions,
 ) -> None:
     """Join a swarm and train with it.
 
     The recipe comes from the swarm, which shows it before anything is trained.
     """
-    out.use(format, sys.stdout)
+    out.use(shared.format, sys.stdout)
     hidden = taken_peers()  # typed, and then moved into the environment, or there from the start
     peer = [word for word in (*(peer or ()), *hidden) if word.strip()]
     if recipe is not None and peers_in(recipe):
@@ -185,37 +101,60 @@ def join(
         recipe = None
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
-    loaded = None if recipe is None else read_recipe(recipe, overrides, files, is_trained=True)
-    place = host_maddr, announce_maddr, reach, identity, output_dir
-    options = options_of(*place, budget, wait, name, only_when, max_upload, max_download, niceness)
+    loaded = None if recipe is None else own_recipe(recipe, shared)
+    quiet_libraries()
     from trahiv_cli.run.lock import require_free
     from trahiv_cli.swarm.invitation import read_invitation
 
-    options = replace(options, invitation=read_invitation(peer), was_line_hidden=bool(hidden))
-    if output_dir is not None:
-        require_free(output_dir)
-    ours, options = agreed(loaded, overrides or (), files, options)
-    if dry_run:
-        rehearse(ours)
+    options = options_of(
+        shared,
+        piped=recipe if loaded is not None and loaded.is_from_pipe else None,
+        invitation=read_invitation(peer),
+        was_line_hidden=bool(hidden),
+    )
+    if shared.output_dir is not None:
+        require_free(shared.output_dir)
+    run, options = agreed(loaded, shared, options)
+    if shared.dry_run:
+        rehearse(run)
     elif loaded is not None:
-        live(ours, loaded.text, resumable(options, loaded, str(recipe), ours), metrics, on_event)
+        live(run, loaded.text, options, shared)
     else:
         from trahiv_cli.recipe.document import render
 
-        show(ours)
-        if yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?"):
-            text = "\n".join(line for line, _ in render(ours.to_data())) + "\n"
-            live(ours, text, options, metrics, on_event)
+        show(run)
+        if shared.yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?"):
+            text = "\n".join(line for line, _ in render(run.recipe.to_data())) + "\n"
+            live(run, text, options, shared)
+
+
+def own_recipe(source: str, shared: SharedOptions, *, is_trained: bool = True) -> Loaded:
+    """Load the user's recipe; if it `is_trained`, it must be sound, and its data must be here.
+
+    Raises:
+        RecipeError, AssetError: see `load_recipe`, `with_copies`, `require_sound` and `read_contents`.
+    """
+    from trahiv_cli.recipe.content import read_contents, with_copies
+    from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.recipe.load import load_recipe
+
+    loaded = load_recipe(source, shared.overrides or ())
+    ours = with_copies(loaded.recipe, shared.files)
+    if is_trained:
+        require_sound(ours, loaded.document)
+        with reading_data():
+            ours = read_contents(ours)
+    return replace(loaded, recipe=ours)
 
 
 def agreed(
-    loaded: Loaded | None, overrides: Sequence[str], files: Path | None, options: PeerOptions
-) -> tuple[Recipe, PeerOptions]:
+    loaded: Loaded | None, shared: SharedOptions, options: PeerOptions
+) -> tuple[AgreedRun, PeerOptions]:
     """Fetch a swarm's recipe and complete it here, or compare it with the user's own; adapt the options.
 
     If no peer answers, the recipe is the user's own, or the recipe of a run in which this machine took part.
     """
-    from trahiv_cli.recipe.agreement import run_id
+    from trahiv_cli.recipe.agreement import AgreedRun, resolve
     from trahiv_cli.recipe.content import with_copies
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.examine import require_sound
@@ -225,114 +164,99 @@ def agreed(
 
     invitation = options.invitation
     identity = options.identity
+    overrides = shared.overrides or ()
     reached = 0
     known = known_run(invitation.addresses, options.output_dir)
     if identity is None or not identity.exists():
         identity = known_identity(invitation, options.output_dir)
-    ours = None if loaded is None else loaded.recipe
+    run = None if loaded is None else AgreedRun.of(loaded.recipe)
     key = "hivemind_config.opt.run_id="
     named = next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)
     try:
-        offer = scout(invitation, named if ours is None else run_id(ours), known, identity)
-        ours = accept_offer(offer, overrides, files) if ours is None else require_same_agreement(ours, offer)
+        offer = scout(invitation, run.run_id if run else named, known, identity)
+        if loaded is None:
+            run = accept_offer(offer, overrides, shared.files)
+        else:
+            run = require_same_agreement(loaded.recipe, offer)
         reached = offer.step
     except Unreachable as error:
         # The first peer that joins a bare bootstrap node brings the recipe.
-        if not isinstance(error, NothingPublished) or ours is None:
+        if not isinstance(error, NothingPublished) or run is None:
             if known is None:
                 raise
             # The invitation's membership may belong to another run.
             options = replace(options, invitation=replace(invitation, membership=None))
-            if ours is None:  # all have left; this machine has a checkpoint of the run
-                ours = with_copies(read_run(known), files) if files else read_run(known)
+            if run is None:  # all have left; this machine has a checkpoint of the run
+                run = AgreedRun.of(with_copies(read_run(known).recipe, shared.files))
                 options = replace(options, output_dir=known)
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)
-        require_sound(ours, document)
-    return ours, replace(options, reached_step=reached)
+        require_sound(run.recipe, document)
+        with reading_data():
+            run = resolve(run.recipe)
+    return run, replace(options, reached_step=reached)
 
 
-def options_of(
-    host_maddr: list[str] | None,
-    announce_maddr: list[str] | None,
-    reach: Wanted,
-    identity: Path | None,
-    output_dir: Path | None,
-    budget: Budget | None,
-    wait: float | None,
-    name: str,
-    only_when: list[Condition] | None,
-    max_upload: float | None,
-    max_download: float | None,
-    niceness: int | None,
-) -> PeerOptions:
-    """Combine the options that both commands take."""
+@contextlib.contextmanager
+def reading_data() -> Iterator[None]:
+    """While the block reads data files, say so if it takes long."""
+    from trahiv_cli.telemetry.events import Events
+
+    events = Events()
+    with out.listening(events), events.waiting("the data files to be read", until_s=3600):
+        yield
+
+
+def options_of(shared: SharedOptions, **more: Any) -> PeerOptions:
+    """Return a peer's options; `more` are fields that only one of the commands sets."""
     quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
 
-    if niceness is not None:
+    if shared.niceness is not None:
         try:
-            psutil.Process().nice(niceness)  # child processes inherit it
+            psutil.Process().nice(shared.niceness)  # child processes inherit it
         except psutil.AccessDenied as error:
             now = psutil.Process().nice()
-            said = f"this process is at {now} already, and may not go back to {niceness}"
+            said = f"this process is at {now} already, and may not go back to {shared.niceness}"
             raise typer.BadParameter(said, param_hint="--niceness") from error
-    spend, (samples, steps) = budget or ENDLESS_BUDGET, spent_before()
+    spend, (samples, steps) = shared.budget or ENDLESS_BUDGET, spent_before()
     return PeerOptions(
-        output_dir=output_dir,
-        identity=identity,
-        host_maddrs=tuple(host_maddr or ()),
-        announce_maddrs=tuple(announce_maddr or ()),
-        reach=reach,
-        wait_s=wait,
-        name=name,
-        conditions=tuple(only_when or ()),
-        max_upload=max_upload,
-        max_download=max_download,
+        output_dir=shared.output_dir,
+        identity=shared.identity,
+        host_maddrs=tuple(shared.host_maddr or ()),
+        announce_maddrs=tuple(shared.announce_maddr or ()),
+        reach=shared.reach,
+        wait_s=shared.wait,
+        name=shared.name,
+        conditions=tuple(shared.only_when or ()),
+        max_upload=shared.max_upload,
+        max_download=shared.max_download,
         is_again=is_again(),
         budget=Budget(spend.seconds - seconds_spent(), spend.samples - samples, spend.steps - steps),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
+        **more,
     )
 
 
-def resumable(options: PeerOptions, loaded: Loaded, typed: str, recipe: Recipe) -> PeerOptions:
-    """Make the resume command read the run's own copy of a recipe that came through a pipe (`typed`)."""
-    if not loaded.is_from_pipe:
-        return options
-    from trahiv_cli.recipe.agreement import run_id
-
-    copy = str(options.folder(run_id(recipe)) / "recipe.json")  # its paths are absolute
-    words = shlex.split(options.resume)
-    return replace(options, resume=shlex.join(copy if word == typed else word for word in words))
-
-
-def live(
-    recipe: Recipe | None,
-    text: str,
-    options: PeerOptions,
-    metrics: int | None = None,
-    on_event: str | None = None,
-) -> None:
+def live(run: AgreedRun | None, text: str, options: PeerOptions, shared: SharedOptions) -> None:
     """Run one peer, show its events, and exit with a code of docs/exit-codes.md.
 
-    `metrics` is a port that serves the events as metrics. `on_event` is a command that gets each event that a
-    person should know of.
+    Without a run it is a bootstrap node. `text` is the recipe as its author wrote it.
     """
     quiet_libraries()
-    from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.telemetry.notifier import Notifier
     from trahiv_cli.train.leaving import Leaving
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
     events = Events()
-    if metrics is not None:
-        serve_metrics(metrics, events)
+    if shared.metrics is not None:
+        serve_metrics(shared.metrics, events)
     try:
         with contextlib.ExitStack() as listeners:
-            if on_event is not None:
-                events.add(listeners.enter_context(Notifier(shlex.split(on_event))))
+            if shared.on_event is not None:
+                events.add(listeners.enter_context(Notifier(shlex.split(shared.on_event))))
             give_terminal_back = listeners.enter_context(out.listening(events))
 
             def leave_at_once() -> None:
@@ -342,10 +266,10 @@ def live(
 
             leaving = Leaving(at_once=leave_at_once)
             with leaving.installed():
-                if recipe is None:
-                    ended = serve_bootstrap(options, events, leaving, DhtSection())
+                if run is None:
+                    ended = serve_bootstrap(options, events, leaving)
                 else:
-                    ended = run_peer(recipe, text, options, events, leaving)
+                    ended = run_peer(run, text, options, events, leaving)
     except PeerBroken as failure:
         note_spent(leaving.spent)
         restart(leaving.resume, failure)
@@ -370,31 +294,30 @@ def serve_metrics(port: int, events: Events) -> None:
     events.add(kept)
 
 
-def show(recipe: Recipe) -> None:
+def show(run: AgreedRun) -> None:
     """Show a person the run that is about to start; programs read `ready`."""
-    from trahiv_cli.recipe.agreement import agreement, fingerprint, run_id
-
+    recipe = run.recipe
     model = recipe.model
     training = recipe.training
     source = model.model_name_or_path or f"a new {(model.config or {}).get('model_type')} from scratch"
     how = f"LoRA adapters of rank {recipe.peft.r}" if recipe.peft else "all weights"
     samples = recipe.hivemind_config.opt.target_batch_size
     rows = {
-        "run": f"{run_id(recipe)} ({recipe.task})",
+        "run": f"{run.run_id} ({recipe.task})",
         "model": f"{source}, {how}",
         "data": ", ".join(dataset.path for dataset in recipe.data.datasets),
         "steps": f"{training.max_steps} of {samples} samples over all peers",
         "optimizer": f"{training.optim}, {training.lr_scheduler_type} from {training.learning_rate:g}",
-        "fingerprint": fingerprint(agreement(recipe)),
+        "fingerprint": run.fingerprint,
     }
     for name, value in rows.items():
         out.say(f"  {name:<12} {value}")
 
 
-def rehearse(recipe: Recipe) -> None:
+def rehearse(run: AgreedRun) -> None:
     """Show the run and its costs; no swarm is started or joined."""
     quiet_libraries()
     from trahiv_cli.cli.estimate import show_estimate
 
-    show(recipe)
-    show_estimate(recipe)
+    show(run)
+    show_estimate(run.recipe)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import hivemind
 import torch
 from hivemind import compression
+from pydantic import ConfigDict, ValidatorFunctionWrapHandler, field_validator
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.auto import START_CODEC
@@ -20,6 +21,7 @@ from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.parts import RunSettings
+from trahiv_cli.recipe.schema import OptSection
 from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -61,8 +63,20 @@ hivemind takes `matchmaking_time`, which is meant for another wait: if it is sho
 is left out of every other round."""
 
 
+class OptKeywords(OptSection):
+    """`hivemind_config.opt` in Python: codecs may be objects, and `hivemind.Optimizer` has more keywords."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @field_validator("grad_compression", "state_averaging_compression", "load_state_compression", mode="wrap")
+    @classmethod
+    def _may_be_an_object(cls, given: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        return given if isinstance(given, compression.CompressionBase) else check(given)
+
+
 def build_optimizer(
-    options: dict[str, Any],
+    options: OptSection,
+    run: RunSettings,
     *,
     dht: hivemind.DHT,
     params: list[dict[str, Any]],
@@ -71,27 +85,23 @@ def build_optimizer(
     only_dials: bool = False,
     **keywords: Any,
 ) -> SwarmOptimizer:
-    """Build the swarm's optimizer from `hivemind_config.opt`.
+    """Build the swarm's optimizer from `hivemind_config.opt` and the settings of the run.
 
     `params` are groups of trainable float32 tensors on the model's device. `optimizer` makes the inner torch
     optimizer from them (on the CPU when offloaded). One call of `step()` covers `samples_per_step` samples.
     A peer that `only_dials` averages in client mode, unless `options` set `client_mode`.
-    `keywords` are fields of `RunSettings` and keywords of `SwarmOptimizer`; among these, `scheduler` makes a
-    learning-rate schedule in swarm steps.
+    `keywords` are further ones of `SwarmOptimizer`; among these, `scheduler` makes a learning-rate schedule
+    in swarm steps.
 
     Raises:
         RecipeError: `options` has a keyword that does harm or that hivemind lacks, or the inner optimizer
             can't be used in a swarm.
     """
-    names = [field.name for field in fields(RunSettings) if field.name in keywords]
-    run = RunSettings(**{name: keywords.pop(name) for name in names})
-    options = _read(options, run)
+    own = _keywords(options, run)
     if run.auto_share is not None:
-        run = replace(run, pace=_start_of_auto(run.pace, options.get("grad_compression")))
-    options.setdefault("grad_compression", CODECS["none"]())
+        run = replace(run, pace=_start_of_auto(run.pace, own.get("grad_compression")))
     inner = optimizer(params)
     is_on_gpu = any(param.is_cuda for param in _params(params))
-    options["offload_optimizer"] = _offloads(options["offload_optimizer"], run, inner, is_on_gpu)
 
     def factory(groups: Any) -> torch.optim.Optimizer:
         inner = optimizer(groups)
@@ -100,15 +110,21 @@ def build_optimizer(
         require_usable(inner)
         return inner
 
+    defaults: dict[str, Any] = {
+        # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
+        "client_mode": only_dials,
+        "grad_compression": CODECS["none"](),
+        "next_chunk_timeout": max(MIN_CHUNK_TIMEOUT_S, options.matchmaking_time),
+        "allreduce_timeout": EXCHANGE_TIMEOUT_S,
+    }
+    own["offload_optimizer"] = _offloads(options.offload_optimizer, run, inner, is_on_gpu)
     return SwarmOptimizer(
         dht=dht,
         params=params,
         optimizer=factory,
         batch_size_per_step=samples_per_step,
-        # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
-        client_mode=options.pop("client_mode", only_dials),
         settings=run,
-        **options,
+        **defaults | own,
         **keywords,
     )
 
@@ -128,39 +144,37 @@ def _offloads(wanted: bool | str, run: RunSettings, inner: torch.optim.Optimizer
     return bool(wanted)
 
 
-def _read(options: dict[str, Any], run: RunSettings) -> dict[str, Any]:
-    """Refuse harmful options, fill in our defaults, and replace the names of codecs by codecs."""
-    options = {key: value for key, value in options.items() if value is not None}
+def _keywords(options: OptSection, run: RunSettings) -> dict[str, Any]:
+    """Return the options that are not None as keywords of `hivemind.Optimizer`; refuse harmful ones."""
+    own = {key: value for key, value in options if value is not None}
     known = set(inspect.signature(hivemind.Optimizer.__init__).parameters)
-    for key in sorted(options):
+    for key in sorted(own):
         if key not in known | REFUSED:
             raise RecipeError(
                 f"hivemind_config.opt.{key}: hivemind.Optimizer has no such keyword.", hint="remove it"
             )
-        if key in REFUSED and options.pop(key) is not False:
+        if key in REFUSED and own.pop(key) is not False:
             raise RecipeError(
                 f"hivemind_config.opt.{key} can't be used: the Trainer decides it, or `swarm.mode`.",
                 hint="remove it; modes overlap and diloco have rounds beside training, and local steps",
             )
-    options.pop("state_averaging_compression", None)  # weights are never averaged
-    for key in {"grad_compression", "load_state_compression"} & options.keys():
-        options[key] = _codec(options[key])
-    of_state = options.get("load_state_compression", compression.NoCompression())
+    del own["state_averaging_compression"]  # weights are never averaged
+    if "grad_compression" in own:
+        own["grad_compression"] = _codec(own["grad_compression"])
+    of_state = _codec(options.load_state_compression)
     if not isinstance(of_state, compression.RoleAdaptiveCompression):
         # The codec is for the weights alone: most codecs raise on step counts and on the bytes of 8-bit
         # optimizers, and blockwise8 would quantize these bytes once more. With local steps each peer has its
         # own optimizer state, which may be rounded.
         of_optimizer = EightBitStatistics() if run.pace.has_local_steps else compression.NoCompression()
-        both = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_optimizer)
-        options["load_state_compression"] = both
-    matchmaking_time = options.setdefault("matchmaking_time", 5.0)
-    averager_opts = {"request_timeout": min(3.0, 0.5 * matchmaking_time)} | options.get("averager_opts", {})
-    options.setdefault("next_chunk_timeout", max(MIN_CHUNK_TIMEOUT_S, matchmaking_time))
-    options.setdefault("allreduce_timeout", EXCHANGE_TIMEOUT_S)
-    options.setdefault("offload_optimizer", "auto")
-    options["delay_state_averaging"] = False  # without effect: weights are never averaged
-    tracker_opts = TRACKER_OPTIONS | options.get("tracker_opts", {})
-    return options | {"averager_opts": averager_opts, "tracker_opts": tracker_opts}
+        of_state = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_optimizer)
+    request_timeout = min(3.0, 0.5 * options.matchmaking_time)
+    return own | {
+        "load_state_compression": of_state,
+        "averager_opts": {"request_timeout": request_timeout} | own.get("averager_opts", {}),
+        "tracker_opts": TRACKER_OPTIONS | options.tracker_opts,
+        "delay_state_averaging": False,  # without effect: weights are never averaged
+    }
 
 
 def _codec(given: str | compression.CompressionBase) -> compression.CompressionBase:

@@ -60,7 +60,8 @@ class SwarmOptimizer(hivemind.Optimizer):
     backward pass. `local_epoch` is the step of the swarm that this peer has reached. With a running `node`:
 
         optimizer = build_optimizer(
-            {"run_id": "my_run", "target_batch_size": 256},  # samples per step, over all peers
+            OptSection(run_id="my_run", target_batch_size=256),  # samples per step, over all peers
+            RunSettings(),
             dht=node.dht,
             home=node,
             params=[{"params": list(model.parameters())}],

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Literal, Self
 
 from trahiv_cli.optim.history import MOST_STEPS
+from trahiv_cli.recipe.schema import SwarmSection
 
 Mode = Literal["sync", "overlap", "diloco", "streaming"]
 
@@ -34,6 +35,13 @@ class Pace:
     short run 0.9 left a loss 8 % higher than 0.5 (1M parameters from scratch, 50 local steps, two peers)."""
 
     keeps_codec: bool = False  # whether mode auto keeps the codec, because the recipe names it
+
+    @classmethod
+    def of(cls, swarm: SwarmSection) -> Self:
+        """Return the pace that a recipe asks for; for mode auto, a placeholder in mode sync."""
+        mode: Mode = "sync" if swarm.mode == "auto" else swarm.mode
+        outer = swarm.outer_learning_rate, swarm.outer_momentum
+        return cls(mode, None, swarm.local_steps, swarm.fragments, *outer)
 
     @property
     def has_local_steps(self) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import Location, dotted, leaves
@@ -22,14 +23,41 @@ Differences = tuple[tuple[str, object, object], ...]
 _RUN_ID = "hivemind_config.opt.run_id"
 
 
-def agreement(recipe: Recipe) -> dict[str, Any]:
-    """Return the agreement as plain data, with `run_id` filled in.
+@dataclass(frozen=True)
+class AgreedRun:
+    """A run, as all of its peers agree on it.
 
-    Reads no file: with local data, the result is complete only after `resolve` or `read_contents`.
+    The command line makes one of the user's recipe, and `swarm/exchange.py` one of a swarm's recipe.
     """
-    shared = _shared(recipe)
-    shared["hivemind_config"]["opt"]["run_id"] = run_id(recipe)
-    return shared
+
+    recipe: Recipe
+    """This peer's own recipe, with `run_id` filled in."""
+
+    run_id: str
+    """The run's name in the DHT."""
+
+    agreement: dict[str, Any]
+    """The part of the recipe that all peers share, as plain data."""
+
+    fingerprint: str
+    """The SHA-256 of the agreement, hexadecimal."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, run_id: str | None = None) -> Self:
+        """Agree on a recipe; reads no file, so local data needs its `content` already.
+
+        The recipe's own `run_id` goes before the one given here. The default is the recipe's name and 8
+        digits of the hash of the rest.
+        """
+        shared = _shared(recipe)
+        opt = shared["hivemind_config"]["opt"]
+        opt["run_id"] = opt["run_id"] or run_id or f"{recipe.name[:39]}-{fingerprint(shared)[:8]}"
+        return cls(_renamed(recipe, opt["run_id"]), opt["run_id"], shared, fingerprint(shared))
+
+
+def resolve(recipe: Recipe) -> AgreedRun:
+    """Agree on a recipe with the content of its local data; raises the same errors as `read_contents`."""
+    return AgreedRun.of(read_contents(recipe))
 
 
 def canonical(obj: Any) -> bytes:
@@ -47,29 +75,6 @@ def fingerprint(agreement_dict: dict[str, Any]) -> str:
     return hashlib.sha256(canonical(_nameless(agreement_dict))).hexdigest()
 
 
-def run_id(recipe: Recipe) -> str:
-    """Return the run's name in the DHT: as given, or the recipe's name and 8 digits of an agreement hash."""
-    given = recipe.hivemind_config.opt.run_id
-    return given if given is not None else f"{recipe.name[:39]}-{fingerprint(_shared(recipe))[:8]}"
-
-
-def resolve(recipe: Recipe) -> Recipe:
-    """Return the recipe with `run_id` and the content of local data filled in; see `read_contents`."""
-    return with_run_id(read_contents(recipe))
-
-
-def with_run_id(recipe: Recipe) -> Recipe:
-    """Return the recipe with its `run_id` filled in; reads no file."""
-    return renamed(recipe, run_id(recipe))
-
-
-def renamed(recipe: Recipe, name: str | None) -> Recipe:
-    """Return the same recipe with another `run_id`, or without one."""
-    config = recipe.hivemind_config
-    named = config.model_copy(update={"opt": config.opt.model_copy(update={"run_id": name})})
-    return recipe.model_copy(update={"hivemind_config": named})
-
-
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     """List the differences of two agreements: dotted path, our value, their value; `None` for no value."""
     ours_named, theirs_named, ours_flat, theirs_flat = (
@@ -83,8 +88,8 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     )
 
 
-def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
-    """Find the changes to a resolved recipe that make it another run.
+def what_changed(earlier: AgreedRun, later: AgreedRun) -> tuple[list[str], list[str]]:
+    """Find the changes to a recipe that make it another run.
 
     Another number of steps does not, nor does a `run_id` that is derived from the other fields.
 
@@ -93,18 +98,25 @@ def what_changed(earlier: Recipe, later: Recipe) -> tuple[list[str], list[str]]:
     """
     may_differ = {"training.max_steps"}
     edited = {}
-    if all(run_id(renamed(each, None)) == run_id(each) for each in (earlier, later)):
+    if all(AgreedRun.of(_renamed(run.recipe, None)).run_id == run.run_id for run in (earlier, later)):
         may_differ.add(_RUN_ID)
-    for index, (before, after) in enumerate(zip(earlier.data.datasets, later.data.datasets, strict=False)):
+    datasets = zip(earlier.recipe.data.datasets, later.recipe.data.datasets, strict=False)
+    for index, (before, after) in enumerate(datasets):
         is_same_name = local_name(before.path) == local_name(after.path)
         if before.content and after.content and before.content != after.content and is_same_name:
             edited[f"data.datasets.{index}.content"] = local_name(after.path).removeprefix(LOCAL)
     fields = [
         path
-        for path, _, _ in differences(agreement(earlier), agreement(later))
+        for path, _, _ in differences(earlier.agreement, later.agreement)
         if path not in may_differ and path.rpartition(".")[0] not in edited
     ]
     return fields, list(edited.values())
+
+
+def _renamed(recipe: Recipe, run_id: str | None) -> Recipe:
+    config = recipe.hivemind_config
+    named = config.model_copy(update={"opt": config.opt.model_copy(update={"run_id": run_id})})
+    return recipe.model_copy(update={"hivemind_config": named})
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _sha256(file: Path, _inode: int, _size: int, _mtime_ns: int) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def with_copies(recipe: Recipe, folder: Path) -> Recipe:
+def with_copies(recipe: Recipe, folder: Path | None) -> Recipe:
     """Return the recipe with the paths of copies, for datasets whose data is not at their own paths.
 
     A copy is a data file in `folder` or below. A dataset of several files matches a folder with these files
@@ -162,8 +162,10 @@ def with_copies(recipe: Recipe, folder: Path) -> Recipe:
 
     Args:
         recipe: this peer's own, or a stranger's, whose `local:` names are not looked up.
-        folder: searched without hidden folders and links to folders.
+        folder: searched without hidden folders and links to folders; None: no copy is looked for.
     """
+    if folder is None:
+        return recipe
     folder = folder.absolute()
     missing = [dataset for dataset in recipe.data.datasets if _is_missing(dataset)]
     files = _data_files(folder) if missing else []

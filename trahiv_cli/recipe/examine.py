@@ -21,7 +21,7 @@ from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.files import READ_BYTES, read_rows
 from trahiv_cli.recipe.paths import is_local, reader_of
 from trahiv_cli.recipe.rows import LABEL_HINT, MEND_A_ROW, Form, Tally, broken_row, label_error, listed
-from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe, section_of
+from trahiv_cli.recipe.schema import TASK_SECTIONS, DatasetSection, ModelSection, Recipe
 from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_types, unknown_model_type
 
 DOUBT = "data"
@@ -58,7 +58,6 @@ def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
     new = recipe.model.config
-    section = section_of(recipe.task) or ""
     config = _local_config(recipe.model) if new is None else new
     source: Location = ("model", "model_name_or_path" if new is None else "config")
     model_type = config.get("model_type")
@@ -74,10 +73,10 @@ def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
     if new is None and not (recipe.clm is not None and recipe.clm.packing and model_type in _TABLES):
         return  # in all other cases a sample longer than the context is a mistake
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
-    max_length = getattr(recipe, section).max_length
+    max_length = recipe.section.max_length
     context = config.get(key)
     if isinstance(context, int) and max_length > context:
-        path: Location = (section, "max_length")
+        path: Location = (TASK_SECTIONS[recipe.task], "max_length")
         is_said = path in document.values or document.is_replaced(path)
         yield document.finding_at(
             path if is_said else (*source, key),
@@ -163,7 +162,7 @@ def _form_of(recipe: Recipe, table: _Table) -> Form:
         return forms.sft_form(table, recipe.sft)
     if recipe.dpo is not None:
         return forms.dpo_form(table)
-    section = section_of(recipe.task) or ""
+    section = TASK_SECTIONS[recipe.task]
     text = getattr(recipe, section).dataset_text_field
     forms.require_text(table, text, f"{section}.dataset_text_field")
     if recipe.seq_cls is not None:

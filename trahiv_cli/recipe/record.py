@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import Finding, RecipeError
-from trahiv_cli.recipe.agreement import agreement, canonical
+from trahiv_cli.recipe.agreement import AgreedRun, canonical
 from trahiv_cli.recipe.content import in_words, with_copies
 from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.load import parse_recipe
@@ -47,13 +47,13 @@ PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 """Fields whose text libraries look up on this machine before they ask the hub."""
 
 
-def to_wire(recipe: Recipe) -> dict[str, Any]:
+def to_wire(run: AgreedRun) -> dict[str, Any]:
     """Return the wire form: the agreement, and the starter's own choices as suggestions."""
     suggested = Document({}, "")
-    for location, value in leaves(recipe.to_data()):
+    for location, value in leaves(run.recipe.to_data()):
         if SUGGESTED in marks_of(location):
             suggested.put(location, value)
-    return {"v": WIRE_VERSION, "shared": agreement(recipe), "suggested": suggested.data}
+    return {"v": WIRE_VERSION, "shared": run.agreement, "suggested": suggested.data}
 
 
 def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
@@ -72,15 +72,14 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
         raise _refusal([("v", message)], "use the starter's trahiv")
     _require_harmless(wire)
     recipe = parse_recipe(_completed(wire["shared"], wire["suggested"]), SOURCE, overrides)
-    if files is not None:
-        recipe = with_copies(recipe, files)
+    recipe = with_copies(recipe, files)
     _require_brought(recipe, files)
     return recipe
 
 
-def pack(recipe: Recipe) -> bytes:
+def pack(run: AgreedRun) -> bytes:
     """Compress a recipe's wire form; `RecipeError` if it is too long, or if other peers would refuse it."""
-    wire = to_wire(recipe)
+    wire = to_wire(run)
     try:
         _require_harmless(_bounded(wire))
     except RecipeError as error:

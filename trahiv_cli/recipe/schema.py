@@ -72,11 +72,6 @@ TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_a
 """Task -> the section that is about it; the others' sections have no place in its recipe."""
 
 
-def section_of(task: object) -> str | None:
-    """Return the name of the section that is about `task`, or None if there is no such task."""
-    return next((section for name, section in TASK_SECTIONS.items() if name == task), None)
-
-
 CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwise4"]
 
 WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
@@ -784,8 +779,11 @@ class Recipe(Section):
     @classmethod
     def _section_of_the_task(cls, data: Any) -> Any:
         """Give the task its section if it was left out or empty, with the defaults of its fields."""
-        section = section_of(data.get("task", "clm")) if isinstance(data, dict) else None
-        return data if section is None or data.get(section) is not None else {**data, section: {}}
+        if not isinstance(data, dict):
+            return data
+        task = data.get("task", "clm")
+        own = [section for name, section in TASK_SECTIONS.items() if name == task]
+        return data | {section: {} for section in own if data.get(section) is None}
 
     def _broken_rules(self) -> Rules:
         for task, section in TASK_SECTIONS.items():
@@ -830,6 +828,13 @@ class Recipe(Section):
             if dataset["content"] is None:
                 del dataset["content"]
         return data
+
+    @property
+    def section(self) -> ClmSection | SftSection | DpoSection | MlmSection | SeqClsSection:
+        """The section that is about the recipe's task."""
+        section: ClmSection | SftSection | DpoSection | MlmSection | SeqClsSection
+        section = getattr(self, TASK_SECTIONS[self.task])
+        return section
 
     @property
     def warmup_steps(self) -> int:

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, differences, fingerprint, run_id
-from trahiv_cli.recipe.content import read_contents
+from trahiv_cli.recipe.agreement import AgreedRun, differences, fingerprint, resolve
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
-from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
@@ -38,17 +36,16 @@ class PublishedRun:
     step: int  # the run's step, by its peers' last statuses
 
 
-def publish_recipe(node: Node, recipe: Recipe) -> None:
-    """Store the recipe in the DHT for two minutes.
+def publish_recipe(node: Node, run: AgreedRun) -> None:
+    """Store the run's recipe in the DHT for two minutes.
 
     Raises RecipeError if the recipe is too long, or if other peers would refuse it.
     """
-    packed = pack(recipe)
-    run = run_id(recipe)
+    packed = pack(run)
     # In reverse, so that a reader that finds the first part finds all.
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(run, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
+        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
 
 
 def fetch_offer(
@@ -117,8 +114,8 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     return wires
 
 
-def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> Recipe:
-    """Turn an offer into the recipe to run, with the checks for a stranger's recipe.
+def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> AgreedRun:
+    """Turn an offer into the run to train, with the checks for a stranger's recipe.
 
     `overrides` are the newcomer's own `--set`; `files` is the folder with its copies of the starter's data.
 
@@ -127,13 +124,12 @@ def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path
         AssetError: these files are missing.
         RecipeMismatch: these files have other content, or the recipe resolves to another fingerprint here.
     """
-    recipe = read_contents(from_wire(offer.wire, overrides, files))
-    shared = agreement(recipe)
-    ours = fingerprint(shared)
-    if ours != offer.fingerprint:
+    run = resolve(from_wire(offer.wire, overrides, files))
+    if run.fingerprint != offer.fingerprint:
         raise RecipeMismatch(
-            f"The swarm's recipe has fingerprint {offer.fingerprint[:12]}; here it resolves to {ours[:12]}.",
+            f"The swarm's recipe has fingerprint {offer.fingerprint[:12]}; "
+            f"here it resolves to {run.fingerprint[:12]}.",
             hint="the peers run another version of trahiv, or a --set changed what all must share",
-            differences=differences(shared, offer.wire["shared"]),
+            differences=differences(run.agreement, offer.wire["shared"]),
         )
-    return recipe
+    return run

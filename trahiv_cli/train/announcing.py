@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trahiv_cli.errors import SwarmError
+from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.pasted import join_by
-from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.swarm.addresses import reach_of
 from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.invitation import write_invitation
@@ -130,8 +130,8 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 
 
 @contextmanager
-def published(node: Node, recipe: Recipe | None, account: Account, events: Events) -> Iterator[None]:
-    """While the block runs, keep this peer's status, and the recipe if there is one, in the DHT.
+def published(node: Node, run: AgreedRun | None, account: Account, events: Events) -> Iterator[None]:
+    """While the block runs, keep this peer's status, and the run's recipe if there is one, in the DHT.
 
     Every 15 s, or less often in a large swarm, the event `peers` reports the statuses of the swarm's peers.
     """
@@ -141,8 +141,8 @@ def published(node: Node, recipe: Recipe | None, account: Account, events: Event
 
     def publish() -> None:
         nonlocal look_at, is_warned
-        if recipe is not None:
-            publish_recipe(node, recipe)
+        if run is not None:
+            publish_recipe(node, run)
         if stop.is_set():
             return
         if (now := time.monotonic()) >= look_at:

@@ -30,7 +30,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 
 from trahiv_cli.optim.assemble import UPSTREAM
-from trahiv_cli.recipe.schema import OWN, OptSection, Section, SwarmSection, TrainingSection, marks_of
+from trahiv_cli.recipe.schema import OWN, Section, TrainingSection, marks_of
 from trahiv_cli.train.checkpoint import random_states, set_random_states
 from trahiv_cli.train.comparison import VALUES, likeness
 from trahiv_cli.train.division import Divided, DividedSampler
@@ -117,8 +117,8 @@ def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> di
         told["seed of the data's order"] = divided.seed
     if isinstance(divided, DividedSampler):
         told[VALUES] = digest_of_samples(trainer.train_dataset)
-    told |= _shared(OptSection, ("hivemind_config", "opt"), settings.options)
-    told |= _shared(SwarmSection, ("swarm",), settings.swarm.model_dump())
+    told |= _shared(settings.opt, "hivemind_config", "opt")
+    told |= _shared(settings.swarm, "swarm")
     configs = [("config", getattr(model, "config", None))]
     configs += [("peft", adapter) for adapter in getattr(model, "peft_config", {}).values()]
     for kind, config in configs:
@@ -220,11 +220,12 @@ def _changed(
     return changed
 
 
-def _shared(section: type[Section], location: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(section: Section, *location: str) -> dict[str, Any]:
     """Return the shared fields of a recipe's section that are not at their defaults."""
-    defaults = section().model_dump()
+    known = type(section).model_fields
     return {
         f"{location[-1]}.{name}": value
-        for name, value in values.items()
-        if OWN not in marks_of((*location, name)) and _plain(value) != _plain(defaults.get(name))
+        for name, value in section
+        if OWN not in marks_of((*location, name))
+        and _plain(value) != _plain(known[name].default if name in known else None)
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import Trainer
 
-from trahiv_cli.swarm.invitation import read_invitation
+from trahiv_cli.swarm.invitation import Invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import ReachRules
 from trahiv_cli.telemetry.events import Events
@@ -28,12 +28,12 @@ from trahiv_cli.train.settings import SwarmSettings
 
 def started(settings: SwarmSettings, folder: Path) -> Node:
     """Start the node of a drop-in; raises the same errors as `Node`."""
-    if not settings.options["verbose"] and "HIVEMIND_LOGLEVEL" not in os.environ:
+    if not settings.opt.verbose and "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.WARNING)
     return start_node(
         settings.dht,
         folder,
-        read_invitation(settings.initial_peers),
+        Invitation(),
         is_public=settings.swarm.public,
         reach=ReachRules(relay_mbit=settings.swarm.relay),
     )
@@ -51,7 +51,7 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
     max_steps = settings.max_steps(trainer.swarm_args, trainer.train_dataset)
     saved = saved_in(folder)
     given = given_in(folder)
-    account = Account(settings.run_id, saved[-1].step if saved else 0, max_steps, given=given)
+    account = Account(settings.opt.run_id, saved[-1].step if saved else 0, max_steps, given=given)
     events.add(account)
     with contextlib.ExitStack() as stack, published(node, None, account, events), reach_told(node, events):
         stack.callback(events.remove, account)
@@ -59,10 +59,10 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
             node,
             folder,
             events,
-            settings.run_id,
+            settings.opt.run_id,
             joined="initial_peers = [{!r}]".format,
             max_steps=max_steps,
-            target_batch_size=settings.target,
+            target_batch_size=settings.opt.target_batch_size,
         )
         log_how_to_join(node, file)
         with progress_told(trainer, events):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
-from trahiv_cli.recipe.agreement import agreement, differences, renamed, run_id, what_changed
+from trahiv_cli.recipe.agreement import AgreedRun, differences, what_changed
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.run.lock import RESOLVED, RUNS, folder_taken, holder_of, owned
@@ -108,17 +108,17 @@ def _resting(output_dir: Path | None) -> list[Path]:
 # -- the contents -----------------------------------------------------------------------------------
 
 
-def read_run(folder: Path) -> Recipe:
-    """Read the resolved recipe in a run's folder; raises `SetupError` if there is none of this version."""
+def read_run(folder: Path) -> AgreedRun:
+    """Read a folder's run from its resolved recipe; raises `SetupError` if none is of this version."""
     path = folder / RESOLVED
     try:
-        return parse_recipe(json.loads(path.read_text(encoding="utf-8")), str(path))
+        return AgreedRun.of(parse_recipe(json.loads(path.read_text(encoding="utf-8")), str(path)))
     except (OSError, ValueError, RecursionError, RecipeError) as error:
         raise SetupError(f"{path} is not a recipe of this version of trahiv.", ANOTHER_PLACE) from error
 
 
-def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
-    """Write the recipe into the run's folder, as given and resolved.
+def keep_recipe(folder: Path, run: AgreedRun, text: str) -> None:
+    """Write the recipe into the run's folder, as given (`text`) and resolved.
 
     Raises `SetupError` if the folder holds a run of another agreement, which stays unchanged, or can't be
     written.
@@ -128,16 +128,16 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
     if resolved.exists():
         there = read_run(folder)
         is_own_copy = resolved.read_text(encoding="utf-8") == text
-        fields, files = what_changed(there, recipe)
+        fields, files = what_changed(there, run)
         if fields or files:
             different = ", ".join([*(f"the content of {file}" for file in files), *fields])
             old_files = f"bring the old {' and '.join(files)} back to go on with it, or " if files else ""
             raise SetupError(
-                f"{folder} holds another run, {run_id(there)}: it differs in {different}.",
+                f"{folder} holds another run, {there.run_id}: it differs in {different}.",
                 hint=old_files + ANOTHER_PLACE,
             )
     contents = {} if is_own_copy else {folder / "recipe.yaml": text}  # a resolved copy does not replace it
-    contents[resolved] = json.dumps(recipe.to_data(), indent=2) + "\n"
+    contents[resolved] = json.dumps(run.recipe.to_data(), indent=2) + "\n"
     try:
         for file, content in contents.items():
             write_whole(file, content.encode())
@@ -148,19 +148,19 @@ def keep_recipe(folder: Path, recipe: Recipe, text: str) -> None:
         ) from error
 
 
-def warn_of_edited_data(recipe: Recipe, folder: Path, events: Events) -> None:
+def warn_of_edited_data(run: AgreedRun, folder: Path, events: Events) -> None:
     """Warn if a new run differs from the newest similar run only in data files that were edited since."""
     others = [path for path in RUNS.glob(f"*/{RESOLVED}") if path.parent != folder]
-    for run in (path.parent for path in sorted(others, key=lambda path: -path.stat().st_mtime)):
+    for other in (path.parent for path in sorted(others, key=lambda path: -path.stat().st_mtime)):
         with contextlib.suppress(SetupError):  # a folder of another version
-            fields, files = what_changed(read_run(run), recipe)
-            if fields or not files or not (saved := saved_in(run)):
+            fields, files = what_changed(read_run(other), run)
+            if fields or not files or not (saved := saved_in(other)):
                 continue
             names = " and ".join(files)
             differ = "differ from those" if files[1:] else "differs from the one"
-            message = f"This is another run, from step 0: {names} {differ} that {run} was trained on, "
+            message = f"This is another run, from step 0: {names} {differ} that {other} was trained on, "
             message += f"which is at step {saved[-1].step}."
-            hint = f"bring the old {names} back and type the same command to go on with {run}"
+            hint = f"bring the old {names} back and type the same command to go on with {other}"
             events.warn("data", message, hint)
             return
 
@@ -237,17 +237,16 @@ def scout(
     return offer
 
 
-def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> Recipe:
-    """Return the recipe under the swarm's run_id; raises `RecipeMismatch` with all differences."""
-    if recipe.hivemind_config.opt.run_id is None:
-        recipe = renamed(recipe, offer.run_id)
-    if different := differences(agreement(recipe), offer.wire["shared"]):
+def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> AgreedRun:
+    """Agree on the recipe under the swarm's run_id; raises `RecipeMismatch` with all differences."""
+    run = AgreedRun.of(recipe, offer.run_id)
+    if different := differences(run.agreement, offer.wire["shared"]):
         raise RecipeMismatch(
             f"The swarm trains another recipe: it differs in {len(different)} of the fields that all share.",
             hint="join without RECIPE to take the swarm's, or change these fields",
             differences=different,
         )
-    return recipe
+    return run
 
 
 def start_node(

@@ -232,26 +232,27 @@ class InSwarm(_Host):
         inner = self.optimizer
         with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
             own = compared_by(self, self._max_steps, self._divided, has_recipe=self._has_recipe)
-        comparison = Comparison(self.node, settings.run_id, own)
+        comparison = Comparison(self.node, settings.opt.run_id, own)
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events)
         newest = checkpoints.newest()
         if newest is not None:
             newest.load_weights(plain)  # before the constructor, which copies the weights with offload
         optimizer: SwarmOptimizer
         self.swarm_optimizer = optimizer = build_optimizer(
-            settings.options,
+            settings.opt,
+            settings.run_settings(
+                schema=comparison.schema,
+                max_grad_norm=args.max_grad_norm or 0.0,
+                max_steps=self._max_steps,
+            ),
             dht=self.node.dht,
             home=self.node,
-            schema=comparison.schema,
             samples_per_step=self._samples_per_step,
             only_dials=self.node.only_dials(),
             params=copied(inner.param_groups),
             model=plain,
             optimizer=partial(move, inner),
             scheduler=lambda _: self._schedule,
-            max_grad_norm=args.max_grad_norm or 0.0,
-            max_steps=self._max_steps,
-            **settings.round_keywords(),
             events=events,
             when_no_group_is_found=lambda: comparison.repeat(optimizer.tracker.others),
             should_leave=self._should_leave,

@@ -26,14 +26,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
-from trahiv_cli.recipe.schema import DhtSection, Recipe, section_of
+from trahiv_cli.recipe.agreement import AgreedRun
+from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.run.control import forget_request
-from trahiv_cli.run.lock import RUNS, owned
+from trahiv_cli.run.lock import RESOLVED, RUNS, owned
 from trahiv_cli.swarm.acquaintances import known_peers
 from trahiv_cli.swarm.files import INVITED_BY_FILE, MEMBER_FILE
 from trahiv_cli.swarm.invitation import Invitation, keep_invitation
@@ -56,6 +56,8 @@ from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left, Reas
 from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes
 
 if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
     from trahiv_cli.assets.data import Splits
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
@@ -98,6 +100,7 @@ class PeerOptions:
     wait_s: float | None = None  # longest wait of a run's first step for `swarm.min_peers`
     budget: Budget = ENDLESS_BUDGET  # the contribution after which this peer leaves
     resume: str = ""  # the command to resume after a stop; only its `--on-event` may hold a secret
+    piped: str | None = None  # the word in `resume` for a recipe that came through a pipe
     name: str = ""  # the user's name for this peer, which it publishes
     conditions: tuple[Condition, ...] = ()  # it trains only while all of them hold
     max_upload: float | None = None  # Mbit/s
@@ -122,18 +125,20 @@ class PeerOptions:
 
     def resume_in(self, folder: Path, run: str) -> str:
         """Return the command to resume, with the options that depend on the folder."""
-        words: list[object] = []
+        # A recipe from a pipe can't be read again; the paths in the run's own copy are absolute.
+        typed = shlex.split(self.resume)
+        words: list[object] = [folder / RESOLVED if word == self.piped else word for word in typed]
         if folder != RUNS / run and "--output-dir" not in self.resume:
             words += ["--output-dir", folder]
         if self.was_line_hidden and (folder / INVITED_BY_FILE).exists():
             words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
-        return " ".join(filter(None, [self.resume, shlex.join(map(str, words))]))
+        return shlex.join(map(str, words))
 
 
-def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
-    """Start or join the recipe's swarm, train with it, and leave in good order.
+def run_peer(run: AgreedRun, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
+    """Start or join the run's swarm, train with it, and leave in good order.
 
-    A joiner's recipe has been compared with the swarm's already; `text` is the recipe as its author wrote it.
+    A joiner's run has been compared with the swarm's already; `text` is the recipe as its author wrote it.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left.
@@ -141,19 +146,17 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         AssetError, OutOfMemory: the model or the data can't be loaded, or memory ran out during training.
         RecipeMismatch, RoundFailed: see `enter`; the mismatch may also concern local data.
     """
-    with events.waiting("the data files to be read, to tell them from others", until_s=3600):
-        recipe = resolve(recipe)
-    run = run_id(recipe)
+    recipe = run.recipe
     invitation = options.invitation
-    usual = options.folder(run)
+    usual = options.folder(run.run_id)
     is_choosing = options.output_dir is None and bool(invitation.addresses)
-    with owned_to_join(run, invitation.membership) if is_choosing else owned(usual) as folder:
+    with owned_to_join(run.run_id, invitation.membership) if is_choosing else owned(usual) as folder:
         if folder != usual:
             message = f"This peer's folder is {folder}: {usual} is that of another peer."
             events.emit("folder", path=str(folder), message=message)
         if not options.is_again:
             forget_request(folder)
-        keep_recipe(folder, recipe, text)
+        keep_recipe(folder, run, text)
         saved = saved_in(folder)
         max_steps = recipe.training.max_steps
         if (folder / FINAL).exists() and not (saved and saved[-1].step < max_steps):
@@ -163,11 +166,11 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
         # An invitation without a membership does not replace an earlier one with a membership.
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
             keep_invitation(folder / INVITED_BY_FILE, invitation)
-        leaving.resume = options.resume_in(folder, run)
+        leaving.resume = options.resume_in(folder, run.run_id)
         with recorded(folder, events):
             log_to(folder / "trahiv.log", is_verbose=recipe.hivemind_config.opt.verbose)
             try:
-                ended = _train(folder, recipe, options, events, leaving)
+                ended = _train(folder, run, options, events, leaving)
             except Left:  # before it trained; earlier checkpoints are unchanged
                 saved = saved_in(folder)
                 reason = leaving.reason or "signal"
@@ -181,26 +184,27 @@ def run_peer(recipe: Recipe, text: str, options: PeerOptions, events: Events, le
             return ended
 
 
-def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
+def _train(folder: Path, run: AgreedRun, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
+    recipe = run.recipe
     joins = bool(options.invitation.addresses)
     resumes = bool(saved_in(folder))
     given = given_in(folder)
     max_steps = recipe.training.max_steps
     with leaving.interruptible():
         if not resumes and options.reached_step == 0:
-            warn_of_edited_data(recipe, folder, events)
+            warn_of_edited_data(run, folder, events)
         node = options.node(recipe.hivemind_config.dht, folder, recipe.swarm.relay)
 
     with ExitStack() as stack:
         stack.enter_context(node)
         step = max([options.reached_step, *(one.step for one in saved_in(folder))])
-        account = Account(run_id(recipe), step, max_steps, options.name, given)
+        account = Account(run.run_id, step, max_steps, options.name, given)
         wishes = Wishes(folder, leaving, options.conditions)
         events.add(account)
         events.add(wishes)
-        tell_how_to_join = partial(invite, node, folder, recipe, events, joins=joins)
+        tell_how_to_join = partial(invite, node, folder, run, events, joins=joins)
         most_s = options.budget.seconds
-        held_s = hold(node, recipe, account, events, wishes, leaving, most_s, tell_how_to_join)
+        held_s = hold(node, run, account, events, wishes, leaving, most_s, tell_how_to_join)
         budget = replace(options.budget, seconds=options.budget.seconds - held_s)
         stack.enter_context(wishes.heard())
         with leaving.interruptible():
@@ -219,27 +223,27 @@ def _train(folder: Path, recipe: Recipe, options: PeerOptions, events: Events, l
         stack.enter_context(translated_out_of_memory())
         with heeding(partial(events.warn, "data")):
             with leaving.interruptible():
-                tokenizer, splits = _prepare(recipe, folder, node, events)
+                name = options.name or node.peer_id[-6:]
+                arguments, splits = _prepare(run, folder, name, node, events)
             with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
                 own = {"node": node, "events": events, "should_leave": leaving, "budget": budget}
                 own |= {"reached_step": options.reached_step, "wait_s": options.wait_s, "given_before": given}
-                name = options.name or node.peer_id[-6:]
-                group_in_trackers(recipe, name)
+                group_in_trackers(run.run_id, name)
                 with attempting("The model could not be made ready"):
-                    trainer = build_trainer(recipe, folder, tokenizer, splits, name=name, **own)
-                rehearse(trainer, recipe, tokenizer, events)
+                    trainer = build_trainer(run, arguments, splits, **own)
+                rehearse(trainer, recipe, events)
             trainer.remove_callback(PrinterCallback)
-        stack.enter_context(published(node, recipe, account, events))
+        stack.enter_context(published(node, run, account, events))
         if not held_s:
             tell_how_to_join()
         with leaving.interruptible():
             # For comparison with the sample at the end. A pretrained model writes none: it may be slow, and
             # bitsandbytes repacks quantized weights when a CPU evaluates them.
             if recipe.model.config and not resumes and not joins:
-                show_sample(trainer, tokenizer, recipe, splits, 0, events)
+                show_sample(trainer, recipe, splits, 0, events)
         with progress_told(trainer, events), reach_told(node, events), explaining_the_data():
             _spend(trainer, leaving)
-        return finish(trainer, tokenizer, recipe, splits, folder, events, leaving.reason or "signal")
+        return finish(trainer, run, splits, folder, events, leaving.reason or "signal")
 
 
 def _spend(trainer: SwarmTrainerMixin, leaving: Leaving) -> None:
@@ -251,16 +255,16 @@ def _spend(trainer: SwarmTrainerMixin, leaving: Leaving) -> None:
             leaving.spent = trainer.swarm_callback.spent
 
 
-def invite(node: Node, folder: Path, recipe: Recipe, events: Events, *, joins: bool) -> None:
+def invite(node: Node, folder: Path, run: AgreedRun, events: Events, *, joins: bool) -> None:
     """Announce how others join the run; warn if this peer `joins` and no other peer answers."""
     announce(
         node,
         folder,
         events,
-        run_id(recipe),
-        fingerprint(agreement(recipe)),
-        max_steps=recipe.training.max_steps,
-        target_batch_size=recipe.hivemind_config.opt.target_batch_size,
+        run.run_id,
+        run.fingerprint,
+        max_steps=run.recipe.training.max_steps,
+        target_batch_size=run.recipe.hivemind_config.opt.target_batch_size,
     )
     if joins and not node.run(known_peers):
         events.warn(
@@ -273,7 +277,7 @@ def invite(node: Node, folder: Path, recipe: Recipe, events: Events, *, joins: b
 
 def hold(
     node: Node,
-    recipe: Recipe,
+    run: AgreedRun,
     account: Account,
     events: Events,
     wishes: Wishes,
@@ -304,7 +308,7 @@ def hold(
     if not wishes.why_paused():
         return 0.0
     me = {"run_id": account.status.run_id, "peer_id": node.peer_id}
-    with leaving.interruptible(), published(node, recipe, account, events), reach_told(node, events):
+    with leaving.interruptible(), published(node, run, account, events), reach_told(node, events):
         tell_how_to_join()
         while why := wishes.why_paused():
             if why != said:
@@ -324,8 +328,7 @@ def hold(
 
 def finish(
     trainer: SwarmTrainerMixin,
-    tokenizer: Any,
-    recipe: Recipe,
+    run: AgreedRun,
     splits: Splits,
     folder: Path,
     events: Events,
@@ -338,22 +341,23 @@ def finish(
     step = optimizer.local_epoch
     callback.save_checkpoint()
     path = callback.checkpoints.finish()
-    if step < recipe.training.max_steps:
+    if step < run.recipe.training.max_steps:
         reason = "budget" if callback.has_spent_budget else reason
         return Ended(reason, step, path)
     from trahiv_cli.assets.export import model_card, write_final
 
     if trainer.eval_dataset is not None and callback.evaluated_at != step:
         trainer.evaluate()
-    card = model_card(recipe, samples=callback.samples_seen, peers=callback.most_peers)
+    card = model_card(run, samples=callback.samples_seen, peers=callback.most_peers)
     with optimizer.agreed_weights():
-        write_final(trainer.accelerator.unwrap_model(trainer.model), tokenizer, folder / FINAL, card)
-        show_sample(trainer, tokenizer, recipe, splits, step, events)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        write_final(model, splits.tokenizer, folder / FINAL, card)
+        show_sample(trainer, run.recipe, splits, step, events)
     return Ended("max_steps", step, folder / FINAL)
 
 
 def show_sample(
-    trainer: SwarmTrainerMixin, tokenizer: Any, recipe: Recipe, splits: Splits, step: int, events: Events
+    trainer: SwarmTrainerMixin, recipe: Recipe, splits: Splits, step: int, events: Events
 ) -> None:
     """Emit a text that the model writes, if its task is to write text.
 
@@ -365,7 +369,8 @@ def show_sample(
     from trahiv_cli.assets.export import Prompt, open_turn, sample_text
 
     # Half of the trained length each for prompt and text: some models have no positions beyond that length.
-    half = getattr(recipe, section_of(recipe.task) or "").max_length // 2
+    half = recipe.section.max_length // 2
+    tokenizer = splits.tokenizer
     prompt = None
     if recipe.clm is None:
         prompt = open_turn(tokenizer, next(iter(splits.eval or splits.train)), half)
@@ -380,13 +385,13 @@ def show_sample(
     events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
 
 
-def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving, dht: DhtSection) -> Ended:
+def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
     """Run a bootstrap node, by which others can join, until `leaving` or the budget's time ends it."""
     ended = Ended("budget")
     seconds = options.budget.seconds
     try:
         with owned(options.folder("bootstrap")) as folder, leaving.interruptible():
-            with options.node(dht, folder) as node:
+            with options.node(DhtSection(), folder) as node:
                 announce(node, folder, events)
                 with reach_told(node, events):
                     threading.Event().wait(None if math.isinf(seconds) else seconds)
@@ -408,7 +413,9 @@ def _load_libraries(events: Events) -> None:
         datasets_logging.set_verbosity_error()
 
 
-def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[Any, Splits]:
+def _prepare(
+    run: AgreedRun, folder: Path, name: str, node: Node, events: Events
+) -> tuple[TrainingArguments, Splits]:
     """Load the tokenizer and the data, and check them and this machine."""
     from trahiv_cli.assets.data import build_datasets
     from trahiv_cli.assets.model import build_tokenizer, require_memory
@@ -416,14 +423,14 @@ def _prepare(recipe: Recipe, folder: Path, node: Node, events: Events) -> tuple[
     from trahiv_cli.train.settings import registered, require_swarmable
     from trahiv_cli.train.tasks import training_arguments
 
-    arguments = training_arguments(recipe, folder)
+    recipe = run.recipe
+    arguments = training_arguments(run, folder, name)
     require_swarmable(arguments, {})  # report missing hardware and packages before data is read
     registered(arguments)
     require_memory(recipe)
     tokenizer = build_tokenizer(recipe)
-    seed = recipe.training.seed
     with events.waiting("the data to be read and tokenized", until_s=3600):
-        peer_seed = derive_peer_seed(seed, node.peer_id)
-        splits = build_datasets(recipe, tokenizer, seed=seed, peer_seed=peer_seed)
-        require_trainable(recipe, tokenizer, splits)
-    return tokenizer, splits
+        peer_seed = derive_peer_seed(recipe.training.seed, node.peer_id)
+        splits = build_datasets(recipe, tokenizer, peer_seed=peer_seed)
+        require_trainable(recipe, splits)
+    return arguments, splits

@@ -27,18 +27,13 @@ from trahiv_cli.assets.data import Splits, build_datasets
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_a_batch
-from trahiv_cli.recipe.schema import Recipe, section_of
-from trahiv_cli.train.tasks import heeding, preparing, training_arguments
+from trahiv_cli.recipe.schema import TASK_SECTIONS, Recipe, Task
+from trahiv_cli.train.tasks import heeding, preparing, task_arguments
 
 logger = logging.getLogger(__name__)
 
 LOOKED_AT = 1000
 """Number of samples that the figures cover: TRL packs this number at a time, and tokenizes it in seconds."""
-
-_ON_ANY_MACHINE = {"optim": "adamw_torch", "report_to": [], "eval_steps": 0} | dict.fromkeys(
-    ("bf16", "fp16", "torch_compile", "activation_checkpointing"), False
-)
-"""Settings for a machine that only previews data and may lack the training's hardware and packages."""
 
 Tokens = list[tuple[int, bool]]
 """One input sequence of the model: each token's id, and whether it is trained."""
@@ -75,7 +70,7 @@ class Preview:
     """Some samples, and figures of the first samples of the data."""
 
     name: str
-    task: str
+    task: Task
     max_length: int
     packed: bool
     num_samples: int | None  # of the whole data, for `sft` before packing; None for a stream
@@ -120,15 +115,15 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
     Raises:
         AssetError: the tokenizer or the data can't be loaded, or do not fit the task.
     """
-    tokenizer = build_tokenizer(recipe)
     seed = recipe.training.seed
     told: list[tuple[str, str]] = []
+    tokenizer = build_tokenizer(recipe)
     with heeding(lambda message, hint: told.append((message, hint))):
-        train = build_datasets(recipe, tokenizer, seed=seed, peer_seed=seed).train
+        splits = build_datasets(recipe, tokenizer, peer_seed=seed)
         torch.manual_seed(seed)  # for the random choice of the tokens that `mlm` hides
-        looked_at, rows = _rows_of(recipe, tokenizer, train)
+        looked_at, rows = _rows_of(recipe, splits)
         warn_of_cuts(recipe, looked_at, rows)
-    section = getattr(recipe, section_of(recipe.task) or "")
+    section = recipe.section
     classes = {}
     is_packed = getattr(section, "packing", False)
     lengths = []
@@ -148,7 +143,7 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
         task=recipe.task,
         max_length=section.max_length,
         packed=is_packed,
-        num_samples=None if isinstance(train, IterableDataset) else len(train),
+        num_samples=None if isinstance(splits.train, IterableDataset) else len(splits.train),
         looked_at=looked_at,
         rows=len(rows),
         tokens=sum(row.num_tokens for row in rows),
@@ -164,7 +159,7 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
     return preview, told
 
 
-def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits: Splits) -> None:
+def require_trainable(recipe: Recipe, splits: Splits) -> None:
     """Prepare the first samples as training will, without loading the model.
 
     Raises:
@@ -176,7 +171,7 @@ def require_trainable(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, splits
     if isinstance(train, Dataset) and (sft is None or not sft.packing):
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
         require_a_batch(len(train), local)
-    looked_at, rows = _rows_of(recipe, tokenizer, train)
+    looked_at, rows = _rows_of(recipe, splits)
     if recipe.seq_cls is None and not any(row.num_trained for row in rows):
         raise AssetError(*_nothing_to_learn(recipe, looked_at))
     warn_of_cuts(recipe, looked_at, rows)
@@ -187,7 +182,7 @@ def warn_of_cuts(recipe: Recipe, looked_at: int, rows: Sequence[Row]) -> None:
     section = recipe.sft or recipe.dpo
     if section is None or getattr(section, "packing", False):
         return
-    limit = f"{section.max_length:,} tokens (`{section_of(recipe.task)}.max_length`)"
+    limit = f"{section.max_length:,} tokens (`{TASK_SECTIONS[recipe.task]}.max_length`)"
     if num_cut := sum(max(map(len, row.sequences)) == section.max_length for row in rows):
         logger.warning(
             "%d of the first %d samples fill %s: answers of longer ones are cut in the middle.",
@@ -207,8 +202,8 @@ def warn_of_cuts(recipe: Recipe, looked_at: int, rows: Sequence[Row]) -> None:
 
 
 def _nothing_to_learn(recipe: Recipe, looked_at: int) -> tuple[str, str]:
-    section = section_of(recipe.task) or ""
-    limit = getattr(recipe, section).max_length
+    section = TASK_SECTIONS[recipe.task]
+    limit = recipe.section.max_length
     return (
         f"There is nothing to learn: none of the first {looked_at:,} samples trains a token. "
         f"All in them is prompt, or was cut off at {limit:,} tokens.",
@@ -216,16 +211,15 @@ def _nothing_to_learn(recipe: Recipe, looked_at: int) -> tuple[str, str]:
     )
 
 
-def _rows_of(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, train: Dataset | IterableDataset
-) -> tuple[int, list[Row]]:
+def _rows_of(recipe: Recipe, splits: Splits) -> tuple[int, list[Row]]:
     """Read the first samples; return their number, and the model's inputs made from them."""
     with preparing():
-        samples = list(islice(train, LOOKED_AT))
-        collate = build_collator(recipe, tokenizer)
+        samples = list(islice(splits.train, LOOKED_AT))
+        collate = build_collator(recipe, splits.tokenizer)
         looked_at = len(samples)
         if collate is None:  # TRL neither caches the result of a dataset in memory, nor reads it from a cache
-            trainer = _trl_trainer(recipe, tokenizer, Dataset.from_list(samples, features=train.features))
+            rows = Dataset.from_list(samples, features=splits.train.features)
+            trainer = _trl_trainer(recipe, splits.tokenizer, rows)
             samples = trainer.train_dataset
             collate = trainer.data_collator
     batches = ((sample, collate([sample])) for sample in samples)
@@ -236,13 +230,14 @@ def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Datas
     """Make TRL's trainer for `rows` with a tiny model."""
     from trl import DPOTrainer, SFTTrainer
 
-    training = recipe.training.model_copy(update=_ON_ANY_MACHINE)
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
     with tempfile.TemporaryDirectory() as folder:
-        args: Any = training_arguments(recipe.model_copy(update={"training": training}), Path(folder))
-        args.dataset_num_proc = None  # processes take longer to start than these rows take
+        # In this process: others take longer to start than these rows take.
+        args: Any = task_arguments(
+            recipe, Path(folder), None, seed=recipe.training.seed, bf16=False, report_to=[]
+        )
         common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
         if recipe.sft is not None:
             return SFTTrainer(model, **common)

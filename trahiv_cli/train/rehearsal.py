@@ -39,7 +39,7 @@ LEAK = 1e-4
 float32 with random weights, models that keep samples apart gave at most 1e-7, other models at least 2e-4."""
 
 
-def rehearse(trainer: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, events: Events) -> None:
+def rehearse(trainer: Any, recipe: Recipe, events: Events) -> None:
     """Rehearse training and saving with the `trainer`, a `SwarmTrainerMixin`.
 
     It may correct the model's generation config, which then lists the tokens that end a turn.
@@ -62,8 +62,8 @@ def rehearse(trainer: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, e
         if base.can_generate():
             correct_generation(base, events)
             if recipe.clm is None:
-                teach_end(trainer, base, tokenizer, samples, events)
-        rehearse_saving(base, tokenizer, is_whole=not has_adapters)
+                teach_end(trainer, base, samples, events)
+        rehearse_saving(base, trainer.processing_class, is_whole=not has_adapters)
 
 
 @contextmanager
@@ -187,17 +187,12 @@ def correct_generation(base: Any, events: Events) -> None:
         )
 
 
-def teach_end(
-    trainer: Any,
-    base: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: list[Any],
-    events: Events,
-) -> None:
+def teach_end(trainer: Any, base: Any, samples: list[Any], events: Events) -> None:
     """Add the special token that ends the trained part of most samples to the generation config's end tokens.
 
     Whitespace after it does not count. Warn if no sample trains such a token: the model would learn no end.
     """
+    tokenizer = trainer.processing_class
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ends: list[int] = []
     for sample in samples:

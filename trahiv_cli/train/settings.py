@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from hivemind.compression import CompressionBase
-from pydantic import ValidationError
+from pydantic import ValidationError, field_validator
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
+from trahiv_cli.optim.assemble import OptKeywords
 from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.recipe.schema import DhtSection, OptSection, Section, SwarmSection
+from trahiv_cli.optim.parts import RunSettings
+from trahiv_cli.recipe.schema import DhtSection, HivemindConfig, OptSection, Section, SwarmSection
 
 _Section = TypeVar("_Section", bound=Section)
 
@@ -44,58 +45,59 @@ class SwarmTrainingArguments(TrainingArguments):
     )
 
 
+class DhtKeywords(DhtSection):
+    """`hivemind_config.dht` in Python, where `initial_peers` may hold invitations, or be one of them."""
+
+    initial_peers: list[str] = []
+
+    @field_validator("initial_peers", mode="before")
+    @classmethod
+    def _may_be_one(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else list(map(str, given))
+
+
 @dataclass(frozen=True)
 class SwarmSettings:
     """A trainer's settings of its swarm, checked. A `SwarmTrainerMixin` creates them once and keeps them."""
 
-    options: dict[str, Any]
-    """`hivemind_config.opt`, with defaults; compressions are names or hivemind's objects."""
-
-    dht: DhtSection  # without `initial_peers`
-    initial_peers: tuple[str, ...]  # multiaddrs, invitations, or `@FILE` with such lines
+    dht: DhtSection
+    opt: OptSection  # with a `run_id`
     swarm: SwarmSection
-    run_id: str  # the run's name in the DHT
-    target: int  # samples in a step of the swarm
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], swarm: SwarmSection | dict[str, Any] | None) -> Self:
-        """Check `hivemind_config`, and the recipe's section `swarm` or its fields; raises `RecipeError`."""
-        dht, opt = (dict(config.get(name) or {}) for name in ("dht", "opt"))
-        options = OptSection().model_dump() | opt
-        peers = dht.pop("initial_peers", None) or ()
-        section = swarm if isinstance(swarm, SwarmSection) else _checked(SwarmSection, "swarm", swarm or {})
-        said = {name: options[name] for name in OptSection.model_fields}
-        said = {name: value for name, value in said.items() if not isinstance(value, CompressionBase)}
-        _checked(OptSection, "hivemind_config.opt", said)
-        if options["run_id"] is None:
+    def read(
+        cls, config: HivemindConfig | Mapping[str, Any], swarm: SwarmSection | Mapping[str, Any] | None
+    ) -> Self:
+        """Take the sections of a recipe, or check a drop-in's `hivemind_config` and the fields of `swarm`.
+
+        Raises:
+            RecipeError: a field is unknown or wrong, or there is no `run_id`.
+        """
+        if not isinstance(swarm, SwarmSection):
+            swarm = _checked(SwarmSection, "swarm", swarm)
+        if isinstance(config, HivemindConfig):
+            return cls(config.dht, config.opt, swarm)
+        opt = _checked(OptKeywords, "hivemind_config.opt", config.get("opt"))
+        if opt.run_id is None:
             raise RecipeError(
                 "hivemind_config.opt.run_id is missing: peers find each other by it.",
                 hint='hivemind_config={"opt": {"run_id": "my_run", "target_batch_size": 256}}',
             )
-        return cls(
-            options,
-            _checked(DhtSection, "hivemind_config.dht", dht),
-            (peers,) if isinstance(peers, str) else tuple(map(str, peers)),
-            section,
-            str(options["run_id"]),
-            int(options["target_batch_size"]),
-        )
+        return cls(_checked(DhtKeywords, "hivemind_config.dht", config.get("dht")), opt, swarm)
 
-    def round_keywords(self) -> dict[str, Any]:
-        """Return the rules of rounds, and their pace, as keywords of `build_optimizer`."""
+    def run_settings(self, **more: Any) -> RunSettings:
+        """Return the settings of the run for `build_optimizer`; `more` are its fields that are not here."""
         swarm = self.swarm
-        is_auto = self.swarm.mode == "auto"
-        said = swarm.model_dump(include={"local_steps", "fragments", "outer_learning_rate", "outer_momentum"})
-        pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, **said)  # a placeholder for auto
         rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
-        return {"rules": rules, "pace": pace, "auto_share": swarm.communication_share if is_auto else None}
+        share = swarm.communication_share if swarm.mode == "auto" else None
+        return RunSettings(pace=Pace.of(swarm), auto_share=share, rules=rules, **more)
 
     def samples_per_step(self, args: TrainingArguments) -> int:
         """Return the samples in a window of accumulation; raises `RecipeError` if the target is smaller."""
         local = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        if local > self.target:
+        if local > self.opt.target_batch_size:
             raise RecipeError(
-                f"One local batch is {local} samples but target_batch_size is {self.target}.",
+                f"One local batch is {local} samples but target_batch_size is {self.opt.target_batch_size}.",
                 hint="lower per_device_train_batch_size or gradient_accumulation_steps, or raise the target",
             )
         return int(local)
@@ -106,18 +108,22 @@ class SwarmSettings:
             return int(args.max_steps)
         if not has_length(dataset):
             raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
-        return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.target))
+        return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.opt.target_batch_size))
 
     def steps_per_pass(self, dataset: Any) -> int | None:
         """Return the swarm's steps in a pass over the data; None for data without a length."""
-        return math.ceil(len(dataset) / self.target) if has_length(dataset) else None
+        return math.ceil(len(dataset) / self.opt.target_batch_size) if has_length(dataset) else None
 
 
-def _checked(section: type[_Section], path: str, values: Mapping[str, Any]) -> _Section:
-    """Validate values as a recipe's section at `path`; raises `RecipeError`."""
-    plain = {key: list(map(str, v)) if isinstance(v, (list, tuple)) else v for key, v in values.items()}
+def _checked(section: type[_Section], path: str, values: Mapping[str, Any] | None) -> _Section:
+    """Validate values as a recipe's section at `path`, and leave out None; raises `RecipeError`."""
+    given = {
+        name: list(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in (values or {}).items()
+        if value is not None
+    }
     try:
-        return section.model_validate({key: value for key, value in plain.items() if value is not None})
+        return section.model_validate(given)
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, (path, *one['loc'])))}: {one['msg']}" for one in error.errors()]
         raise RecipeError(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
 from trahiv_cli.assets.collators import build_collator, class_metrics
@@ -28,7 +28,7 @@ from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.assets.model import adapter_config, build_model, compute_dtype
 from trahiv_cli.errors import AssetError, SetupError
-from trahiv_cli.recipe.agreement import run_id
+from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.upstream import without_tracker
 
@@ -46,16 +46,17 @@ MISTAKES = TypeError, LookupError, AttributeError
 """Exceptions of faulty code: ours, or a chat template that does not fit a conversation."""
 
 
-def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> TrainingArguments:
-    """Return the arguments for the trainer of a resolved recipe's task; checkpoints go into `folder`.
+def training_arguments(run: AgreedRun, folder: Path, name: str = "") -> TrainingArguments:
+    """Return the arguments for the trainer of the run's task; checkpoints go into `folder`.
 
     Trackers show the run under the peer's `name`, unless the recipe has another name.
 
     Raises:
         SetupError: this machine can't compute in the recipe's precision, or lacks a tracker.
     """
+    recipe = run.recipe
     training = recipe.training
-    dtype = compute_dtype(recipe.training)
+    dtype = compute_dtype(training)
     has_gpu = torch.cuda.is_available()
     has_eval = recipe.data.eval.test_split_size > 0 and training.eval_steps
     if dtype == torch.float16 and not has_gpu:
@@ -67,14 +68,12 @@ def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> Training
     for tracker in training.report_to:
         if tracker not in available:
             raise SetupError(*without_tracker(tracker))
-    common = training.model_dump() | {
-        "output_dir": str(folder),
+    fields = training.model_dump() | {
         "run_name": training.run_name or name or None,
-        "project": run_id(recipe),  # for trackio; others read the environment
+        "project": run.run_id,  # for trackio; others read the environment
         "warmup_steps": recipe.warmup_steps,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "use_cpu": not has_gpu,  # CUDA is the only accelerator from which averages are copied
         "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
         "logging_strategy": "steps",
         "eval_strategy": "steps" if has_eval else "no",
@@ -82,40 +81,49 @@ def training_arguments(recipe: Recipe, folder: Path, name: str = "") -> Training
         "save_strategy": "steps" if training.save_steps else "no",
         "save_steps": training.save_steps or 1,
         "dataloader_pin_memory": has_gpu,
-        "disable_tqdm": True,
     }
-    common[CHECKPOINTING] = common.pop("activation_checkpointing")
+    fields[CHECKPOINTING] = fields.pop("activation_checkpointing")
+    num_proc = None if recipe.data.streaming else recipe.data.num_proc
+    return task_arguments(recipe, folder, num_proc, **fields)
+
+
+def task_arguments(recipe: Recipe, folder: Path, num_proc: int | None, **fields: Any) -> TrainingArguments:
+    """Return arguments for the trainer of the recipe's task: the task's own, and the `fields`.
+
+    TRL tokenizes with `num_proc` processes; None: in this one.
+    """
+    # CUDA is the only accelerator from which averages are copied.
+    fields |= {"output_dir": str(folder), "use_cpu": not torch.cuda.is_available(), "disable_tqdm": True}
     section = recipe.sft or recipe.dpo
     if section is None:
-        return TrainingArguments(**common, remove_unused_columns=False)
+        return TrainingArguments(**fields, remove_unused_columns=False)
     from trl import DPOConfig, SFTConfig
 
-    common |= section.model_dump()
-    common["dataset_num_proc"] = None if recipe.data.streaming else recipe.data.num_proc
-    if common.get("completion_only_loss") == "auto":
-        common["completion_only_loss"] = None
-    return (DPOConfig if recipe.sft is None else SFTConfig)(**common)
+    fields |= section.model_dump() | {"dataset_num_proc": num_proc}
+    if fields.get("completion_only_loss") == "auto":
+        fields["completion_only_loss"] = None
+    return (DPOConfig if recipe.sft is None else SFTConfig)(**fields)
 
 
 def build_trainer(
-    recipe: Recipe,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    run: AgreedRun,
+    arguments: TrainingArguments,
     splits: Splits,
-    *,
-    name: str = "",
     **keywords: Any,
 ) -> SwarmTrainerMixin:
-    """Load the model and make the trainer of the recipe's task; `keywords` go to `SwarmTrainerMixin`.
+    """Load the model and make the trainer of the run's task; `keywords` go to `SwarmTrainerMixin`.
 
-    Raises `AssetError` if the model can't be loaded, or the data does not fit the task.
+    `arguments` are those of `training_arguments`. Raises `AssetError` if the model can't be loaded, or the
+    data does not fit the task.
     """
+    recipe = run.recipe
+    tokenizer = splits.tokenizer
     common: dict[str, Any] = {
-        "args": training_arguments(recipe, folder, name),
+        "args": arguments,
         "train_dataset": splits.train,
         "eval_dataset": splits.eval,
         "processing_class": tokenizer,
-        "hivemind_config": recipe.hivemind_config.model_dump(),
+        "hivemind_config": recipe.hivemind_config,
         "swarm": recipe.swarm,
         "has_recipe": True,
         **keywords,
@@ -138,14 +146,13 @@ def build_trainer(
         return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
 
 
-def group_in_trackers(recipe: Recipe, name: str) -> None:
+def group_in_trackers(run_id: str, name: str) -> None:
     """Group the runs of all peers of a swarm in trackers, unless the user has set another group.
 
     W&B and MLflow read the group from the environment.
     """
-    run = run_id(recipe)
-    os.environ.setdefault("WANDB_RUN_GROUP", run)
-    os.environ.setdefault("MLFLOW_TAGS", json.dumps({"trahiv.run_id": run, "trahiv.peer": name}))
+    os.environ.setdefault("WANDB_RUN_GROUP", run_id)
+    os.environ.setdefault("MLFLOW_TAGS", json.dumps({"trahiv.run_id": run_id, "trahiv.peer": name}))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.recipe.schema import SwarmSection
+from trahiv_cli.recipe.schema import HivemindConfig, SwarmSection
 from trahiv_cli.run.lock import owned
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
@@ -85,7 +85,7 @@ class SwarmTrainerMixin(_Host):
     def __init__(
         self,
         *args: Any,
-        hivemind_config: dict[str, Any] | None = None,
+        hivemind_config: HivemindConfig | dict[str, Any] | None = None,
         swarm: SwarmSection | dict[str, Any] | None = None,
         node: Node | None = None,
         events: Events | None = None,

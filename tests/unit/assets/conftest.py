@@ -60,7 +60,7 @@ def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None,
     data = {"shuffle": False, "eval": {"test_split_size": share}, **data}
     data["datasets"] = [source.model_dump() for source in sources]
     wanted = recipe(task, data=data, **{task.replace("-", "_"): section or {}})
-    return build_datasets(wanted, tokenizer, seed=42, peer_seed=peer_seed)
+    return build_datasets(wanted, tokenizer, peer_seed=peer_seed)
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from tests.kit.stand_ins import CHATML, chat_tokenizer
 from tests.unit.assets.conftest import LORA, TINY_LLAMA, are_equal, built, recipe
 from trahiv_cli.assets.export import model_card, open_turn, sample_text, write_final
 from trahiv_cli.errors import SetupError
+from trahiv_cli.recipe.agreement import AgreedRun
 
 ADAPTERS = LORA | {"modules_to_save": ["lm_head"]}
 
@@ -72,7 +73,7 @@ def test_model_card_has_valid_metadata(model, dataset, peft):
     opt = {"opt": {"run_id": "run-1"}}
     data = {"datasets": [{"path": dataset}]}
     wanted = recipe(model=model, data=data, peft=peft, training={"max_steps": 1200}, hivemind_config=opt)
-    text = model_card(wanted, samples=76800, peers=5)
+    text = model_card(AgreedRun.of(wanted), samples=76800, peers=5)
     front = ModelCard(text).data
     assert front.library_name == ("peft" if peft else "transformers") and "trahiv" in front.tags
     assert (front.base_model, front.datasets) == (("owner/base", ["owner/corpus"]) if peft else (None, None))

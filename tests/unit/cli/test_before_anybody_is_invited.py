@@ -21,7 +21,7 @@ from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli import swarm
 from trahiv_cli.optim.history import History
 from trahiv_cli.recipe import content
-from trahiv_cli.recipe.agreement import resolve, run_id
+from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.exchange import publish_recipe
@@ -90,7 +90,7 @@ def bytes_of(folder):
 def trained(run):
     """Make the folder of a run of the tiny recipe at step 1, and return its contents."""
     run.mkdir(parents=True)
-    (run / "recipe.json").write_text(json.dumps(resolve(load_recipe("tiny.yaml").recipe).to_data()))
+    (run / "recipe.json").write_text(json.dumps(resolve(load_recipe("tiny.yaml").recipe).recipe.to_data()))
     Checkpoints(run / CHECKPOINTS).save(CheckpointData(State(History(step=1)), {}))
     return bytes_of(run)
 
@@ -109,7 +109,7 @@ def test_edited_data_starts_another_run(events, tmp_path, monkeypatch):
 
     monkeypatch.setattr(peer, "start_node", leave)
     write_tiny(tmp_path, data={"datasets": [{"path": "text.txt"}]})
-    run = Path("runs", run_id(resolve(load_recipe("tiny.yaml").recipe)))
+    run = Path("runs", resolve(load_recipe("tiny.yaml").recipe).run_id)
     kept, text = trained(run), (tmp_path / "text.txt").read_text()
 
     (tmp_path / "text.txt").write_text(text + "One more line.\n")
@@ -148,7 +148,7 @@ def publish(here, nothing_starts, monkeypatch):
     def publish(**spoken):
         theirs = resolve(load_recipe(write_tiny(here)).recipe)
         publish_recipe(node, theirs)
-        publish_status(node, Status(run_id=run_id(theirs), step=3, max_steps=4, **spoken))
+        publish_status(node, Status(run_id=theirs.run_id, step=3, max_steps=4, **spoken))
 
     return publish
 

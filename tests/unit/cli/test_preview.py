@@ -220,7 +220,10 @@ SIX, PACKED = {"max_length": 6}, {"packing": True, "max_length": 6}
 )
 def test_data_without_trained_tokens_is_refused(write, task, row, section, is_refused):
     recipe = load_recipe(write(task, [], **section)).recipe
-    splits, meant = Splits(Dataset.from_list([row] * 8), None), "none of the first 8 samples trains a token"
+    splits, meant = (
+        Splits(Dataset.from_list([row] * 8), None, build_tokenizer(recipe)),
+        "none of the first 8 samples trains a token",
+    )
     with pytest.raises(AssetError, match=meant) if is_refused else contextlib.nullcontext() as refused:
-        require_trainable(recipe, build_tokenizer(recipe), splits)
+        require_trainable(recipe, splits)
     assert not is_refused or f"`{task}.max_length` (it is 6)" in refused.value.hint

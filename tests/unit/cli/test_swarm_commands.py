@@ -10,6 +10,7 @@ import pytest
 from hivemind.p2p import PeerID
 
 from tests.kit.recipes import write_tiny
+from trahiv_cli.cli.options import SharedOptions
 from trahiv_cli.cli.restarting import (
     RESTARTS_VARIABLE,
     SPENT_VARIABLE,
@@ -108,7 +109,7 @@ def test_restart_carries_spent_budget(monkeypatch, is_broken):
     monkeypatch.setenv(RESTARTS_VARIABLE, "")
     monkeypatch.setenv(SPENT_VARIABLE, "100 5")
     with pytest.raises(SystemExit):
-        live(object(), "", peer_module.PeerOptions(resume="trahiv init"))
+        live(object(), "", peer_module.PeerOptions(resume="trahiv init"), SharedOptions())
     assert spent_before() == (140, 8)
 
 

@@ -15,10 +15,11 @@ from transformers.optimization import Adafactor
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim import assemble
-from trahiv_cli.optim.assemble import REFUSED, TRACKER_OPTIONS, UPSTREAM, build_optimizer
+from trahiv_cli.optim.assemble import REFUSED, TRACKER_OPTIONS, UPSTREAM, OptKeywords, build_optimizer
 from trahiv_cli.optim.auto import START_CODEC
 from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.optim.pace import Pace, RoundRules
+from trahiv_cli.optim.parts import RunSettings
 from trahiv_cli.recipe.schema import OptimName, OptSection
 from trahiv_cli.swarm.codecs import CODECS, EightBitStatistics
 from trahiv_cli.telemetry.events import Events
@@ -100,15 +101,18 @@ def test_initialized_optimizer_steps_like_fresh_one(name, monkeypatch):
 def keywords_for(monkeypatch):
     """Return the keyword arguments that the swarm's optimizer would be created with."""
 
-    def build(optimizer=OPTIMIZERS["adamw_torch"], params=None, /, only_dials=False, settings=(), **options):
+    def build(
+        optimizer=OPTIMIZERS["adamw_torch"], params=None, /, only_dials=False, settings=(), told=(), **options
+    ):
         return build_optimizer(
-            OptSection(run_id="run").model_dump() | options,
+            OptKeywords.model_validate({"run_id": "run"} | options),
+            RunSettings(**dict(settings)),
             dht=SimpleNamespace(),
             params=[{"params": params or parameters()}],
             optimizer=optimizer,
             samples_per_step=4,
             only_dials=only_dials,
-            **dict(settings),
+            **dict(told),
         )
 
     monkeypatch.setattr(assemble, "SwarmOptimizer", lambda **keywords: keywords)
@@ -142,7 +146,7 @@ def test_impossible_options_are_refused(keywords_for, options, message, hint):
 def test_given_options_override_defaults(keywords_for, only_dials):
     told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
     run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
-    keywords = keywords_for(only_dials=only_dials, delay_state_averaging=True, settings=told | run)
+    keywords = keywords_for(only_dials=only_dials, delay_state_averaging=True, settings=run, told=told)
     assert keywords["batch_size_per_step"] == 4 and keywords["client_mode"] is only_dials
     assert keywords_for(only_dials=only_dials, client_mode=False)["client_mode"] is False
     assert "state_averaging_compression" not in keywords, "nothing is compressed that is never averaged"

@@ -8,12 +8,11 @@ from operator import getitem
 import pytest
 
 from trahiv_cli.recipe.agreement import (
-    agreement,
+    AgreedRun,
     canonical,
     differences,
     fingerprint,
     resolve,
-    run_id,
     what_changed,
 )
 from trahiv_cli.recipe.document import dotted, leaves
@@ -48,13 +47,17 @@ def recipe_with(*overrides):
     return load_recipe("quickstart", overrides).recipe
 
 
+def run_of(*overrides):
+    return AgreedRun.of(recipe_with(*overrides))
+
+
 @pytest.mark.parametrize("task", TASK_SECTIONS)
 def test_agreement_has_exactly_shared_fields(task, put, of_file):
     file = put({"chat.jsonl": "{}"}) / "chat.jsonl"
     more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
-    recipe = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more)
+    run = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more)
     others = {section for other, section in TASK_SECTIONS.items() if other != task}
-    held = {dotted(location) for location, _ in leaves(agreement(recipe))}
+    held = {dotted(location) for location, _ in leaves(run.agreement)}
     assert held == {path for path in SHARED if path.partition(".")[0] not in others}
 
 
@@ -74,7 +77,7 @@ QUANTIZED = ("peft={r: 4, lora_alpha: 32}", "quantization.load_in_4bit=true", "t
     ],
 )
 def test_only_shared_values_change_fingerprint(override, is_same):
-    one, other = (agreement(recipe_with(*QUANTIZED, *LOADED, *more)) for more in ((), (override,)))
+    one, other = (run_of(*QUANTIZED, *LOADED, *more).agreement for more in ((), (override,)))
     assert (fingerprint(one) == fingerprint(other)) is is_same
     changed = set() if is_same else {override.partition("=")[0], "hivemind_config.opt.run_id"}
     assert {path for path, _, _ in differences(one, other)} == changed
@@ -83,7 +86,7 @@ def test_only_shared_values_change_fingerprint(override, is_same):
 @pytest.mark.parametrize("task", TASK_SECTIONS)
 def test_each_shared_value_changes_fingerprint(task):
     more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
-    shared = agreement(recipe_with("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more))
+    shared = run_of("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more).agreement
     before = fingerprint(shared)
     for location, value in leaves(shared):
         other = copy.deepcopy(shared)
@@ -100,12 +103,22 @@ def test_fingerprint_is_stable():
 
 def test_run_id_is_given_or_derived():
     recipe = recipe_with("data.datasets.0.path=owner/data")
-    assert run_id(recipe).startswith("quickstart-") and len(run_id(recipe)) == len("quickstart-") + 8
-    assert run_id(recipe_with("hivemind_config.opt.run_id=mine")) == "mine"
-    assert len(run_id(recipe_with(f"name={'n' * 48}"))) == 48
-    resolved = resolve(recipe)
-    assert resolved.hivemind_config.opt.run_id == run_id(recipe)
-    assert agreement(resolved) == agreement(recipe) and resolve(resolved) == resolved
+    run = resolve(recipe)
+    assert run.run_id.startswith("quickstart-") and len(run.run_id) == len("quickstart-") + 8
+    assert run_of("hivemind_config.opt.run_id=mine").run_id == "mine"
+    assert len(run_of(f"name={'n' * 48}").run_id) == 48
+    assert run.recipe.hivemind_config.opt.run_id == run.run_id
+    assert AgreedRun.of(recipe) == resolve(run.recipe) == run
+
+
+def test_fingerprint_of_recipe_is_pinned():
+    """Peers of all versions of a protocol must compute it byte for byte alike."""
+    more = ("data.datasets.0.path=owner/data", "peft.r=4", "swarm.mode=diloco")
+    run = run_of(*LOADED, *more)
+    assert run.run_id == "quickstart-60ffb66f"
+    assert run.fingerprint == "c33dc73eee51dc3f8df6a2598ed41241a4bc10efbc3605b6a1f34ef5b537c90a"
+    named = run_of(*LOADED, *more, "hivemind_config.opt.run_id=mine")
+    assert named.fingerprint == "e09e438c20290b762472db70cb3f10bca82f377fc12f0ae980e3de2625456927"
 
 
 def test_differences_are_per_leaf():
@@ -115,17 +128,17 @@ def test_differences_are_per_leaf():
 
 def test_local_paths_never_travel(put):
     put({"owner/model/config.json": "{}"})
-    recipe = recipe_with(
+    run = run_of(
         "data.datasets=[{path: /home/me/secret/chat.jsonl}, {path: ~/data, data_files: [secret/b.txt]}, "
         "{path: 'data/*.csv'}, {path: chat.jsonl}, {path: owner/data, data_files: x/y.parquet}]",
         "model={model_name_or_path: owner/model}",
     )
-    shared = agreement(recipe)
+    shared = run.agreement
     names = ["local:chat.jsonl", "local:data", "local:*.csv", "local:chat.jsonl", "owner/data"]
     assert [dataset["path"] for dataset in shared["data"]["datasets"]] == names
     assert shared["data"]["datasets"][4]["data_files"] == "x/y.parquet"
     assert shared["model"]["model_name_or_path"] == "local:model"
-    assert "secret" not in json.dumps(to_wire(recipe))
+    assert "secret" not in json.dumps(to_wire(run))
 
 
 @pytest.mark.parametrize(

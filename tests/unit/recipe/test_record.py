@@ -9,7 +9,7 @@ import zlib
 import pytest
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import AgreedRun, resolve
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
@@ -27,7 +27,7 @@ def recipe_with(*overrides):
 
 
 def wire(*overrides):
-    return to_wire(recipe_with(*LOADED, *overrides))
+    return to_wire(AgreedRun.of(recipe_with(*LOADED, *overrides)))
 
 
 def with_value(sent, value, *place):
@@ -49,10 +49,10 @@ def refusal_of(obj, overrides=(), files=None):
 
 @pytest.mark.parametrize("name", builtin_recipes())
 def test_recipe_survives_wire_round_trip(name):
-    sent = load_recipe(name).recipe
+    sent = AgreedRun.of(load_recipe(name).recipe)
     arrived = from_wire(unpack(pack(sent) + b"the rest of an older one"))
-    assert fingerprint(agreement(arrived)) == fingerprint(agreement(sent))
-    assert arrived.hivemind_config.opt.run_id == run_id(sent)
+    assert AgreedRun.of(arrived).fingerprint == sent.fingerprint
+    assert arrived.hivemind_config.opt.run_id == sent.run_id
 
 
 PACKED = pack(resolve(recipe_with()))
@@ -97,7 +97,7 @@ def test_oversized_recipe_names_longest_part(culprit, overrides):
 
 def test_unacceptable_recipe_is_refused_before_publishing():
     with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
-        pack(recipe_with("model.config.notes=/home/me/model"))
+        pack(resolve(recipe_with("model.config.notes=/home/me/model")))
     (finding,) = refused.value.findings
     assert (finding.path, finding.file) == ("model.config.notes", "")
 
@@ -105,7 +105,7 @@ def test_unacceptable_recipe_is_refused_before_publishing():
 def test_suggestions_travel_without_secrets():
     own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
     suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
-    sent = recipe_with(*own, *suggested)
+    sent = AgreedRun.of(recipe_with(*own, *suggested))
     before = to_wire(sent)
     arrived = from_wire(before)
     assert before == to_wire(sent), "what was sent is as it was"
@@ -132,7 +132,7 @@ def test_local_files_must_be_brought(put, of_file):
     assert from_wire(sent, files=folder).data.datasets[0].path == f"{folder}/starter/chat.jsonl"
     set_path = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"])
     assert set_path.data.datasets[0].path == "/my/own.jsonl"
-    model = to_wire(recipe_with("model={model_name_or_path: ./base}"))
+    model = to_wire(AgreedRun.of(recipe_with("model={model_name_or_path: ./base}")))
     hint = "the starter has its own folder `base`: bring a copy and `--set model.model_name_or_path=FOLDER`"
     assert refusal_of(model).hint == hint
 
@@ -249,4 +249,4 @@ def test_junk_anywhere_raises_only_recipe_error(junk):
         except RecipeError as error:
             assert error.findings
         else:
-            assert fingerprint(agreement(arrived))
+            assert AgreedRun.of(arrived).fingerprint

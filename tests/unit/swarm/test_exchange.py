@@ -9,7 +9,7 @@ import pytest
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.recipe.agreement import agreement, fingerprint, resolve, run_id
+from trahiv_cli.recipe.agreement import fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
 from trahiv_cli.swarm import exchange
@@ -25,7 +25,7 @@ def recipe(*overrides, run="run-1"):
 
 def publish(node, recipe, step=7):
     publish_recipe(node, recipe)
-    publish_status(node, Status(run_id=run_id(recipe), step=step, max_steps=100))
+    publish_status(node, Status(run_id=recipe.run_id, step=step, max_steps=100))
 
 
 def long_recipe(seed=0):
@@ -35,7 +35,7 @@ def long_recipe(seed=0):
 
 
 RECIPE, LONG = recipe(), long_recipe()
-FINGERPRINT = fingerprint(agreement(RECIPE))
+FINGERPRINT = RECIPE.fingerprint
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_ambiguous_run_must_be_named(node):
             fetch_offer(node, [], named)
         assert "run_id=run-1" in refused.value.hint and refused.value.exit_code == 5
     offer = fetch_offer(node, [], "run-2")
-    assert offer.run_id == accept_offer(offer).hivemind_config.opt.run_id == "run-2"
+    assert offer.run_id == accept_offer(offer).recipe.hivemind_config.opt.run_id == "run-2"
 
 
 def test_recipe_of_named_peer_wins():
@@ -72,7 +72,7 @@ def test_recipe_of_named_peer_wins():
     for peer, steps, step in (("QmA", 1, 7), ("QmB", 2, 8), ("QmC", 2, 10**6)):
         publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"), step)
     offer = fetch_offer(node, ["QmA"])
-    assert accept_offer(offer).training.max_steps == 1 and offer.step == 8, "the middle one of all"
+    assert accept_offer(offer).recipe.training.max_steps == 1 and offer.step == 8, "the middle one of all"
     for named in ([], ["QmBootstrap"], ["QmA", "QmB"]):
         with pytest.raises(RecipeMismatch, match="2 different recipes"):
             fetch_offer(node, named)
@@ -82,10 +82,10 @@ def test_recipe_matching_invitation_wins():
     node = FakeNode("QmA")
     for peer, steps in (("QmA", 1), ("QmB", 2), ("QmC", 2)):
         publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"))
-    marks = {steps: fingerprint(agreement(recipe(f"training.max_steps={steps}")))[:24] for steps in (1, 2)}
+    marks = {steps: recipe(f"training.max_steps={steps}").fingerprint[:24] for steps in (1, 2)}
     for steps, mark in marks.items():
         for named in ([], ["QmA"], ["QmB", "QmA"], ["QmBootstrap"]):
-            assert accept_offer(fetch_offer(node, named, "run-1", mark)).training.max_steps == steps
+            assert accept_offer(fetch_offer(node, named, "run-1", mark)).recipe.training.max_steps == steps
     with pytest.raises(RecipeMismatch, match="2 different recipes"):
         fetch_offer(node, [], "run-1", "0" * 24)
 
@@ -95,7 +95,7 @@ def test_long_recipe_arrives_whole_or_fails(node):
     keys = [recipe_key("run-1", number) for number in range(3)]
     assert list(node.records)[-2:] == keys[:0:-1], "the last first: who finds the first finds the rest"
     assert [len(node.fetch(key)["QmStarter"]) for key in keys[:2]] == [MAX_RECORD_BYTES] * 2
-    assert accept_offer(fetch_offer(node, [])).data.chat_template == LONG.data.chat_template
+    assert accept_offer(fetch_offer(node, [])).recipe.data.chat_template == LONG.recipe.data.chat_template
     held = [dict(node.records[key]) for key in keys]
     publish(node, long_recipe(seed=1))
     for another, key in zip(held, keys, strict=True):  # one is missing, or of another recipe
@@ -124,9 +124,9 @@ def test_recipe_reads_are_limited(monkeypatch):
 
 def test_joiner_changes_only_own_fields(node):
     offer = fetch_offer(node, [])
-    assert agreement(accept_offer(offer)) == agreement(RECIPE)
+    assert accept_offer(offer).agreement == RECIPE.agreement
     accepted = accept_offer(offer, ["training.per_device_train_batch_size=2"])
-    assert accepted.training.per_device_train_batch_size == 2
+    assert accepted.recipe.training.per_device_train_batch_size == 2
     with pytest.raises(RecipeMismatch, match=f"fingerprint {FINGERPRINT[:12]}"):
         accept_offer(offer, ["training.max_steps=41"])
     shared = offer.wire["shared"]
@@ -147,7 +147,7 @@ def test_joiner_needs_same_local_data(tmp_path):
     node, own = FakeNode(), f"data.datasets.0.path={tmp_path}"
     publish(node, recipe(f"{own}/chat.jsonl"))
     accepted = accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
-    assert accepted.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
+    assert accepted.recipe.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
     (tmp_path / "copy.jsonl").write_text("123")
     said = "3 bytes, SHA-256 a665a4592042; the run has 1 file, 4 bytes, SHA-256 03ac674216f3"
     with pytest.raises(RecipeMismatch, match=said) as refused:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.recipe.agreement import run_id
+from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.node import RUNS_KEY
 from trahiv_cli.swarm.reach import Reach
@@ -28,7 +28,7 @@ from trahiv_cli.train.announcing import (
     reach_told,
 )
 
-RECIPE = load_recipe("quickstart").recipe
+RUN = resolve(load_recipe("quickstart").recipe)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def home(monkeypatch, clock):
 
 
 def own_account():
-    return Account(run_id(RECIPE), 3, 40)
+    return Account(RUN.run_id, 3, 40)
 
 
 def test_publishing_survives_dht_failures(home, monkeypatch):
@@ -56,18 +56,18 @@ def test_publishing_survives_dht_failures(home, monkeypatch):
 
     monkeypatch.setattr(announcing, "publish_recipe", publish)
     account = own_account()
-    with published(home, RECIPE, account, events):
+    with published(home, RUN, account, events):
         account({"event": "reach"})
         assert is_over.wait(10)
     told = fetch_statuses(home).ours["QmOwn"]
-    assert (told.run_id, told.step, told.max_steps, told.reached) == (run_id(RECIPE), 3, 40, "punched")
+    assert (told.run_id, told.step, told.max_steps, told.reached) == (RUN.run_id, 3, 40, "punched")
 
 
 def test_change_republishes_status_alone(home, monkeypatch):
     monkeypatch.setattr(announcing, "PUBLISH_EVERY_S", 60.0)
     recipes, account = [], own_account()
     monkeypatch.setattr(announcing, "publish_recipe", lambda *_: recipes.append(1))
-    with published(home, RECIPE, account, Events()):
+    with published(home, RUN, account, Events()):
         account({"event": "paused"})
         deadline = time.monotonic() + 10
         while fetch_statuses(home).ours["QmOwn"].state != "paused":
@@ -86,7 +86,7 @@ def test_copied_identity_warns_once(home):
         real(RUNS_KEY, before.model_copy(update={"at": at}).model_dump(), 1e9)
 
     stands(account.status.since - 1)
-    with published(home, RECIPE, account, Events(told.put)):
+    with published(home, RUN, account, Events(told.put)):
         for _ in range(3):  # the record of this peer from before its restart
             event = told.get(timeout=10)
             assert event["event"] == "peers"

@@ -2,7 +2,7 @@
 
 import random
 from copy import copy
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from types import SimpleNamespace
 
@@ -161,36 +161,27 @@ def test_unlike_swarm_field_is_refused_or_own(trainer, section):
     ours, before = told(trainer), trainer.swarm_settings
     kind, place = ("opt", ("hivemind_config", "opt")) if section is OptSection else ("swarm", ("swarm",))
     for name in section.model_fields:
-        options, swarm = dict(before.options), before.swarm
-        if section is OptSection:
-            options[name] = another(options[name])
-        else:
-            swarm = FakeSection(swarm.model_dump() | {name: another(getattr(swarm, name))})
-        trainer.swarm_settings = SimpleNamespace(options=options, swarm=swarm)
+        held = getattr(before, kind)
+        other = held.model_copy(update={name: another(getattr(held, name))})
+        trainer.swarm_settings = replace(before, **{kind: other})
         expected = set() if OWN in marks_of((*place, name)) else {f"{kind}.{name}"}
         assert refused(ours, told(trainer)) == expected, name
 
 
 def test_averager_options_are_compared(trainer):
-    ours, before = told(trainer), trainer.swarm_settings.options
+    ours, before = told(trainer), trainer.swarm_settings
     for more in ({"averager_opts": {"part_size_bytes": 8192}}, {"averager_opts": {"min_vector_size": 9}}):
-        trainer.swarm_settings = SimpleNamespace(options=before | more, swarm=trainer.swarm_settings.swarm)
+        trainer.swarm_settings = replace(before, opt=before.opt.model_copy(update=more))
         assert refused(ours, told(trainer)) == {"opt.averager_opts"}
 
 
 def test_codecs_are_compared_by_name(trainer):
-    ours, before, codecs = told(trainer), trainer.swarm_settings.options, []
+    ours, before, codecs = told(trainer), trainer.swarm_settings, []
     for codec in ("float16", Float16Compression()):
-        options = before | {"grad_compression": codec}
-        trainer.swarm_settings = SimpleNamespace(options=options, swarm=trainer.swarm_settings.swarm)
+        opt = before.opt.model_copy(update={"grad_compression": codec})
+        trainer.swarm_settings = replace(before, opt=opt)
         codecs.append(told(trainer))
     assert refused(*codecs) == set() and refused(ours, codecs[0]) == {"opt.grad_compression"}
-
-
-class FakeSection(dict):
-    """A section whose values were not checked."""
-
-    model_dump = dict.copy
 
 
 class OwnLoss(SwarmTrainer):

@@ -13,12 +13,13 @@ from tests.kit.stand_ins import chat_tokenizer, write_bert, write_llama
 from trahiv_cli.assets.data import build_datasets
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError, RecipeError
+from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.upstream import BORDERLESS, SCHEDULES
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import trainer as trainer_module
 from trahiv_cli.train.rehearsal import excerpt, rehearse
-from trahiv_cli.train.tasks import build_trainer
+from trahiv_cli.train.tasks import build_trainer, training_arguments
 from trahiv_cli.train.trainer import SwarmTrainer
 
 LLAMA = tiny_llama(vocab_size=384)
@@ -54,12 +55,13 @@ def prepared(tmp_path):
                 **sections,
             }
         )
-        tokenizer = build_tokenizer(recipe)
-        splits = build_datasets(recipe, tokenizer, seed=1, peer_seed=1)
-        trainer = build_trainer(recipe, tmp_path / "run", tokenizer, splits, node=FakeNode())
+        splits = build_datasets(recipe, build_tokenizer(recipe), peer_seed=1)
+        run = AgreedRun.of(recipe)
+        arguments = training_arguments(run, tmp_path / "run")
+        trainer = build_trainer(run, arguments, splits, node=FakeNode())
         told, events = [], Events()
         events.add(lambda event: told.append(event.get("code")))
-        return trainer, told, lambda: rehearse(trainer, recipe, tokenizer, events)
+        return trainer, told, lambda: rehearse(trainer, recipe, events)
 
     return prepare
 

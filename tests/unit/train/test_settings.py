@@ -12,13 +12,13 @@ from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.optim.pace import RoundRules
-from trahiv_cli.recipe.agreement import with_run_id
+from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.train import hooks
 from trahiv_cli.train.hooks import put_in_swarm
 from trahiv_cli.train.settings import SwarmSettings, SwarmTrainingArguments
-from trahiv_cli.train.tasks import build_trainer
+from trahiv_cli.train.tasks import build_trainer, training_arguments
 from trahiv_cli.train.trainer import SwarmTrainer
 
 OPT = {"run_id": "run-1", "target_batch_size": 64}
@@ -96,7 +96,7 @@ def test_trainer_needs_args_exactly_once(arguments, llama):
 
 def test_local_batch_beyond_target_is_refused(arguments, samples):
     settings = SwarmSettings.read(SWARM | {"dht": {"initial_peers": "trahiv1:abc"}}, None)
-    assert settings.initial_peers == ("trahiv1:abc",), "as a friend pastes it"
+    assert settings.dht.initial_peers == ["trahiv1:abc"], "as a friend pastes it"
     args = arguments(per_device_train_batch_size=8, gradient_accumulation_steps=8, max_steps=-1)
     assert settings.samples_per_step(args) == 64
     args.per_device_train_batch_size = 9
@@ -116,19 +116,20 @@ def test_local_batch_beyond_target_is_refused(arguments, samples):
     ],
 )
 def test_round_rules_and_mode_are_passed_on(swarm, rules, mode, share):
-    keywords = SwarmSettings.read(SWARM, swarm).round_keywords()
-    assert (keywords["rules"], keywords["pace"].mode, keywords["auto_share"]) == (rules, mode, share)
+    run = SwarmSettings.read(SWARM, swarm).run_settings()
+    assert (run.rules, run.pace.mode, run.auto_share) == (rules, mode, share)
 
 
 def test_recipe_settings_reach_optimizer(monkeypatch, tmp_path):
     """A compiled model has the weights' own names, and so averages with one that is not compiled."""
     sizes = ("hidden_size=12", "num_hidden_layers=1", "intermediate_size=8")
     said = [*(f"model.config.{size}" for size in sizes), "training.bf16=false", "swarm.norm_limit=3"]
-    recipe, built = with_run_id(load_recipe("quickstart", said).recipe), []
+    run, built = AgreedRun.of(load_recipe("quickstart", said).recipe), []
     rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 3)
-    trainer = build_trainer(recipe, tmp_path, build_tokenizer(recipe), Splits(rows, rows), node=FakeNode())
+    splits = Splits(rows, rows, build_tokenizer(run.recipe))
+    trainer = build_trainer(run, training_arguments(run, tmp_path), splits, node=FakeNode())
     trainer.node.dht = None
-    monkeypatch.setattr(hooks, "build_optimizer", lambda *_, **keywords: built.append(keywords))
+    monkeypatch.setattr(hooks, "build_optimizer", lambda _, run, **__: built.append(run))
     put_in_swarm(trainer)
     trainer._max_steps = 9
     for model in (trainer.model, torch.compile(trainer.model, backend="eager")):
@@ -137,4 +138,4 @@ def test_recipe_settings_reach_optimizer(monkeypatch, tmp_path):
         trainer.swarm_optimizer = None
         with pytest.raises(AttributeError):  # no optimizer was built to enter a swarm with
             trainer.create_optimizer()
-    assert built[0]["schema"] == built[1]["schema"] and built[0]["rules"] == RoundRules(norm_limit=3.0)
+    assert built[0].schema == built[1].schema and built[0].rules == RoundRules(norm_limit=3.0)
