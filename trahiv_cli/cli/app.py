@@ -12,7 +12,7 @@ import typer
 from trahiv_cli.cli.doctor import doctor
 from trahiv_cli.cli.guest import finish, pause, resume
 from trahiv_cli.cli.options import hide_invitations
-from trahiv_cli.cli.output import out
+from trahiv_cli.cli.output import out, quiet_libraries
 from trahiv_cli.cli.owner import invite, kick, members
 from trahiv_cli.cli.preview import preview
 from trahiv_cli.cli.recipe import check, new, schema, show
@@ -60,6 +60,7 @@ for command in COMMANDS:
 def run(args: Sequence[str] | None = None) -> None:
     """Run a command line, by default this process's own; raise `SystemExit` (codes: docs/exit-codes.md)."""
     out.use(None)
+    quiet_libraries()
     if args is None:
         hide_invitations()
     try:

@@ -18,7 +18,7 @@ from trahiv_cli.cli.options import (
     SetOption,
     taken_peers,
 )
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out
 
 if TYPE_CHECKING:
     from trahiv_cli.doctor.checks import Check
@@ -43,7 +43,6 @@ def doctor(
 ) -> None:
     """Look whether this machine can train, and how it is reached."""
     out.use(format)
-    quiet_libraries()
     from trahiv_cli.doctor.checks import Check
     from trahiv_cli.recipe.load import load_recipe
     from trahiv_cli.swarm.invitation import read_invitation

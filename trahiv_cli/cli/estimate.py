@@ -6,7 +6,7 @@ and all other messages between peers add about one part in a thousand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 
@@ -19,10 +19,10 @@ from trahiv_cli.optim.pace import Pace
 from trahiv_cli.recipe.schema import EvalSection, Recipe
 from trahiv_cli.swarm.codecs import CODECS
 
-MEMORY_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-TRAFFIC_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-COUNT_UNITS = (("B", 10**9), ("M", 10**6), ("k", 10**3))
-TIME_UNITS = (("days", 86400), ("h", 3600), ("min", 60), ("s", 1))
+MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+TRAFFIC_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+COUNT_UNITS = {"B": 1e9, "M": 1e6, "k": 1e3}
+TIME_UNITS = {"days": 86400, "h": 3600, "min": 60, "s": 1}
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks, in megabits a second: mobile, home, office, data centre."""
@@ -61,8 +61,7 @@ def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     """
     # An unshuffled stream reads only the data that is looked at, in file order.
     whole = [source.model_copy(update={"fraction": None}) for source in recipe.data.datasets]
-    changes = {"streaming": True, "shuffle": False, "datasets": whole, "eval": EvalSection()}
-    stream = recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
+    stream = recipe.changed("data", streaming=True, shuffle=False, datasets=whole, eval=EvalSection())
     seen, told = look(stream, 0, "looking at the model and the data ...")
     from trahiv_cli.assets.model import estimate, free_bytes, require_room
 
@@ -82,10 +81,10 @@ def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     require_room(needed, free)
 
 
-def size(number: float, units: tuple[tuple[str, int], ...] = MEMORY_UNITS) -> str:
+def size(number: float, units: Mapping[str, float] = MEMORY_UNITS) -> str:
     """Write a number with three digits at most and the largest unit that it reaches."""
-    name, unit = next(((name, unit) for name, unit in units if number >= unit), units[-1])
-    said = number / unit
+    name = next((name for name, unit in units.items() if number >= unit), [*units][-1])
+    said = number / units[name]
     return f"{said:.0f} {name}" if said >= 99.95 else f"{said:.1f} {name}"
 
 
@@ -178,7 +177,7 @@ def traffic_of(recipe: Recipe, needed: Estimate) -> Traffic:
     values = needed.trained_values
     is_auto = swarm.mode == "auto"
     one_copy = needed.trainable_bytes
-    pace = Pace("sync" if swarm.mode == "auto" else swarm.mode, None, swarm.local_steps, swarm.fragments)
+    pace = Pace.of(swarm)
     is_free = is_auto and opt.grad_compression is None
     codecs = CODECS_BY_LOSS if is_free else (opt.grad_compression or "none",)
     copies = {codec: encoded_bytes(values, codec) for codec in codecs}

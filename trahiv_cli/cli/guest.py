@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from trahiv_cli.cli.options import argument
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.errors import SetupError
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def tell(
     Returns the name of the event that is the answer. Without an answer within `ANSWER_S`, shows `meanwhile`
     and returns None; SetupError if the peer has ended.
     """
-    quiet_libraries()
     from trahiv_cli.run.control import request
     from trahiv_cli.run.lock import holder_of
     from trahiv_cli.telemetry.events import EVENT_FILE, newest_events

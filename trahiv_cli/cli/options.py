@@ -14,14 +14,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from trahiv_cli.cli.output import FormatOption, quiet_libraries
+from trahiv_cli.cli.output import FormatOption
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
 from trahiv_cli.train.conditions import Condition, parse_condition
 from trahiv_cli.train.leaving import Budget
+
+T = TypeVar("T")
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -33,9 +35,10 @@ PEER_OPTION = re.compile("[-–—]+peer")
 """The option `--peer`, also with the dashes that a word processor makes of `--`."""
 
 
-def option(name: str, metavar: str | None, help: str, **how: Any) -> Any:
-    """Define an option, whose help text states its default, if it has one."""
-    return typer.Option(name, metavar=metavar, help=help, show_default=False, **how)
+def option(form: str, help: str, **how: Any) -> Any:
+    """Define an option of the form `--name VALUE`; its help text states its default, if it has one."""
+    name, _, metavar = form.partition(" ")
+    return typer.Option(name, metavar=metavar or None, help=help, show_default=False, **how)
 
 
 def argument(metavar: str, help: str) -> Any:
@@ -47,16 +50,20 @@ RECIPE = argument("RECIPE", "A file, - for stdin, or the name of a built-in reci
 
 SetOption = Annotated[
     list[str] | None,
-    option("--set", "SECTION.KEY=VALUE", "Replace one value of the recipe. Can be repeated."),
+    option("--set SECTION.KEY=VALUE", "Replace one value of the recipe. Can be repeated."),
 ]
 
 
-def parse_budget(text: str) -> Budget:
-    """Read `2h`, `500 samples` or `20 steps`."""
-    try:
-        return Budget.parse(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+def told(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Let a function that parses an option tell the user the message of its `ValueError`."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return parsed
 
 
 def read_command(text: str) -> str:
@@ -70,14 +77,6 @@ def read_command(text: str) -> str:
     return text
 
 
-def read_condition(text: str) -> Condition:
-    """Read a condition of `--only-when`."""
-    try:
-        return parse_condition(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
 def parse_seconds(text: str) -> float:
     """Read a time, such as `2h`."""
     with contextlib.suppress(ValueError):
@@ -88,7 +87,6 @@ def parse_seconds(text: str) -> float:
 
 def parse_multiaddr(text: str) -> str:
     """Check a multiaddr, on which a peer can listen or which it can announce, and return it unchanged."""
-    quiet_libraries()
     from hivemind.utils.multiaddr import Multiaddr
 
     try:
@@ -100,16 +98,14 @@ def parse_multiaddr(text: str) -> str:
 
 
 PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
-PeerOption = Annotated[list[str] | None, option("--peer", "ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
+PeerOption = Annotated[list[str] | None, option("--peer ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
 HOST_HELP = "Listen on M; if M is not this machine's, announce it. Can be repeated. Default: a free TCP port."
-HostOption = Annotated[list[str] | None, option("--host-maddr", "M", HOST_HELP, parser=parse_multiaddr)]
+HostOption = Annotated[list[str] | None, option("--host-maddr M", HOST_HELP, parser=parse_multiaddr)]
 ANNOUNCE_HELP = "Tell others that M is your address. Can be repeated."
 AnnounceOption = Annotated[
-    list[str] | None, option("--announce-maddr", "M", ANNOUNCE_HELP, parser=parse_multiaddr)
+    list[str] | None, option("--announce-maddr M", ANNOUNCE_HELP, parser=parse_multiaddr)
 ]
-FolderOption = Annotated[
-    Path | None, option("--output-dir", "DIR", "The run's folder. Default: runs/RUN_ID.")
-]
+FolderOption = Annotated[Path | None, option("--output-dir DIR", "The run's folder. Default: runs/RUN_ID.")]
 
 
 @dataclass(frozen=True)
@@ -120,19 +116,18 @@ class SharedOptions:
     announce_maddr: AnnounceOption = None
     reach: Annotated[
         Literal["auto", "direct", "relay", "dial-out"],
-        option("--reach", None, "How others reach this peer. Default: auto, which finds out."),
+        option("--reach", "How others reach this peer. Default: auto, which finds out."),
     ] = "auto"
     identity: Annotated[
         Path | None,
-        option("--identity", "FILE", "This peer's key file. Default: the one in the run's folder."),
+        option("--identity FILE", "This peer's key file. Default: the one in the run's folder."),
     ] = None
     output_dir: FolderOption = None
     overrides: SetOption = None
     files: Annotated[
         Path | None,
         option(
-            "--files",
-            "DIR",
+            "--files DIR",
             "Look here for copies of the run's data, by what they hold.",
             exists=True,
             file_okay=False,
@@ -140,42 +135,39 @@ class SharedOptions:
     ] = None
     budget: Annotated[
         Budget | None,
-        option("--budget", "B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=parse_budget),
+        option("--budget B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=told(Budget.parse)),
     ] = None
     wait: Annotated[
         float | None,
         option(
-            "--wait",
-            "T",
+            "--wait T",
             "Wait at most T for swarm.min_peers before step 1. Default: 1h.",
             parser=parse_seconds,
         ),
     ] = None
-    name: Annotated[
-        str, option("--name", "NAME", "A name that all in the swarm see beside this peer's id.")
-    ] = ""
+    name: Annotated[str, option("--name NAME", "A name that all in the swarm see beside this peer's id.")] = (
+        ""
+    )
     only_when: Annotated[
         list[Condition] | None,
         option(
-            "--only-when",
-            "CONDITION",
+            "--only-when CONDITION",
             "Pause unless it holds, like idle or 22:00-07:00. Can be repeated.",
-            parser=read_condition,
+            parser=told(parse_condition),
         ),
     ] = None
     max_upload: Annotated[
         float | None,
-        option("--max-upload", "MBIT", "Send no more than so many Mbit/s. Default: no limit.", min=1),
+        option("--max-upload MBIT", "Send no more than so many Mbit/s. Default: no limit.", min=1),
     ] = None
     max_download: Annotated[
         float | None,
-        option("--max-download", "MBIT", "Receive no more than so many Mbit/s. Default: no limit.", min=1),
+        option("--max-download MBIT", "Receive no more than so many Mbit/s. Default: no limit.", min=1),
     ] = None
     niceness: Annotated[
         int | None,
         option(
-            "--niceness",
-            "N",
+            "--niceness N",
             "Let other programs go first: 0 to 19. Default: as the shell.",
             min=0,
             max=19,
@@ -184,8 +176,7 @@ class SharedOptions:
     metrics: Annotated[
         int | None,
         option(
-            "--metrics",
-            "PORT",
+            "--metrics PORT",
             "Serve metrics for Prometheus on this port of this machine.",
             min=1,
             max=65535,
@@ -194,15 +185,14 @@ class SharedOptions:
     on_event: Annotated[
         str | None,
         option(
-            "--on-event",
-            "C",
+            "--on-event C",
             "Run C, the event on its stdin, when a person should know of it.",
             parser=read_command,
         ),
     ] = None
     format: FormatOption = None
-    yes: Annotated[bool, option("--yes", None, "Do not ask questions.")] = False
-    dry_run: Annotated[bool, option("--dry-run", None, "Only show what would run and what it costs.")] = False
+    yes: Annotated[bool, option("--yes", "Do not ask questions.")] = False
+    dry_run: Annotated[bool, option("--dry-run", "Only show what would run and what it costs.")] = False
 
 
 def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:

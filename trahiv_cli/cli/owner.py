@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, parse_seconds, taken_peers
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.owning import OwnedSwarm
 
 FolderOption = Annotated[
-    Path | None, option("--output-dir", "DIR", "The run's folder. Default: the newest in runs/.")
+    Path | None, option("--output-dir DIR", "The run's folder. Default: the newest in runs/.")
 ]
 EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members that your peer saw before stay."
 PEER_HELP = f"An invitation, or @FILE with one. Can be repeated. Also read from {PEER_VARIABLE}."
-SwarmOption = Annotated[list[str] | None, option("--peer", "ADDR", PEER_HELP)]
+SwarmOption = Annotated[list[str] | None, option("--peer ADDR", PEER_HELP)]
 
 
 def invite(
-    once: Annotated[bool, option("--once", None, "Let one peer in, and no other.")] = False,
-    expires: Annotated[float | None, option("--expires", "T", EXPIRES_HELP, parser=parse_seconds)] = None,
-    watch: Annotated[bool, option("--watch", None, "Let people look on, but not train.")] = False,
+    once: Annotated[bool, option("--once", "Let one peer in, and no other.")] = False,
+    expires: Annotated[float | None, option("--expires T", EXPIRES_HELP, parser=parse_seconds)] = None,
+    watch: Annotated[bool, option("--watch", "Let people look on, but not train.")] = False,
     close: Annotated[
-        str | None, option("--close", "ID", "First close an invitation, or `all` of them; members stay.")
+        str | None, option("--close ID", "First close an invitation, or `all` of them; members stay.")
     ] = None,
     output_dir: FolderOption = None,
     format: FormatOption = None,
@@ -40,7 +40,6 @@ def invite(
     if watch and once:
         said = "who watches leaves no trace: give a time, --expires 1d"
         raise typer.BadParameter(said, param_hint="--once")
-    quiet_libraries()
     from trahiv_cli.recipe.pasted import join_by
     from trahiv_cli.swarm.membership import Role
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
@@ -69,7 +68,6 @@ def members(
 ) -> None:
     """List the members of a closed swarm and its open invitations."""
     out.use(format)
-    quiet_libraries()
     from trahiv_cli.swarm.files import MEMBER_FILE
     from trahiv_cli.swarm.invitation import read_owner
     from trahiv_cli.swarm.owning import OwnedSwarm, list_members
@@ -104,7 +102,6 @@ def kick(
 ) -> None:
     """Remove a peer from your swarm, and close its invitation."""
     out.use(format)
-    quiet_libraries()
     from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(output_dir or own_folder())

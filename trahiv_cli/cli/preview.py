@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.options import RECIPE, SetOption
-from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import Format, FormatOption, out
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
@@ -45,7 +45,6 @@ def preview(
 
     loaded = load_recipe(recipe, overrides or ())
     require_sound(loaded.recipe, loaded.document)
-    quiet_libraries()
     shown, told = look(loaded.recipe, num_shown, "preparing the data ...")
     if out.format is Format.json:
         out.event("preview", **asdict(shown))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trahiv_cli.cli.options import RECIPE, SetOption, argument, option
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.errors import AssetError, Finding, RecipeError, SetupError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ FILLED_IN = {"run_id": "name and agreement", "content": "the files"}
 def new(
     name: Annotated[str | None, argument("NAME", "A built-in recipe. Without it, all are listed.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=OUTPUT_HELP)] = None,
-    force: Annotated[bool, option("--force", None, "Overwrite FILE if it exists.")] = False,
+    force: Annotated[bool, option("--force", "Overwrite FILE if it exists.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
     from trahiv_cli.recipe.builtin import builtin_recipes
@@ -60,7 +60,7 @@ def new(
 
 def check(
     recipe: Annotated[str, RECIPE],
-    deep: Annotated[bool, option("--deep", None, DEEP_HELP)] = False,
+    deep: Annotated[bool, option("--deep", DEEP_HELP)] = False,
     overrides: SetOption = None,
     format: FormatOption = None,
 ) -> None:
@@ -83,7 +83,6 @@ def check(
     text = f"{file}: ok\nrun_id       {run_id or UNKNOWN}\nfingerprint  {digest or UNKNOWN}"
     out.record(text, "checked", file=file, run_id=run_id, fingerprint=digest)
     if deep:
-        quiet_libraries()
         from trahiv_cli.cli.estimate import show_estimate
 
         show_estimate(loaded.recipe, doubts)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 from trahiv_cli.cli.options import argument, option
-from trahiv_cli.cli.output import FormatOption, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.cli.watch import newest_run
 
 RunArgument = Annotated[Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/.")]
 OutputOption = Annotated[
-    Path | None, option("--output", "FILE", "Where to write it. Default: trahiv-report-RUN-TIME.tar.gz.")
+    Path | None, option("--output FILE", "Where to write it. Default: trahiv-report-RUN-TIME.tar.gz.")
 ]
 
 
@@ -22,7 +22,6 @@ def report(run_dir: RunArgument = None, output: OutputOption = None, format: For
     Keys, invitations, what looks like a token, and the path of your home are left out.
     """
     out.use(format)
-    quiet_libraries()
     from trahiv_cli.doctor.report import write_report
 
     folder = run_dir or newest_run()

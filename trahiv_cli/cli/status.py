@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from trahiv_cli.cli.options import option
-from trahiv_cli.cli.output import Format, FormatOption, out, quiet_libraries, visible
+from trahiv_cli.cli.output import Format, FormatOption, out, visible
 from trahiv_cli.cli.owner import FolderOption, SwarmOption, swarm_named
 from trahiv_cli.errors import NotAdmitted, Unreachable
 
@@ -35,12 +35,11 @@ REACHED = {
 def status(
     peer: SwarmOption = None,
     output_dir: FolderOption = None,
-    follow: Annotated[bool, option("--follow", None, FOLLOW_HELP)] = False,
+    follow: Annotated[bool, option("--follow", FOLLOW_HELP)] = False,
     format: FormatOption = None,
 ) -> None:
     """Show who is in a swarm, how far it is and how each is reached."""
     out.use(format)
-    quiet_libraries()
     from trahiv_cli.run.lock import holder_of
     from trahiv_cli.swarm.acquaintances import FILE
     from trahiv_cli.swarm.invitation import passing_standing

@@ -6,7 +6,6 @@ import contextlib
 import math
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,7 @@ from trahiv_cli.cli.options import (
     taken_peers,
     with_shared_options,
 )
-from trahiv_cli.cli.output import out, quiet_libraries
+from trahiv_cli.cli.output import out
 from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
 from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
 from trahiv_cli.recipe.builtin import how_to_install
@@ -31,7 +30,9 @@ from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.agreement import AgreedRun
+    from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.load import Loaded
+    from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.peer import PeerOptions
 
@@ -42,9 +43,9 @@ LINE_HELP = "The line to join by, or a recipe of your own that agrees with the s
 def init(
     recipe: Annotated[str | None, RECIPE] = None,
     no_train: Annotated[
-        bool, option("--no-train", None, "Only help peers find each other; train nothing.")
+        bool, option("--no-train", "Only help peers find each other; train nothing.")
     ] = False,
-    public: Annotated[bool, option("--public", None, "Let in everybody who learns the address.")] = False,
+    public: Annotated[bool, option("--public", "Let in everybody who learns the address.")] = False,
     *,
     shared: SharedOptions,
 ) -> None:
@@ -70,16 +71,16 @@ def init(
         return
     options = options_of(
         shared,
-        piped=recipe if loaded is not None and loaded.is_from_pipe else None,
+        loaded,
         is_public=public or (run is not None and run.recipe.swarm.public),
     )
     if loaded is not None and not no_train:
-        live(run, loaded.text, options, shared)
+        live(run, options, shared, loaded.text)
     elif shared.budget and math.isinf(options.budget.seconds):
         said = "a peer that does not train takes a time only, like 2h"
         raise typer.BadParameter(said, param_hint="--budget")
     else:
-        live(None, "", options, shared)
+        live(None, options, shared)
 
 
 @with_shared_options
@@ -102,13 +103,12 @@ def join(
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
     loaded = None if recipe is None else own_recipe(recipe, shared)
-    quiet_libraries()
     from trahiv_cli.run.lock import require_free
     from trahiv_cli.swarm.invitation import read_invitation
 
     options = options_of(
         shared,
-        piped=recipe if loaded is not None and loaded.is_from_pipe else None,
+        loaded,
         invitation=read_invitation(peer),
         was_line_hidden=bool(hidden),
     )
@@ -117,34 +117,36 @@ def join(
     run, options = agreed(loaded, shared, options)
     if shared.dry_run:
         rehearse(run)
-    elif loaded is not None:
-        live(run, loaded.text, options, shared)
-    else:
-        from trahiv_cli.recipe.document import render
-
+        return
+    if loaded is None:
         show(run)
-        if shared.yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?"):
-            text = "\n".join(line for line, _ in render(run.recipe.to_data())) + "\n"
-            live(run, text, options, shared)
+        if not (shared.yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?")):
+            return
+    live(run, options, shared, loaded.text if loaded else None)
 
 
 def own_recipe(source: str, shared: SharedOptions, *, is_trained: bool = True) -> Loaded:
     """Load the user's recipe; if it `is_trained`, it must be sound, and its data must be here.
 
     Raises:
-        RecipeError, AssetError: see `load_recipe`, `with_copies`, `require_sound` and `read_contents`.
+        RecipeError, AssetError: see `load_recipe`, `require_sound` and `read_contents`.
     """
-    from trahiv_cli.recipe.content import read_contents, with_copies
-    from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.load import load_recipe
 
-    loaded = load_recipe(source, shared.overrides or ())
-    ours = with_copies(loaded.recipe, shared.files)
-    if is_trained:
-        require_sound(ours, loaded.document)
-        with reading_data():
-            ours = read_contents(ours)
-    return replace(loaded, recipe=ours)
+    loaded = load_recipe(source, shared.overrides or (), shared.files)
+    return replace(loaded, recipe=sound(loaded.recipe, loaded.document)) if is_trained else loaded
+
+
+def sound(recipe: Recipe, document: Document) -> Recipe:
+    """Require that a recipe can be trained here, and return it with the content of its data."""
+    from trahiv_cli.recipe.content import read_contents
+    from trahiv_cli.recipe.examine import require_sound
+    from trahiv_cli.telemetry.events import Events
+
+    require_sound(recipe, document)
+    events = Events()
+    with out.listening(events), events.waiting("the data files to be read", until_s=3600):
+        return read_contents(recipe)
 
 
 def agreed(
@@ -154,10 +156,9 @@ def agreed(
 
     If no peer answers, the recipe is the user's own, or the recipe of a run in which this machine took part.
     """
-    from trahiv_cli.recipe.agreement import AgreedRun, resolve
+    from trahiv_cli.recipe.agreement import AgreedRun
     from trahiv_cli.recipe.content import with_copies
     from trahiv_cli.recipe.document import Document
-    from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.recipe.record import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
     from trahiv_cli.train.folder import known_identity, known_run, read_run, require_same_agreement, scout
@@ -165,7 +166,7 @@ def agreed(
     invitation = options.invitation
     identity = options.identity
     overrides = shared.overrides or ()
-    reached = 0
+    changes: dict[str, Any] = {}
     known = known_run(invitation.addresses, options.output_dir)
     if identity is None or not identity.exists():
         identity = known_identity(invitation, options.output_dir)
@@ -178,39 +179,26 @@ def agreed(
             run = accept_offer(offer, overrides, shared.files)
         else:
             run = require_same_agreement(loaded.recipe, offer)
-        reached = offer.step
+        changes["reached_step"] = offer.step
     except Unreachable as error:
         # The first peer that joins a bare bootstrap node brings the recipe.
         if not isinstance(error, NothingPublished) or run is None:
             if known is None:
                 raise
             # The invitation's membership may belong to another run.
-            options = replace(options, invitation=replace(invitation, membership=None))
+            changes["invitation"] = replace(invitation, membership=None)
             if run is None:  # all have left; this machine has a checkpoint of the run
                 run = AgreedRun.of(with_copies(read_run(known).recipe, shared.files))
-                options = replace(options, output_dir=known)
+                changes["output_dir"] = known
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)
-        require_sound(run.recipe, document)
-        with reading_data():
-            run = resolve(run.recipe)
-    return run, replace(options, reached_step=reached)
+        run = AgreedRun.of(sound(run.recipe, document))
+    return run, replace(options, **changes)
 
 
-@contextlib.contextmanager
-def reading_data() -> Iterator[None]:
-    """While the block reads data files, say so if it takes long."""
-    from trahiv_cli.telemetry.events import Events
-
-    events = Events()
-    with out.listening(events), events.waiting("the data files to be read", until_s=3600):
-        yield
-
-
-def options_of(shared: SharedOptions, **more: Any) -> PeerOptions:
+def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> PeerOptions:
     """Return a peer's options; `more` are fields that only one of the commands sets."""
-    quiet_libraries()
     from trahiv_cli.train.peer import PeerOptions
 
     if shared.niceness is not None:
@@ -224,27 +212,27 @@ def options_of(shared: SharedOptions, **more: Any) -> PeerOptions:
     return PeerOptions(
         output_dir=shared.output_dir,
         identity=shared.identity,
-        host_maddrs=tuple(shared.host_maddr or ()),
-        announce_maddrs=tuple(shared.announce_maddr or ()),
+        host_maddrs=shared.host_maddr,
+        announce_maddrs=shared.announce_maddr,
         reach=shared.reach,
         wait_s=shared.wait,
         name=shared.name,
-        conditions=tuple(shared.only_when or ()),
+        conditions=shared.only_when or (),
         max_upload=shared.max_upload,
         max_download=shared.max_download,
         is_again=is_again(),
         budget=Budget(spend.seconds - seconds_spent(), spend.samples - samples, spend.steps - steps),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
+        piped=loaded.piped if loaded else None,
         **more,
     )
 
 
-def live(run: AgreedRun | None, text: str, options: PeerOptions, shared: SharedOptions) -> None:
+def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, text: str | None = None) -> None:
     """Run one peer, show its events, and exit with a code of docs/exit-codes.md.
 
-    Without a run it is a bootstrap node. `text` is the recipe as its author wrote it.
+    Without a run it is a bootstrap node. `text` is the recipe as the user wrote it, if it is the user's.
     """
-    quiet_libraries()
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.telemetry.notifier import Notifier
     from trahiv_cli.train.leaving import Leaving
@@ -269,7 +257,7 @@ def live(run: AgreedRun | None, text: str, options: PeerOptions, shared: SharedO
                 if run is None:
                     ended = serve_bootstrap(options, events, leaving)
                 else:
-                    ended = run_peer(run, text, options, events, leaving)
+                    ended = run_peer(run, options, events, leaving, text)
     except PeerBroken as failure:
         note_spent(leaving.spent)
         restart(leaving.resume, failure)
@@ -316,7 +304,6 @@ def show(run: AgreedRun) -> None:
 
 def rehearse(run: AgreedRun) -> None:
     """Show the run and its costs; no swarm is started or joined."""
-    quiet_libraries()
     from trahiv_cli.cli.estimate import show_estimate
 
     show(run)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
-from trahiv_cli.cli.output import FormatOption, line_in, out, quiet_libraries
+from trahiv_cli.cli.output import FormatOption, line_in, out
 from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
 from trahiv_cli.recipe.builtin import how_to_install
@@ -32,8 +32,8 @@ SAID: dict[Request | None, str] = {
 }
 """Control request to a peer -> the page's answer."""
 
-PortOption = Annotated[int, option("--port", "N", PORT_HELP, min=0, max=65535)]
-BrowserOption = Annotated[bool, option("--no-browser", None, BROWSER_HELP)]
+PortOption = Annotated[int, option("--port N", PORT_HELP, min=0, max=65535)]
+BrowserOption = Annotated[bool, option("--no-browser", BROWSER_HELP)]
 
 
 def watch(
@@ -45,7 +45,6 @@ def watch(
 ) -> None:
     """Show a run, or a swarm, on a page in your browser."""
     out.use(format)
-    quiet_libraries()
     require_web()
     from trahiv_cli.watch.guard import kept_token, new_token
     from trahiv_cli.watch.lookout import Follower, Lookout, Seen

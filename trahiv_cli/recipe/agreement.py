@@ -77,14 +77,14 @@ def fingerprint(agreement_dict: dict[str, Any]) -> str:
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     """List the differences of two agreements: dotted path, our value, their value; `None` for no value."""
-    ours_named, theirs_named, ours_flat, theirs_flat = (
-        {dotted(location): value for location, value in leaves(side)}
-        for side in (ours, theirs, _nameless(ours), _nameless(theirs))
+    named, nameless = (
+        [{dotted(location): value for location, value in leaves(side)} for side in sides]
+        for sides in ((ours, theirs), (_nameless(ours), _nameless(theirs)))
     )
     return tuple(
-        (path, ours_named.get(path), theirs_named.get(path))
-        for path in sorted({*ours_flat, *theirs_flat})
-        if canonical(ours_flat.get(path)) != canonical(theirs_flat.get(path))
+        (path, named[0].get(path), named[1].get(path))
+        for path in sorted(set().union(*nameless))
+        if len({canonical(side.get(path)) for side in nameless}) > 1
     )
 
 
@@ -114,9 +114,8 @@ def what_changed(earlier: AgreedRun, later: AgreedRun) -> tuple[list[str], list[
 
 
 def _renamed(recipe: Recipe, run_id: str | None) -> Recipe:
-    config = recipe.hivemind_config
-    named = config.model_copy(update={"opt": config.opt.model_copy(update={"run_id": run_id})})
-    return recipe.model_copy(update={"hivemind_config": named})
+    config = recipe.hivemind_config.changed("opt", run_id=run_id)
+    return recipe.model_copy(update={"hivemind_config": config})
 
 
 def _shared(recipe: Recipe) -> dict[str, Any]:
@@ -136,16 +135,14 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     compares the models and tokenizers that were loaded from these folders.
     """
     nameless = copy.deepcopy(shared)
-    model = nameless.get("model")
-    named = [(model, key) for key in model] if isinstance(model, dict) else []
-    data = nameless.get("data")
-    datasets = data.get("datasets") if isinstance(data, dict) else None
-    for dataset in datasets if isinstance(datasets, list) else ():
-        if isinstance(dataset, dict) and dataset.get("content"):
-            named.append((dataset, "path"))
-    for section, key in named:
-        if isinstance(value := section.get(key), str) and value.startswith(LOCAL):
-            section[key] = LOCAL
+    for location, value in leaves(shared, is_deep=True):
+        if isinstance(value, str) and value.startswith(LOCAL):
+            match location:
+                case ("model", str(key)):
+                    nameless["model"][key] = LOCAL
+                case ("data", "datasets", int(index), "path"):
+                    dataset = nameless["data"]["datasets"][index]
+                    dataset["path"] = LOCAL if dataset.get("content") else value
     return nameless
 
 

@@ -57,7 +57,7 @@ def read_contents(recipe: Recipe) -> Recipe:
     if missing:
         hints = [error.hint for error in missing if error.hint]
         raise AssetError("\n".join(error.message for error in missing), hint=" ".join(hints))
-    return _with_datasets(recipe, datasets)
+    return recipe.changed("data", datasets=datasets)
 
 
 def knows_contents(recipe: Recipe) -> bool:
@@ -186,11 +186,7 @@ def with_copies(recipe: Recipe, folder: Path | None) -> Recipe:
                 return copy
         return dataset
 
-    return _with_datasets(recipe, [found(dataset) for dataset in recipe.data.datasets])
-
-
-def _with_datasets(recipe: Recipe, datasets: list[DatasetSection]) -> Recipe:
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"datasets": datasets})})
+    return recipe.changed("data", datasets=[found(dataset) for dataset in recipe.data.datasets])
 
 
 def _is_missing(dataset: DatasetSection) -> bool:

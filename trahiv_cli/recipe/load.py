@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from trahiv_cli.errors import Finding, RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.content import with_copies
 from trahiv_cli.recipe.document import Document, Location, leaves, read_document
 from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
@@ -29,19 +30,15 @@ MAX_TEMPLATE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Loaded:
-    """A recipe and its source.
-
-    `text` is the file as its author wrote it. A recipe that `is_from_pipe` can't be read again. The
-    `document` has the origin of each value.
-    """
+    """A recipe and its source."""
 
     recipe: Recipe
-    text: str
-    is_from_pipe: bool
-    document: Document
+    text: str  # the file as its author wrote it
+    piped: str | None  # the user's name for a pipe, from which it can't be read again
+    document: Document  # it has the origin of each value
 
 
-def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def load_recipe(source: str | Path, overrides: Sequence[str] = (), files: Path | None = None) -> Loaded:
     """Load a recipe from a path, or a built-in one by its name.
 
     Every path in the recipe becomes absolute (`anchor`). Paths after `--set` are relative to the current
@@ -50,6 +47,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     Args:
         source: a file, a FIFO, `-` for stdin, or, if there is no such file, a name from `builtin_recipes`.
         overrides: `a.b=c`, each as typed after `--set`; later ones win.
+        files: a folder with copies of the recipe's data, see `with_copies`.
 
     Raises:
         RecipeError: there is no such recipe, or it has mistakes, all of which are in `findings`.
@@ -65,7 +63,8 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     folder = Path.cwd()
     if path is not None and not is_from_pipe and path not in builtin_recipes().values():
         folder = path.parent.resolve()
-    return Loaded(_checked(document, folder, reads_template=True), text, is_from_pipe, document)
+    recipe = with_copies(_checked(document, folder, reads_template=True), files)
+    return Loaded(recipe, text, str(source) if is_from_pipe else None, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:

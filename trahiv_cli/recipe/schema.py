@@ -66,6 +66,16 @@ CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 NumTokens = Annotated[int, Field(ge=2, le=10**9)]
 """Length of a sample. It needs two tokens: the second is what is predicted."""
 
+Some = Annotated[list[_T], Field(min_length=1)]
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+
+Share = Annotated[float, Field(ge=0, lt=1)]
+"""A part of a whole, less than all of it."""
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
 Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 
 TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
@@ -135,6 +145,11 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    def changed(self, name: str, **values: Any) -> Self:
+        """Return a copy with other values, which are not checked, in the section `name`."""
+        section = getattr(self, name).model_copy(update=values)
+        return self.model_copy(update={name: section})
+
     def _broken_rules(self) -> Rules:
         """Yield what is wrong in this section, whose fields are of the right types by now."""
         yield from ()
@@ -184,7 +199,7 @@ class ModelSection(Section):
     """Hub id or local folder. `builtin/bytes` is transformers' ByT5 tokenizer; `builtin/bpe`, of 2,048
     tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Dtype = "auto"
     """How frozen weights are held; `auto` asks the checkpoint. Trainable weights are always float32."""
 
     attn_implementation: Own[str] = "auto"
@@ -224,10 +239,10 @@ class QuantizationSection(Section):
     bnb_4bit_use_double_quant: bool = False
     """4 bits only: quantize the scales too, 0.4 bits less for each weight."""
 
-    bnb_4bit_compute_dtype: Own[Literal["auto", "bfloat16", "float16", "float32"]] = "auto"
+    bnb_4bit_compute_dtype: Own[Dtype] = "auto"
     """4 bits only: what weights are decoded to. `auto`: what this peer trains in."""
 
-    llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
+    llm_int8_threshold: NotNegative = 6.0
     """8 bits only: activations beyond this are multiplied in 16 bits. 0: none are."""
 
     llm_int8_skip_modules: list[Word] | None = None
@@ -245,13 +260,13 @@ class PeftSection(Section):
     r: Count = 16
     """Rank of the adapters."""
 
-    lora_alpha: Annotated[float, Field(gt=0)] = 32
+    lora_alpha: Positive = 32
     """Scale of the adapters; the update is multiplied by lora_alpha / r."""
 
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    lora_dropout: Share = 0.0
     """0 keeps peers comparable and the fused kernels in use."""
 
-    target_modules: Word | Annotated[list[Word], Field(min_length=1)] = "all-linear"
+    target_modules: Word | Some[Word] = "all-linear"
     """`all-linear`, a list with the names of the layers to adapt, or a regular expression for them."""
 
     modules_to_save: list[Word] = []
@@ -276,7 +291,7 @@ class ContentSection(Section):
     num_bytes: Annotated[int, Field(ge=0)]
     """Their size together."""
 
-    readers: Annotated[list[Reader], Field(min_length=1)]
+    readers: Some[Reader]
     """What reads them, by their suffixes: lines of JSON are another dataset when read as plain text."""
 
     version: Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!-]{0,31}$")] | None = None
@@ -299,13 +314,13 @@ class DatasetSection(Section):
     revision: str | None = None
     """Branch, tag or commit of a hub dataset."""
 
-    data_files: Word | Annotated[list[Word], Field(min_length=1)] | None = None
+    data_files: Word | Some[Word] | None = None
     """Files inside a hub dataset or local folder, or globs for them."""
 
     columns: Compared[dict[Word, Word]] = {}
     """Columns to rename, the dataset's name to the task's: `{instruction: prompt, output: completion}`."""
 
-    fraction: Annotated[float, Field(gt=0)] | None = None
+    fraction: Positive | None = None
     """Share of this dataset in the mixture, for all datasets or none. Shares are made to sum to one; no row
     is repeated (TRL's `fraction`). Not with `streaming`."""
 
@@ -330,14 +345,14 @@ class DatasetSection(Section):
 class EvalSection(Section):
     """What is held out from training, to measure with."""
 
-    test_split_size: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    test_split_size: Share = 0.0
     """Share of the documents that is held out, the same ones on every peer. 0 with `streaming`."""
 
 
 class DataSection(Section):
     """What is trained on."""
 
-    datasets: Annotated[list[DatasetSection], Field(min_length=1)]
+    datasets: Some[DatasetSection]
     """One or more datasets, shuffled together; each must have the columns that the task reads."""
 
     eval: EvalSection = EvalSection()
@@ -424,10 +439,10 @@ class SftSection(_TextSection):
 class DpoSection(Section):
     """`trl.DPOConfig`. Datasets have `chosen` and `rejected`, and mostly `prompt`."""
 
-    beta: Annotated[float, Field(gt=0)] = 0.1
+    beta: Positive = 0.1
     """How near the model stays to the one it started from; higher is nearer."""
 
-    loss_type: Annotated[list[LossName], Field(min_length=1)] = ["sigmoid"]
+    loss_type: Some[LossName] = ["sigmoid"]
     """One, or several that are added up."""
 
     loss_weights: list[float] | None = None
@@ -492,21 +507,21 @@ class TrainingSection(Section):
     gradient_accumulation_steps: Suggested[Count] = 1
     """Local. Leave at 1: the swarm accumulates."""
 
-    learning_rate: Annotated[float, Field(ge=0)] = 2e-4
+    learning_rate: NotNegative = 2e-4
     lr_scheduler_type: SchedulerName = "cosine"
     lr_scheduler_kwargs: dict[str, Any] = {}
-    warmup_steps: Annotated[float, Field(ge=0)] = 0.03
+    warmup_steps: NotNegative = 0.03
     """A whole number of steps, or a share of `max_steps` if below 1."""
 
     optim: OptimName = "adamw_torch_fused"
     optim_args: str | None = None
     """`key=value,key=value`, as in TrainingArguments."""
 
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    weight_decay: NotNegative = 0.0
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    adam_epsilon: Positive = 1e-8
+    max_grad_norm: NotNegative = 1.0
     """Applied once per step, to the averaged gradient. 0: not at all."""
 
     bf16: Suggested[AutoBool] = "auto"
@@ -594,10 +609,10 @@ class DhtSection(Section):
     nat_port_map: bool = False
     """What libp2p itself does about routers; trahiv's own way needs none of it (docs/reach.md)."""
 
-    startup_timeout: Annotated[float, Field(gt=0)] = 60.0
+    startup_timeout: Positive = 60.0
     """Seconds for the network daemon to start. Raise it at "daemon failed to start"."""
 
-    wait_timeout: Annotated[float, Field(gt=0)] = 3.0
+    wait_timeout: Positive = 3.0
     """Seconds for one DHT request."""
 
 
@@ -610,20 +625,20 @@ class OptSection(Section):
     target_batch_size: Count = 256
     """Samples per step over all peers."""
 
-    matchmaking_time: Annotated[float, Field(gt=0)] = 5.0
+    matchmaking_time: Positive = 5.0
     """Seconds a peer waits for others to join its group; a full group starts at once."""
 
-    averaging_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
+    averaging_timeout: Suggested[Positive] = 60.0
     """Seconds to find a group for a round; then it is tried again."""
 
-    allreduce_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
+    allreduce_timeout: Suggested[Positive | None] = None
     """Seconds for an exchange. Default: as long as something comes (`next_chunk_timeout`)."""
 
-    next_chunk_timeout: Suggested[Annotated[float, Field(gt=0)] | None] = None
+    next_chunk_timeout: Suggested[Positive | None] = None
     """Seconds without a byte from a groupmate before it is left out. Default: `matchmaking_time`, at least
     10. Raise it at "sent nothing for too long"."""
 
-    load_state_timeout: Suggested[Annotated[float, Field(gt=0)]] = 60.0
+    load_state_timeout: Suggested[Positive] = 60.0
     """Seconds without anything new of the swarm's state. Raise it at "nothing of the swarm's state came"."""
 
     offload_optimizer: Own[AutoBool] = "auto"
@@ -648,7 +663,7 @@ class OptSection(Section):
 
     tracker_opts: Own[dict[str, Any]] = {}
     performance_ema_alpha: Own[Annotated[float, Field(gt=0, le=1)]] = 0.1
-    shutdown_timeout: Own[Annotated[float, Field(gt=0)]] = 5.0
+    shutdown_timeout: Own[Positive] = 5.0
     verbose: Own[bool] = False
     """Log what hivemind says of its progress, and not only its warnings."""
 
@@ -690,10 +705,10 @@ class SwarmSection(Section):
     fragments: Count = 4
     """`streaming`, also as `auto` chooses it: parts of the weights that are exchanged one after the other."""
 
-    outer_learning_rate: Annotated[float, Field(gt=0)] = 0.7
+    outer_learning_rate: Positive = 0.7
     """`diloco`, `streaming`: how far the agreed weights follow what the peers changed on average."""
 
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    outer_momentum: Share = 0.5
     """`diloco`, `streaming`: Nesterov momentum of the agreed weights. 0.9 is for hundreds of rounds."""
 
     solo: Annotated[str, BeforeValidator(_solo), Field(json_schema_extra={"pattern": _SOLO})] = (
@@ -705,7 +720,7 @@ class SwarmSection(Section):
     min_peers: Count = 1
     """The first step of a run waits until so many peers are there, or until each peer's `--wait` is over."""
 
-    norm_limit: Annotated[float, Field(ge=0)] = 10.0
+    norm_limit: NotNegative = 10.0
     """A contribution whose gradient norm is more than so many times the median of its group's is left out,
     and its peer named. Above 1; 0: only what is not finite is left out."""
 
@@ -722,11 +737,11 @@ class SwarmSection(Section):
     """Anyone who learns an address may join, take the weights and send gradients. By default a swarm is
     closed and takes invitations. Of those that join nothing is asked here."""
 
-    relay: Own[Annotated[float, Field(ge=0)] | None] = None
+    relay: Own[NotNegative | None] = None
     """Mbit/s that this peer passes on at most for members whose routers let nothing in, if others can dial
     it. 0: nothing. Default: no limit."""
 
-    save_minutes: Suggested[Annotated[float, Field(ge=0)]] = 10.0
+    save_minutes: Suggested[NotNegative] = 10.0
     """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""
 
     def _broken_rules(self) -> Rules:
@@ -832,8 +847,8 @@ class Recipe(Section):
     @property
     def section(self) -> ClmSection | SftSection | DpoSection | MlmSection | SeqClsSection:
         """The section that is about the recipe's task."""
-        section: ClmSection | SftSection | DpoSection | MlmSection | SeqClsSection
-        section = getattr(self, TASK_SECTIONS[self.task])
+        section = self.clm or self.sft or self.dpo or self.mlm or self.seq_cls
+        assert section is not None
         return section
 
     @property

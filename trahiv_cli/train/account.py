@@ -29,7 +29,7 @@ NOTHING_GIVEN = Given()
 class Account:
     """Listens to a peer's events and derives its `status` from them. Thread-safe.
 
-    `run_peer` and `drop_in.told` create one per run. `has_changed` is set when the new status should be
+    `Peer` and `trainer.told` create one per run. `has_changed` is set when the new status should be
     published soon. `step` is the initial step of the status.
     """
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
 from trahiv_cli.recipe.agreement import AgreedRun, differences, what_changed
+from trahiv_cli.recipe.document import render
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.run.lock import RESOLVED, RUNS, folder_taken, holder_of, owned
@@ -117,8 +118,8 @@ def read_run(folder: Path) -> AgreedRun:
         raise SetupError(f"{path} is not a recipe of this version of trahiv.", ANOTHER_PLACE) from error
 
 
-def keep_recipe(folder: Path, run: AgreedRun, text: str) -> None:
-    """Write the recipe into the run's folder, as given (`text`) and resolved.
+def keep_recipe(folder: Path, run: AgreedRun, text: str | None) -> None:
+    """Write the recipe into the run's folder, as the user wrote it (`text`), and resolved.
 
     Raises `SetupError` if the folder holds a run of another agreement, which stays unchanged, or can't be
     written.
@@ -136,8 +137,12 @@ def keep_recipe(folder: Path, run: AgreedRun, text: str) -> None:
                 f"{folder} holds another run, {there.run_id}: it differs in {different}.",
                 hint=old_files + ANOTHER_PLACE,
             )
-    contents = {} if is_own_copy else {folder / "recipe.yaml": text}  # a resolved copy does not replace it
-    contents[resolved] = json.dumps(run.recipe.to_data(), indent=2) + "\n"
+    data = run.recipe.to_data()
+    contents = {resolved: json.dumps(data, indent=2) + "\n"}
+    if text is None:
+        text = "\n".join(line for line, _ in render(data)) + "\n"
+    if not is_own_copy:  # a resolved copy does not replace it
+        contents[folder / "recipe.yaml"] = text
     try:
         for file, content in contents.items():
             write_whole(file, content.encode())
@@ -148,10 +153,10 @@ def keep_recipe(folder: Path, run: AgreedRun, text: str) -> None:
         ) from error
 
 
-def warn_of_edited_data(run: AgreedRun, folder: Path, events: Events) -> None:
+def warn_of_edited_data(run: AgreedRun, events: Events) -> None:
     """Warn if a new run differs from the newest similar run only in data files that were edited since."""
-    others = [path for path in RUNS.glob(f"*/{RESOLVED}") if path.parent != folder]
-    for other in (path.parent for path in sorted(others, key=lambda path: -path.stat().st_mtime)):
+    for path in sorted(RUNS.glob(f"*/{RESOLVED}"), key=lambda path: -path.stat().st_mtime):
+        other = path.parent
         with contextlib.suppress(SetupError):  # a folder of another version
             fields, files = what_changed(read_run(other), run)
             if fields or not files or not (saved := saved_in(other)):

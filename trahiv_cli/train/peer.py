@@ -20,7 +20,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Literal
 from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
 from trahiv_cli.recipe.agreement import AgreedRun
-from trahiv_cli.recipe.schema import DhtSection, Recipe
+from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.run.control import forget_request
 from trahiv_cli.run.lock import RESOLVED, RUNS, owned
 from trahiv_cli.swarm.acquaintances import known_peers
@@ -52,12 +52,10 @@ from trahiv_cli.train.folder import (
     start_node,
     warn_of_edited_data,
 )
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left, Reason
+from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
     from trahiv_cli.assets.data import Splits
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
@@ -79,10 +77,14 @@ class Ended:
 
     def tell(self, events: Events, resume: str) -> None:
         """Emit `done`, with the command `resume` unless the run is finished."""
-        path = self.path and str(self.path)
-        more = None if self.reason == "max_steps" else resume
-        figures = {"step": self.step, "path": path, "had_ended": self.had_ended}
-        events.emit("done", reason=self.reason, resume=more, **figures)
+        events.emit(
+            "done",
+            reason=self.reason,
+            resume=None if self.reason == "max_steps" else resume,
+            step=self.step,
+            path=self.path and str(self.path),
+            had_ended=self.had_ended,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,8 @@ class PeerOptions:
 
     output_dir: Path | None = None  # default: `runs/<run_id>`; for a joiner, see `owned_to_join`
     identity: Path | None = None  # key file; default: `identity.key` in the run's folder
-    host_maddrs: tuple[str, ...] = ()
-    announce_maddrs: tuple[str, ...] = ()
+    host_maddrs: list[str] | None = None
+    announce_maddrs: list[str] | None = None
     reach: Wanted = "auto"
     invitation: Invitation = Invitation()  # an empty one starts a swarm
     is_public: bool = False  # whether a swarm that it starts is open to everyone
@@ -102,7 +104,7 @@ class PeerOptions:
     resume: str = ""  # the command to resume after a stop; only its `--on-event` may hold a secret
     piped: str | None = None  # the word in `resume` for a recipe that came through a pipe
     name: str = ""  # the user's name for this peer, which it publishes
-    conditions: tuple[Condition, ...] = ()  # it trains only while all of them hold
+    conditions: Sequence[Condition] = ()  # it trains only while all of them hold
     max_upload: float | None = None  # Mbit/s
     max_download: float | None = None
     is_again: bool = False  # whether it has restarted itself: earlier control requests stay in force
@@ -114,13 +116,14 @@ class PeerOptions:
 
     def node(self, section: DhtSection, folder: Path, relay_mbit: float | None = None) -> Node:
         """Start this peer's node by the options of the command line; `section` has their defaults."""
-        said = {"host_maddrs": list(self.host_maddrs), "announce_maddrs": list(self.announce_maddrs)}
-        section = section.model_copy(update={key: value for key, value in said.items() if value})
-        identity = self.identity
-        is_public = self.is_public
-        reach = ReachRules(self.reach, relay_mbit, self.max_upload, self.max_download)
+        said = {"host_maddrs": self.host_maddrs, "announce_maddrs": self.announce_maddrs}
         return start_node(
-            section, folder, self.invitation, identity=identity, is_public=is_public, reach=reach
+            section.model_copy(update={key: value for key, value in said.items() if value}),
+            folder,
+            self.invitation,
+            identity=self.identity,
+            is_public=self.is_public,
+            reach=ReachRules(self.reach, relay_mbit, self.max_upload, self.max_download),
         )
 
     def resume_in(self, folder: Path, run: str) -> str:
@@ -135,10 +138,13 @@ class PeerOptions:
         return shlex.join(map(str, words))
 
 
-def run_peer(run: AgreedRun, text: str, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
+def run_peer(
+    run: AgreedRun, options: PeerOptions, events: Events, leaving: Leaving, text: str | None
+) -> Ended:
     """Start or join the run's swarm, train with it, and leave in good order.
 
-    A joiner's run has been compared with the swarm's already; `text` is the recipe as its author wrote it.
+    A joiner's run has been compared with the swarm's already. `text` is the recipe as the user wrote it; None
+    if it is the swarm's.
 
     Raises:
         SetupError, Unreachable, NotAdmitted: before anything was trained; no process is left.
@@ -146,7 +152,6 @@ def run_peer(run: AgreedRun, text: str, options: PeerOptions, events: Events, le
         AssetError, OutOfMemory: the model or the data can't be loaded, or memory ran out during training.
         RecipeMismatch, RoundFailed: see `enter`; the mismatch may also concern local data.
     """
-    recipe = run.recipe
     invitation = options.invitation
     usual = options.folder(run.run_id)
     is_choosing = options.output_dir is None and bool(invitation.addresses)
@@ -157,9 +162,9 @@ def run_peer(run: AgreedRun, text: str, options: PeerOptions, events: Events, le
         if not options.is_again:
             forget_request(folder)
         keep_recipe(folder, run, text)
-        saved = saved_in(folder)
-        max_steps = recipe.training.max_steps
-        if (folder / FINAL).exists() and not (saved and saved[-1].step < max_steps):
+        peer = Peer(folder, run, options, events, leaving)
+        max_steps = run.recipe.training.max_steps
+        if (folder / FINAL).exists() and not (peer.saved and peer.saved.step < max_steps):
             ended = Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
             ended.tell(events, leaving.resume)
             return ended
@@ -168,13 +173,13 @@ def run_peer(run: AgreedRun, text: str, options: PeerOptions, events: Events, le
             keep_invitation(folder / INVITED_BY_FILE, invitation)
         leaving.resume = options.resume_in(folder, run.run_id)
         with recorded(folder, events):
-            log_to(folder / "trahiv.log", is_verbose=recipe.hivemind_config.opt.verbose)
+            log_to(folder / "trahiv.log", is_verbose=run.recipe.hivemind_config.opt.verbose)
             try:
-                ended = _train(folder, run, options, events, leaving)
+                ended = peer.live()
             except Left:  # before it trained; earlier checkpoints are unchanged
-                saved = saved_in(folder)
-                reason = leaving.reason or "signal"
-                ended = Ended(reason, saved[-1].step, saved[-1].path) if saved else Ended(reason)
+                ended = Ended(leaving.reason or "signal")
+                if peer.saved is not None:
+                    ended = replace(ended, step=peer.saved.step, path=peer.saved.path)
             # A signal may have come while a checkpoint was written.
             if ended.reason == "pause" and leaving.signal is not None:
                 ended = replace(ended, reason="signal")
@@ -184,205 +189,244 @@ def run_peer(run: AgreedRun, text: str, options: PeerOptions, events: Events, le
             return ended
 
 
-def _train(folder: Path, run: AgreedRun, options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
-    recipe = run.recipe
-    joins = bool(options.invitation.addresses)
-    resumes = bool(saved_in(folder))
-    given = given_in(folder)
-    max_steps = recipe.training.max_steps
-    with leaving.interruptible():
-        if not resumes and options.reached_step == 0:
-            warn_of_edited_data(run, folder, events)
-        node = options.node(recipe.hivemind_config.dht, folder, recipe.swarm.relay)
+@dataclass
+class Peer:
+    """A peer that owns its folder; `live` calls its phases in their order."""
 
-    with ExitStack() as stack:
-        stack.enter_context(node)
-        step = max([options.reached_step, *(one.step for one in saved_in(folder))])
-        account = Account(run.run_id, step, max_steps, options.name, given)
-        wishes = Wishes(folder, leaving, options.conditions)
-        events.add(account)
-        events.add(wishes)
-        tell_how_to_join = partial(invite, node, folder, run, events, joins=joins)
-        most_s = options.budget.seconds
-        held_s = hold(node, run, account, events, wishes, leaving, most_s, tell_how_to_join)
-        budget = replace(options.budget, seconds=options.budget.seconds - held_s)
-        stack.enter_context(wishes.heard())
+    folder: Path
+    run: AgreedRun
+    options: PeerOptions
+    events: Events
+    leaving: Leaving
+
+    def __post_init__(self) -> None:
+        run = self.run
+        self.given = given_in(self.folder)
+        self.saved = next(reversed(saved_in(self.folder)), None)
+        step = max(self.options.reached_step, self.saved.step if self.saved else 0)
+        max_steps = run.recipe.training.max_steps
+        self.account = Account(run.run_id, step, max_steps, self.options.name, self.given)
+
+    def live(self) -> Ended:
+        """Go through a peer's life, as far as the user lets it.
+
+        Raises:
+            Left: it left before it trained.
+        """
+        recipe = self.run.recipe
+        options = self.options
+        events = self.events
+        leaving = self.leaving
         with leaving.interruptible():
-            with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
-                silence = hub.do_without_hub(recipe)
-            if silence:
-                events.warn("hub", silence, hint=hub.HINT)
-            _load_libraries(events)
+            if self.saved is None and options.reached_step == 0:
+                warn_of_edited_data(self.run, events)
+            self.node: Node = options.node(recipe.hivemind_config.dht, self.folder, recipe.swarm.relay)
+
+        with ExitStack() as stack:
+            stack.enter_context(self.node)
+            wishes = Wishes(self.folder, leaving, options.conditions)
+            events.add(self.account)
+            events.add(wishes)
+            held_s = self.hold(wishes)
+            stack.enter_context(wishes.heard())
+            with leaving.interruptible():
+                with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
+                    silence = hub.do_without_hub(recipe)
+                if silence:
+                    events.warn("hub", silence, hint=hub.HINT)
+                _load_libraries(events)
+            from trahiv_cli.assets.memory import translated_out_of_memory
+            from trahiv_cli.train.failing import explaining_the_data
+            from trahiv_cli.train.tasks import heeding
+
+            stack.enter_context(translated_out_of_memory())
+            with heeding(partial(events.warn, "data")):
+                self.load(replace(options.budget, seconds=options.budget.seconds - held_s))
+            stack.enter_context(published(self.node, self.run, self.account, events))
+            if not held_s:
+                self.invite()
+            with leaving.interruptible():
+                # For comparison with the sample at the end. A pretrained model writes none: it may be slow,
+                # and bitsandbytes repacks quantized weights when a CPU evaluates them.
+                if recipe.model.config and self.saved is None and not options.invitation.addresses:
+                    self.show_sample(0)
+            with progress_told(self.trainer, events), reach_told(self.node, events), explaining_the_data():
+                self.train()
+            return self.finish()
+
+    def hold(self, wishes: Wishes) -> float:
+        """Wait while this peer is paused; its node still serves joiners, and peers that need a relay.
+
+        Heavy libraries are not loaded yet, and nothing is on the GPU. If the peer is paused, it announces how
+        others join. Returns the seconds of the pause.
+
+        Raises:
+            PeerBroken: the node has ended.
+            NotAdmitted: the swarm's owner has removed this peer.
+            Left: this peer should leave, or the time of its budget is over.
+        """
+        node = self.node
+        events = self.events
+        step = self.account.status.step
+        began_at = time.monotonic()
+
+        def heed() -> None:
+            if wishes.is_to_finish or time.monotonic() >= began_at + self.options.budget.seconds:
+                self.leaving.leave("finish" if wishes.is_to_finish else "budget")
+                raise Left
+
+        heed()
+        if not wishes.why_paused():
+            return 0.0
+        said = ""
+        publishing = published(node, self.run, self.account, events)
+        with self.leaving.interruptible(), publishing, reach_told(node, events):
+            self.invite()
+            while why := wishes.why_paused():
+                if why != said:
+                    run_id = self.run.run_id
+                    events.emit("paused", step=step, why=why, run_id=run_id, peer_id=node.peer_id)
+                said = why
+                time.sleep(LOOK_EVERY_S)
+                heed()
+                node.require_membership()
+                if not node.is_alive():
+                    hint = (
+                        "nothing to do where a command trains: it starts again by itself, and is paused again"
+                    )
+                    raise PeerBroken(
+                        "This peer's DHT process has ended while the peer was paused.", hint=hint
+                    )
+        heed()
+        held_s = time.monotonic() - began_at
+        events.emit("resumed", step=step, seconds=round(held_s, 1))
+        return held_s
+
+    def load(self, budget: Budget) -> None:
+        """Load the data and the model, check them and this machine, and rehearse training and saving."""
+        from transformers import Trainer
         from transformers.trainer_callback import PrinterCallback
 
-        from trahiv_cli.assets.memory import translated_out_of_memory
-        from trahiv_cli.train.failing import explaining_the_data
+        from trahiv_cli.assets.data import build_datasets
+        from trahiv_cli.assets.model import build_tokenizer, require_memory
+        from trahiv_cli.train.preview import require_trainable
         from trahiv_cli.train.rehearsal import attempting, rehearse
-        from trahiv_cli.train.tasks import build_trainer, group_in_trackers, heeding
+        from trahiv_cli.train.settings import naming_packages, require_swarmable
+        from trahiv_cli.train.tasks import build_trainer, group_in_trackers, training_arguments
 
-        stack.enter_context(translated_out_of_memory())
-        with heeding(partial(events.warn, "data")):
-            with leaving.interruptible():
-                name = options.name or node.peer_id[-6:]
-                arguments, splits = _prepare(run, folder, name, node, events)
-            with leaving.interruptible(), events.waiting("the model to load", until_s=3600):
-                own = {"node": node, "events": events, "should_leave": leaving, "budget": budget}
-                own |= {"reached_step": options.reached_step, "wait_s": options.wait_s, "given_before": given}
-                group_in_trackers(run.run_id, name)
-                with attempting("The model could not be made ready"):
-                    trainer = build_trainer(run, arguments, splits, **own)
-                rehearse(trainer, recipe, events)
-            trainer.remove_callback(PrinterCallback)
-        stack.enter_context(published(node, run, account, events))
-        if not held_s:
-            tell_how_to_join()
-        with leaving.interruptible():
-            # For comparison with the sample at the end. A pretrained model writes none: it may be slow, and
-            # bitsandbytes repacks quantized weights when a CPU evaluates them.
-            if recipe.model.config and not resumes and not joins:
-                show_sample(trainer, recipe, splits, 0, events)
-        with progress_told(trainer, events), reach_told(node, events), explaining_the_data():
-            _spend(trainer, leaving)
-        return finish(trainer, run, splits, folder, events, leaving.reason or "signal")
+        recipe = self.run.recipe
+        options = self.options
+        events = self.events
+        node = self.node
+        name = options.name or node.peer_id[-6:]
+        with self.leaving.interruptible():
+            arguments = training_arguments(self.run, self.folder, name)
+            require_swarmable(arguments, {})  # report missing hardware and packages before data is read
+            with naming_packages(arguments):
+                Trainer.get_optimizer_cls_and_kwargs(arguments)
+            require_memory(recipe)
+            tokenizer = build_tokenizer(recipe)
+            with events.waiting("the data to be read and tokenized", until_s=3600):
+                peer_seed = derive_peer_seed(recipe.training.seed, node.peer_id)
+                self.splits: Splits = build_datasets(recipe, tokenizer, peer_seed=peer_seed)
+                require_trainable(recipe, self.splits)
+        with self.leaving.interruptible(), events.waiting("the model to load", until_s=3600):
+            group_in_trackers(self.run.run_id, name)
+            with attempting("The model could not be made ready"):
+                self.trainer: SwarmTrainerMixin = build_trainer(
+                    self.run,
+                    arguments,
+                    self.splits,
+                    node=node,
+                    events=events,
+                    should_leave=self.leaving,
+                    budget=budget,
+                    reached_step=options.reached_step,
+                    wait_s=options.wait_s,
+                    given_before=self.given,
+                )
+            rehearse(self.trainer, recipe, events)
+        self.trainer.remove_callback(PrinterCallback)
 
-
-def _spend(trainer: SwarmTrainerMixin, leaving: Leaving) -> None:
-    """Train, and set `leaving.spent` to the part of the budget that this peer has spent, even if it fails."""
-    try:
-        trainer.train()
-    finally:
-        if trainer.has_entered:
-            leaving.spent = trainer.swarm_callback.spent
-
-
-def invite(node: Node, folder: Path, run: AgreedRun, events: Events, *, joins: bool) -> None:
-    """Announce how others join the run; warn if this peer `joins` and no other peer answers."""
-    announce(
-        node,
-        folder,
-        events,
-        run.run_id,
-        run.fingerprint,
-        max_steps=run.recipe.training.max_steps,
-        target_batch_size=run.recipe.hivemind_config.opt.target_batch_size,
-    )
-    if joins and not node.run(known_peers):
-        events.warn(
-            "unreachable",
-            "No peer of this run answers. This one resumes from its own state, and calls the others until "
-            "they answer; then all go on from the furthest state.",
-            hint="nothing to do if they are away; else start them again, with the same command",
+    def invite(self) -> None:
+        """Announce how others join the run; warn if this peer joins and no other peer answers."""
+        recipe = self.run.recipe
+        announce(
+            self.node,
+            self.folder,
+            self.events,
+            self.run.run_id,
+            self.run.fingerprint,
+            max_steps=recipe.training.max_steps,
+            target_batch_size=recipe.hivemind_config.opt.target_batch_size,
         )
+        if self.options.invitation.addresses and not self.node.run(known_peers):
+            self.events.warn(
+                "unreachable",
+                "No peer of this run answers. This one resumes from its own state, and calls the others "
+                "until they answer; then all go on from the furthest state.",
+                hint="nothing to do if they are away; else start them again, with the same command",
+            )
 
+    def train(self) -> None:
+        """Train, and record the part of the budget that this peer has spent, even if it fails."""
+        try:
+            self.trainer.train()
+        finally:
+            if self.trainer.has_entered:
+                self.leaving.spent = self.trainer.swarm_callback.spent
 
-def hold(
-    node: Node,
-    run: AgreedRun,
-    account: Account,
-    events: Events,
-    wishes: Wishes,
-    leaving: Leaving,
-    most_s: float,
-    tell_how_to_join: Callable[[], None],
-) -> float:
-    """Wait while this peer is paused; its node still serves joiners, and peers that need a relay.
+    def finish(self) -> Ended:
+        """Write a checkpoint, and at the run's end the finished model."""
+        trainer = self.trainer
+        optimizer = trainer.swarm_optimizer
+        callback = trainer.swarm_callback
+        assert optimizer is not None
+        step = optimizer.local_epoch
+        callback.save_checkpoint()
+        path = callback.checkpoints.finish()
+        if step < self.run.recipe.training.max_steps:
+            reason = "budget" if callback.has_spent_budget else self.leaving.reason or "signal"
+            return Ended(reason, step, path)
+        from trahiv_cli.assets.export import model_card, write_final
 
-    Heavy libraries are not loaded yet, and nothing is on the GPU. If the peer is paused, `tell_how_to_join`
-    is called once. Returns the seconds of the pause.
+        if trainer.eval_dataset is not None and callback.evaluated_at != step:
+            trainer.evaluate()
+        card = model_card(self.run, samples=callback.samples_seen, peers=callback.most_peers)
+        with optimizer.agreed_weights():
+            model = trainer.accelerator.unwrap_model(trainer.model)
+            write_final(model, self.splits.tokenizer, self.folder / FINAL, card)
+            self.show_sample(step)
+        return Ended("max_steps", step, self.folder / FINAL)
 
-    Raises:
-        PeerBroken: the node has ended.
-        NotAdmitted: the swarm's owner has removed this peer.
-        Left: this peer should leave, or `most_s` seconds are over.
-    """
+    def show_sample(self, step: int) -> None:
+        """Emit a text that the model writes, if its task is to write text.
 
-    def heed() -> None:
-        if wishes.is_to_finish or time.monotonic() >= began_at + most_s:
-            leaving.leave("finish" if wishes.is_to_finish else "budget")
-            raise Left
+        It answers the first conversation of the held-out data, or of the training data. Without
+        conversations, it continues the beginning of the first held-out sample, or starts from nothing.
+        """
+        recipe = self.run.recipe
+        if recipe.task not in ("clm", "sft", "dpo"):
+            return
+        from trahiv_cli.assets.export import Prompt, open_turn, sample_text
 
-    said = ""
-    began_at = time.monotonic()
-    step = account.status.step
-    heed()
-    if not wishes.why_paused():
-        return 0.0
-    me = {"run_id": account.status.run_id, "peer_id": node.peer_id}
-    with leaving.interruptible(), published(node, run, account, events), reach_told(node, events):
-        tell_how_to_join()
-        while why := wishes.why_paused():
-            if why != said:
-                events.emit("paused", step=step, why=why, **me)
-            said = why
-            time.sleep(LOOK_EVERY_S)
-            heed()
-            node.require_membership()
-            if not node.is_alive():
-                hint = "nothing to do where a command trains: it starts again by itself, and is paused again"
-                raise PeerBroken("This peer's DHT process has ended while the peer was paused.", hint=hint)
-    heed()
-    held_s = time.monotonic() - began_at
-    events.emit("resumed", step=step, seconds=round(held_s, 1))
-    return held_s
-
-
-def finish(
-    trainer: SwarmTrainerMixin,
-    run: AgreedRun,
-    splits: Splits,
-    folder: Path,
-    events: Events,
-    reason: Reason,
-) -> Ended:
-    """Write a checkpoint, and at the run's end the finished model; `reason` is for leaving before the end."""
-    optimizer = trainer.swarm_optimizer
-    callback = trainer.swarm_callback
-    assert optimizer is not None
-    step = optimizer.local_epoch
-    callback.save_checkpoint()
-    path = callback.checkpoints.finish()
-    if step < run.recipe.training.max_steps:
-        reason = "budget" if callback.has_spent_budget else reason
-        return Ended(reason, step, path)
-    from trahiv_cli.assets.export import model_card, write_final
-
-    if trainer.eval_dataset is not None and callback.evaluated_at != step:
-        trainer.evaluate()
-    card = model_card(run, samples=callback.samples_seen, peers=callback.most_peers)
-    with optimizer.agreed_weights():
+        # Half of the trained length each for prompt and text: some models have no positions beyond it.
+        half = recipe.section.max_length // 2
+        trainer = self.trainer
+        tokenizer = self.splits.tokenizer
+        prompt = None
+        if recipe.clm is None:
+            prompt = open_turn(tokenizer, next(iter(self.splits.eval or self.splits.train)), half)
+        if prompt is None:
+            samples = trainer.eval_dataset
+            first = {"input_ids": []} if samples is None else next(iter(samples))
+            ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, SAMPLE_PROMPT_TOKENS)]
+            ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # so that the model continues
+            prompt = Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True))
         model = trainer.accelerator.unwrap_model(trainer.model)
-        write_final(model, splits.tokenizer, folder / FINAL, card)
-        show_sample(trainer, run.recipe, splits, step, events)
-    return Ended("max_steps", step, folder / FINAL)
-
-
-def show_sample(
-    trainer: SwarmTrainerMixin, recipe: Recipe, splits: Splits, step: int, events: Events
-) -> None:
-    """Emit a text that the model writes, if its task is to write text.
-
-    It answers the first conversation of the held-out data, or of the training data. Without conversations, it
-    continues the beginning of the first held-out sample, or starts from nothing.
-    """
-    if recipe.task not in ("clm", "sft", "dpo"):
-        return
-    from trahiv_cli.assets.export import Prompt, open_turn, sample_text
-
-    # Half of the trained length each for prompt and text: some models have no positions beyond that length.
-    half = recipe.section.max_length // 2
-    tokenizer = splits.tokenizer
-    prompt = None
-    if recipe.clm is None:
-        prompt = open_turn(tokenizer, next(iter(splits.eval or splits.train)), half)
-    if prompt is None:
-        first = next(iter(trainer.eval_dataset)) if trainer.eval_dataset is not None else {"input_ids": []}
-        ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, SAMPLE_PROMPT_TOKENS)]
-        ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # so that the model continues
-        prompt = Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True))
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    with events.waiting("the model to write a sample", until_s=600):
-        text = sample_text(model, tokenizer, prompt.ids, min(half, SAMPLE_TOKENS), recipe.training.seed)
-    events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
+        with self.events.waiting("the model to write a sample", until_s=600):
+            text = sample_text(model, tokenizer, prompt.ids, min(half, SAMPLE_TOKENS), recipe.training.seed)
+        self.events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
 
 
 def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving) -> Ended:
@@ -411,26 +455,3 @@ def _load_libraries(events: Events) -> None:
             import_module(f"trahiv_cli.train.{name}")
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()
-
-
-def _prepare(
-    run: AgreedRun, folder: Path, name: str, node: Node, events: Events
-) -> tuple[TrainingArguments, Splits]:
-    """Load the tokenizer and the data, and check them and this machine."""
-    from trahiv_cli.assets.data import build_datasets
-    from trahiv_cli.assets.model import build_tokenizer, require_memory
-    from trahiv_cli.train.preview import require_trainable
-    from trahiv_cli.train.settings import registered, require_swarmable
-    from trahiv_cli.train.tasks import training_arguments
-
-    recipe = run.recipe
-    arguments = training_arguments(run, folder, name)
-    require_swarmable(arguments, {})  # report missing hardware and packages before data is read
-    registered(arguments)
-    require_memory(recipe)
-    tokenizer = build_tokenizer(recipe)
-    with events.waiting("the data to be read and tokenized", until_s=3600):
-        peer_seed = derive_peer_seed(recipe.training.seed, node.peer_id)
-        splits = build_datasets(recipe, tokenizer, peer_seed=peer_seed)
-        require_trainable(recipe, splits)
-    return arguments, splits

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError, field_validator
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
@@ -190,12 +190,6 @@ def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str
     given = named.bind_partial(None, *args).arguments
     del given["self"]
     return dict(**given, **kwargs)
-
-
-def registered(args: TrainingArguments) -> None:
-    """Raise `SetupError` if the package of `args.optim` is not installed."""
-    with naming_packages(args):
-        Trainer.get_optimizer_cls_and_kwargs(args)
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def test_restarts_are_limited_per_ten_minutes(monkeypatch):
 
 @pytest.mark.parametrize("is_broken", [True, False], ids=["broken", "paused"])
 def test_restart_carries_spent_budget(monkeypatch, is_broken):
-    def run_peer(recipe, text, options, events, leaving):
+    def run_peer(run, options, events, leaving, text):
         leaving.spent = Budget(7.0, 40, 3)
         if is_broken:
             raise PeerBroken("A worker process of the data loader was killed.")
@@ -109,7 +109,7 @@ def test_restart_carries_spent_budget(monkeypatch, is_broken):
     monkeypatch.setenv(RESTARTS_VARIABLE, "")
     monkeypatch.setenv(SPENT_VARIABLE, "100 5")
     with pytest.raises(SystemExit):
-        live(object(), "", peer_module.PeerOptions(resume="trahiv init"), SharedOptions())
+        live(object(), peer_module.PeerOptions(resume="trahiv init"), SharedOptions())
     assert spent_before() == (140, 8)
 
 

@@ -278,7 +278,7 @@ def test_recipe_comes_from_pipe_or_stdin(elsewhere):
         os.dup2(reading, 0)
         os.close(reading)
         loaded = load_recipe(name)
-        assert (loaded.text, loaded.document.file, loaded.is_from_pipe) == (LOCAL, file, True)
+        assert (loaded.text, loaded.document.file, loaded.piped) == (LOCAL, file, name)
         assert loaded.recipe.name == "recipe"
         assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
     os.close(0)
