@@ -48,7 +48,7 @@ def doctor(
     from trahiv_cli.swarm.invitation import read_invitation
 
     loaded = None if recipe is None else load_recipe(recipe, overrides or ()).recipe
-    invitation = read_invitation([*(peer or ()), *taken_peers()])
+    invitation = read_invitation(taken_peers(peer))
     changes = {"host_maddrs": host_maddr, "announce_maddrs": announce_maddr}
     network: Network | None = None
     bad: list[str] = []

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,8 +22,6 @@ from trahiv_cli.cli.output import FormatOption
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
 from trahiv_cli.train.conditions import Condition, parse_condition
 from trahiv_cli.train.leaving import Budget
-
-T = TypeVar("T")
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -54,10 +52,10 @@ SetOption = Annotated[
 ]
 
 
-def told(parse: Callable[[str], T]) -> Callable[[str], T]:
+def told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Let a function that parses an option tell the user the message of its `ValueError`."""
 
-    def parsed(text: str) -> T:
+    def parsed(text: str) -> Any:
         try:
             return parse(text)
         except ValueError as error:
@@ -243,7 +241,10 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     return words, invitations
 
 
-def taken_peers() -> list[str]:
-    """Take the invitations out of the environment, so that child processes do not get them."""
+def taken_peers(typed: list[str] | None = None) -> list[str]:
+    """Take the invitations out of the environment, so that child processes do not get them.
+
+    They come after the `typed` ones.
+    """
     text = os.environ.pop(PEER_VARIABLE, "")
-    return peers_in(text) or text.split()
+    return [*(typed or ()), *(peers_in(text) or text.split())]

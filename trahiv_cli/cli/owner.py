@@ -90,7 +90,7 @@ def swarm_named(peer: list[str] | None, output_dir: Path | None, file: str) -> t
     from trahiv_cli.swarm.invitation import read_invitation
     from trahiv_cli.swarm.owning import own_folder
 
-    texts = [*(peer or ()), *taken_peers()]
+    texts = taken_peers(peer)
     invitation = read_invitation(texts)
     return output_dir or (None if texts else own_folder(file)), invitation
 

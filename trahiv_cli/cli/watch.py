@@ -51,7 +51,7 @@ def watch(
     from trahiv_cli.watch.server import Page
     from trahiv_cli.watch.tail import Nothing, Tail
 
-    texts = [*(peer or ()), *taken_peers()]
+    texts = taken_peers(peer)
     folder = run_dir or (None if texts else newest_run())
     if folder is not None and texts:
         said = "name a run's folder, or a swarm by --peer, and not both"

@@ -49,7 +49,12 @@ class AgreedRun:
         The recipe's own `run_id` goes before the one given here. The default is the recipe's name and 8
         digits of the hash of the rest.
         """
-        shared = _shared(recipe)
+        shared = _without_own(recipe.to_data(), ())
+        for key in ("model_name_or_path", "tokenizer_name_or_path"):
+            shared["model"][key] = local_name(shared["model"][key])
+        for dataset in shared["data"]["datasets"]:
+            if (travelling := local_name(dataset["path"])) != dataset["path"]:
+                dataset |= {"path": travelling, "data_files": None}  # its `content` identifies the data
         opt = shared["hivemind_config"]["opt"]
         opt["run_id"] = opt["run_id"] or run_id or f"{recipe.name[:39]}-{fingerprint(shared)[:8]}"
         return cls(_renamed(recipe, opt["run_id"]), opt["run_id"], shared, fingerprint(shared))
@@ -116,16 +121,6 @@ def what_changed(earlier: AgreedRun, later: AgreedRun) -> tuple[list[str], list[
 def _renamed(recipe: Recipe, run_id: str | None) -> Recipe:
     config = recipe.hivemind_config.changed("opt", run_id=run_id)
     return recipe.model_copy(update={"hivemind_config": config})
-
-
-def _shared(recipe: Recipe) -> dict[str, Any]:
-    data = _without_own(recipe.to_data(), ())
-    for key in ("model_name_or_path", "tokenizer_name_or_path"):
-        data["model"][key] = local_name(data["model"][key])
-    for dataset in data["data"]["datasets"]:
-        if (travelling := local_name(dataset["path"])) != dataset["path"]:
-            dataset |= {"path": travelling, "data_files": None}  # its `content` identifies the data
-    return data
 
 
 def _nameless(shared: dict[str, Any]) -> dict[str, Any]:

@@ -74,9 +74,15 @@ def enter(
         node.require_membership()  # peers that refuse this one look as if they had left
         raise
     step = optimizer.local_epoch
-    peers = 1 + len(tracker.others)
-    more = {"why": entry.why, "reached": node.reach.kind, "reached_why": node.reach.why}
-    events.emit("joined", step=step, peers=peers, source=entry.source, **more)
+    events.emit(
+        "joined",
+        step=step,
+        peers=1 + len(tracker.others),
+        source=entry.source,
+        why=entry.why,
+        reached=node.reach.kind,
+        reached_why=node.reach.why,
+    )
     if step == 0 and not optimizer.catch_up.gather(min_peers, wait_s):
         events.warn(
             "min-peers",

@@ -79,11 +79,12 @@ def membership_in(folder: Path) -> Membership | None:
 def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
     """Find the newest folder of a run that was trained here with one of these peers and can be resumed."""
     named = {address.rpartition("/p2p/")[2] for address in addresses}
-    for folder in _resting(output_dir):
-        is_meant = output_dir or named & Acquaintances(folder / FILE).addresses.keys()
-        if is_meant and saved_in(folder):
-            return folder
-    return None
+    meant = (
+        folder
+        for folder in _resting(output_dir)
+        if output_dir or named & Acquaintances(folder / FILE).addresses.keys()
+    )
+    return next(filter(saved_in, meant), None)
 
 
 def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:

@@ -110,10 +110,6 @@ class PeerOptions:
     is_again: bool = False  # whether it has restarted itself: earlier control requests stay in force
     was_line_hidden: bool = False  # whether the join line was removed from `resume`; the folder has it
 
-    def folder(self, run: str) -> Path:
-        """Return the usual folder of a run."""
-        return self.output_dir or RUNS / run
-
     def node(self, section: DhtSection, folder: Path, relay_mbit: float | None = None) -> Node:
         """Start this peer's node by the options of the command line; `section` has their defaults."""
         said = {"host_maddrs": self.host_maddrs, "announce_maddrs": self.announce_maddrs}
@@ -153,7 +149,7 @@ def run_peer(
         RecipeMismatch, RoundFailed: see `enter`; the mismatch may also concern local data.
     """
     invitation = options.invitation
-    usual = options.folder(run.run_id)
+    usual = options.output_dir or RUNS / run.run_id
     is_choosing = options.output_dir is None and bool(invitation.addresses)
     with owned_to_join(run.run_id, invitation.membership) if is_choosing else owned(usual) as folder:
         if folder != usual:
@@ -434,7 +430,7 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving) -> E
     ended = Ended("budget")
     seconds = options.budget.seconds
     try:
-        with owned(options.folder("bootstrap")) as folder, leaving.interruptible():
+        with owned(options.output_dir or RUNS / "bootstrap") as folder, leaving.interruptible():
             with options.node(DhtSection(), folder) as node:
                 announce(node, folder, events)
                 with reach_told(node, events):

@@ -75,15 +75,17 @@ class SwarmSettings:
         """
         if not isinstance(swarm, SwarmSection):
             swarm = _checked(SwarmSection, "swarm", swarm)
-        if isinstance(config, HivemindConfig):
-            return cls(config.dht, config.opt, swarm)
-        opt = _checked(OptKeywords, "hivemind_config.opt", config.get("opt"))
-        if opt.run_id is None:
+        if not isinstance(config, HivemindConfig):
+            config = HivemindConfig(
+                opt=_checked(OptKeywords, "hivemind_config.opt", config.get("opt")),
+                dht=_checked(DhtKeywords, "hivemind_config.dht", config.get("dht")),
+            )
+        if config.opt.run_id is None:
             raise RecipeError(
                 "hivemind_config.opt.run_id is missing: peers find each other by it.",
                 hint='hivemind_config={"opt": {"run_id": "my_run", "target_batch_size": 256}}',
             )
-        return cls(_checked(DhtKeywords, "hivemind_config.dht", config.get("dht")), opt, swarm)
+        return cls(config.dht, config.opt, swarm)
 
     def run_settings(self, **more: Any) -> RunSettings:
         """Return the settings of the run for `build_optimizer`; `more` are its fields that are not here."""
