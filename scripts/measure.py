@@ -25,7 +25,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE, TESTS = ROOT / "trahiv_cli", ROOT / "tests"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LIGHT_COMMANDS = ("--help", "check quickstart", "status", "pause", "resume", "finish", "members", "invite")
+LIGHT_COMMANDS = (
+    "--help",
+    "check quickstart",
+    "status",
+    "pause",
+    "resume",
+    "finish",
+    "members",
+    "invite",
+    "kick 123456",
+)
 
 PATTERNS = {
     "free relatives": r"\b[Ww]hat (?:is|was|were|has|had|can|may|it|this|others|they|comes|came|a|each|all"
@@ -64,9 +74,6 @@ LIMITS: dict[str, float] = {
     "messages: so many per 1,000 words": 0.4,
     "messages: nobody, somebody per 1,000 words": 0.4,
     "module constants that tests patch": 56,
-    "modules loaded by trahiv status": 2_100,
-    "modules loaded by trahiv members": 2_100,
-    "modules loaded by trahiv invite": 2_100,
 }
 """Of the measures that exceed their goals; the goal is the limit of all others."""
 

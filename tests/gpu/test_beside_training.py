@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.kit.states import peer_state
-from trahiv_cli.optim.background import in_background
+from trahiv_cli.background import in_background
 from trahiv_cli.optim.ballot import digest_of
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.optimizer import SwarmOptimizer

@@ -17,8 +17,8 @@ from hivemind.utils import MSGPackSerializer, ValueWithExpiration
 from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.swarm.addresses import Listening
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node

@@ -15,7 +15,7 @@ from hivemind.p2p import PeerID
 
 from tests.simulation.board import key_of
 from tests.simulation.network import Message, Network, VirtualLoop, with_the_swarm_s_time
-from trahiv_cli.swarm import clock
+from trahiv_cli import clock
 from trahiv_cli.swarm.corrections.nodes import (
     CorrectedNode,
     CorrectedProtocol,

@@ -31,8 +31,8 @@ from tests.simulation.network import Message, Tamper, VirtualLoop
 from tests.simulation.strands import Strand
 from tests.simulation.world import DELAY_S, OWNER, Dht, World
 from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.swarm.snapshot import digest_of_bytes
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
+from trahiv_cli.wire import digest_of_bytes
 
 SETTLE_S = 600.0
 SAVE_EVERY = 5  # steps between two checkpoints of a peer

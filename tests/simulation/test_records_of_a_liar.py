@@ -22,6 +22,7 @@ from hivemind.utils import MSGPackSerializer
 from tests.kit.lies import VALUES, lies, message_edits
 from tests.simulation.board import INVITED, OWNER, Board, Dht, InMemory, id_of, key_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim import leases as leasing
 from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.leases import Leases
@@ -32,14 +33,14 @@ from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import to_wire
-from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion
+from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.addresses import is_address_of
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
 from trahiv_cli.swarm.membership import mark_of
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
+from trahiv_cli.swarm.reunion import Reunion
 from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, Credentials, MemberList, PolicyBook, read_members
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison

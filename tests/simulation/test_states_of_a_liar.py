@@ -29,10 +29,9 @@ from trahiv_cli.swarm.snapshot import (
     Manifest,
     StateOffer,
     build_snapshot,
-    digest_of_bytes,
     read_state,
-    unpacked,
 )
+from trahiv_cli.wire import digest_of_bytes, unpacked
 
 torch.set_num_threads(1)
 

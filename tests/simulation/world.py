@@ -40,10 +40,11 @@ from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
 from tests.simulation.network import Network, VirtualLoop, with_the_swarm_s_time
 from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
+from trahiv_cli import clock
 from trahiv_cli.assets import export
 from trahiv_cli.optim import leases
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.swarm import clock, host_copies, service
+from trahiv_cli.swarm import host_copies, service
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 

@@ -75,7 +75,7 @@ def test_second_signal_leaves_at_once(start_paced, endless):
 MANAGER = """
 import json, psutil, sys
 from trahiv_cli.swarm.corrections import processes
-from trahiv_cli.swarm.snapshot import shared_bytes
+from trahiv_cli.shared_memory import shared_bytes
 
 processes.start_memory_manager() if sys.argv[1] == "corrected" else shared_bytes(1)
 [manager] = psutil.Process().children()

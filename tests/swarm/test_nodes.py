@@ -23,14 +23,15 @@ from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.kit.commands import wait_until
+from trahiv_cli import clock
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import clock
-from trahiv_cli.swarm.acquaintances import Acquaintances, known_peers
+from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.addresses import socket_of
 from trahiv_cli.swarm.corrections import dht, processes
 from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.swarm.service import Service, ServiceHandle
 
 pytestmark = pytest.mark.timeout(60)

@@ -27,7 +27,9 @@ from hypothesis import strategies as st
 from pydantic.v1 import BaseModel
 
 from tests.kit.lies import lies
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import AssetError, NotAdmitted, RecipeError, SetupError, Unreachable
+from trahiv_cli.files import write_private
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
@@ -40,15 +42,14 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.swarm.files import write_private
 from trahiv_cli.swarm.invitation import Invitation, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of
 from trahiv_cli.swarm.roll import read_roll
-from trahiv_cli.swarm.snapshot import Manifest, StateOffer, unpacked
+from trahiv_cli.swarm.snapshot import Manifest, StateOffer
 from trahiv_cli.train.folder import read_run
+from trahiv_cli.wire import unpacked
 
 ROOT = Path(__file__).parents[2]
 SLOW_S = 2.0

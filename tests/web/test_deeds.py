@@ -4,7 +4,7 @@ import pytest
 
 from trahiv_cli.cli.watch import deeds_of
 from trahiv_cli.errors import SetupError, TrahivError
-from trahiv_cli.swarm.files import INVITATION_FILE
+from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
 from trahiv_cli.swarm.roll import write_down
 

@@ -85,7 +85,7 @@ def parse_seconds(text: str) -> float:
 
 def parse_multiaddr(text: str) -> str:
     """Check a multiaddr, on which a peer can listen or which it can announce, and return it unchanged."""
-    from hivemind.utils.multiaddr import Multiaddr
+    from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
 
     try:
         Multiaddr(text)

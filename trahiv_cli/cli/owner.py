@@ -68,7 +68,7 @@ def members(
 ) -> None:
     """List the members of a closed swarm and its open invitations."""
     out.use(format)
-    from trahiv_cli.swarm.files import MEMBER_FILE
+    from trahiv_cli.files import MEMBER_FILE
     from trahiv_cli.swarm.invitation import read_owner
     from trahiv_cli.swarm.owning import OwnedSwarm, list_members
 

@@ -122,7 +122,7 @@ def open_page(page: Page, no_browser: bool, folder: Path) -> None:
     The browser opens a private file in `folder`, which redirects to the page: other users of this machine can
     read the browser's command line, which must not contain the page's token.
     """
-    from trahiv_cli.swarm.files import write_private
+    from trahiv_cli.files import write_private
 
     way_in = folder.absolute() / "watch.html"
 

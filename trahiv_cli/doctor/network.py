@@ -18,12 +18,12 @@ import hivemind
 from hivemind.dht import DHTNode
 from hivemind.utils.multiaddr import Multiaddr
 
+from trahiv_cli.clock import ahead_s
 from trahiv_cli.doctor.checks import Check
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import addresses
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.clock import ahead_s
 from trahiv_cli.swarm.invitation import Invitation, passing_standing
 from trahiv_cli.swarm.meeting import FAILED
 from trahiv_cli.swarm.node import ADDRESSES_KEY, REACH_KNOWN_S, Node
@@ -75,8 +75,7 @@ def examine_ports(section: DhtSection) -> Check:
 def examine_members(invitation: Invitation) -> Check:
     """Check which addresses in an invitation answer."""
     tried = invitation.addresses
-    with ThreadPoolExecutor() as pool:
-        knocks = dict(zip(tried, pool.map(addresses.knock, tried), strict=True))
+    knocks = addresses.knock_at_all(tried)
     answering = [address for address, trouble in knocks.items() if trouble is None]
     found = f"{len(answering)} of {len(tried)} addresses answer"
     if answering:

@@ -33,7 +33,7 @@ from trahiv_cli.optim.buffers import are_usable
 from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.codecs import Codec, Verbatim, read_tensor
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.snapshot import digest_of_bytes
+from trahiv_cli.wire import digest_of_bytes
 
 # The norm of a sender's parts may be this many times the norm that it claimed: codecs round, and the losses
 # of a lossy codec in an earlier round are added (uniform8 loses up to 3 % of the norm a round).

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trahiv_cli.swarm.snapshot import shared_bytes
+from trahiv_cli.shared_memory import shared_bytes
 
 
 class Averages:

@@ -29,7 +29,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import sign, verified
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import unpacked
 
 LONGEST_REASON = 200
 LONGEST_ID = 100

@@ -18,8 +18,8 @@ from concurrent.futures import wait
 
 from hivemind.utils import get_logger
 
+from trahiv_cli.background import in_background
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import count_backers
 from trahiv_cli.optim.parts import Parts

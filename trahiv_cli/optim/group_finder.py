@@ -30,9 +30,9 @@ from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.crypto import RSAPrivateKey
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim.ballot import Vote
 from trahiv_cli.optim.rounds import Claim
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from, sign, verified
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
+from trahiv_cli.background import in_background
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
 from trahiv_cli.optim.rounds import USELESS_AT_MOST
 from trahiv_cli.swarm.records import disbelieve

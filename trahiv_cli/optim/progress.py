@@ -20,12 +20,12 @@ from hivemind.dht.schema import SchemaValidator
 from hivemind.optim.progress_tracker import GlobalTrainingProgress, LocalTrainingProgress, ProgressTracker
 from hivemind.utils import ValueWithExpiration
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim.committed import CommittedCell
 from trahiv_cli.optim.history import MOST_SAMPLES, History
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.optim.majority import Doubts, Fork, Standing
 from trahiv_cli.optim.reports import Past, PeerProgress, Report, ReportSchema, read_reports
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 
 DHT_TIMEOUT_S = 5.0

@@ -22,10 +22,10 @@ from hivemind.p2p import PeerID
 from hivemind.utils import ValueWithExpiration
 from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
+from trahiv_cli.clock import LATEST_S
 from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
 from trahiv_cli.optim.leases import MOST_LEASES
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.swarm.clock import LATEST_S
 from trahiv_cli.swarm.records import disbelieve, owner_of
 
 MARK_BYTES = 8

@@ -28,13 +28,13 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter, enter_asynchronously
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.rounds import STATES_KEPT, Claim, Exchange, Header, Log, Outcome, decoded, judge
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE

@@ -30,7 +30,7 @@ from hivemind.utils import MSGPackSerializer
 from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm.codecs import read_tensor
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import unpacked
 
 # Limits of a claim that can be read; `Claim.counted` limits the samples that count. A weight is in trained
 # tokens: its limit is far above any step, and far below float32's.

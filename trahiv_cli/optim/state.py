@@ -25,7 +25,8 @@ from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, is_plain, shared_bytes, views_of
+from trahiv_cli.shared_memory import shared_bytes
+from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, is_plain, views_of
 
 if TYPE_CHECKING:
     from trahiv_cli.optim.local_steps import OuterState

@@ -22,6 +22,7 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.state import PeerState
+from trahiv_cli.shared_memory import SharedNumber
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.swarm.records import disbelieve
@@ -30,16 +31,15 @@ from trahiv_cli.swarm.snapshot import (
     FEW_BYTES,
     JoinerActivity,
     Rank,
-    SharedNumber,
     Snapshot,
     SnapshotCache,
     StateOffer,
     build_snapshot,
     read_rank,
     read_state,
-    unpacked,
     views_of,
 )
+from trahiv_cli.wire import unpacked
 
 COPY_S = 30.0  # limit for a donor's training process to copy its state
 REPORT_EVERY_S = 0.25

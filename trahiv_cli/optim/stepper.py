@@ -17,9 +17,9 @@ from dataclasses import replace
 
 from hivemind.utils import get_logger
 
+from trahiv_cli.background import in_background
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.auto import idle_members
-from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.catch_up import CatchUp
 from trahiv_cli.optim.lateness import Lateness, Moment
 from trahiv_cli.optim.parts import Parts

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from trahiv_cli.errors import SetupError
+from trahiv_cli.files import write_whole
 from trahiv_cli.run.lock import RESOLVED, holder_of
-from trahiv_cli.swarm.files import write_whole
 
 Request = Literal["pause", "finish"]
 

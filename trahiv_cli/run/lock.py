@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, SetupError
+from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.recipe.pasted import join_by
-from trahiv_cli.swarm.files import INVITATION_FILE
 
 RUNS = Path("runs")
 """The folder in which runs live unless the user says otherwise."""

@@ -7,14 +7,14 @@ import errno
 import ipaddress
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import psutil
-from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.errors import SetupError, Unreachable
+from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
 
 Reach = Literal["internet", "local network", "this machine"]  # the farthest first
 NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # errors of `Multiaddr` for an invalid text
@@ -215,12 +215,25 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def knock_at_all(addresses: Iterable[str]) -> dict[str, OSError | None]:
+    """Knock at all addresses at once; return the result of `knock` for each."""
+    tried = list(dict.fromkeys(addresses))
+    with ThreadPoolExecutor(max_workers=len(tried) or 1) as pool:
+        return dict(zip(tried, pool.map(knock, tried), strict=True))
+
+
 def answering_of(addresses: Iterable[str]) -> list[str]:
-    """Knock at all addresses at once; return the addresses where `knock` finds no error."""
-    addresses = list(dict.fromkeys(addresses))
-    with ThreadPoolExecutor(max_workers=len(addresses) or 1) as pool:
-        found = pool.map(knock, addresses)
-        return [address for address, trouble in zip(addresses, found, strict=True) if trouble is None]
+    """Knock at all addresses; return the addresses where `knock` finds no error."""
+    return [address for address, trouble in knock_at_all(addresses).items() if trouble is None]
+
+
+def unreachable(troubles: Mapping[str, OSError | None]) -> Unreachable:
+    """Return the error that no peer answers; `troubles` has the result of `knock` for each address."""
+    knocks = "\n".join(f"  {what_answers(*one)}" for one in troubles.items())
+    return Unreachable(
+        f"No peer could be reached; nothing was changed.\n{knocks}",
+        hint="ask for a fresh `trahiv join` line of any peer that is training",
+    )
 
 
 def what_answers(address: str, trouble: OSError | None) -> str:

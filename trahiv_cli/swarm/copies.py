@@ -28,7 +28,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto.dht_pb2 import StoreRequest
 from hivemind.utils import MSGPackSerializer
 
-from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.swarm.links import close_dead
 from trahiv_cli.swarm.records import owner_of
 

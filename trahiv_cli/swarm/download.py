@@ -28,9 +28,11 @@ from typing import Any
 import torch
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.shared_memory import shared_bytes
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import Manifest, Rank, Snapshot, StateOffer, digest_of_bytes, shared_bytes
+from trahiv_cli.swarm.snapshot import Manifest, Rank, Snapshot, StateOffer
+from trahiv_cli.wire import digest_of_bytes
 
 GONE = (*UNREACHABLE, EOFError)  # errors of a call to a donor that is gone or hangs
 MAX_DONORS = 4  # per state: they fill a home's downlink, and each has to copy its state

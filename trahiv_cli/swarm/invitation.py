@@ -12,18 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
-from hivemind.utils.multiaddr import Multiaddr
+import base58
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
+from trahiv_cli.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE, require_private, write_private
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, content_of, invitation_of, peers_in
 from trahiv_cli.swarm.addresses import is_address_of, reach_of
-from trahiv_cli.swarm.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE, require_private, write_private
+from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
+from trahiv_cli.swarm.identity import id_bytes
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
-from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import packed, unpacked
 
 Secret = TypeVar("Secret")
 
@@ -50,25 +49,22 @@ class Invitation:
             place, _, peer = address.rpartition("/p2p/")
             places.setdefault(peer, []).append(Multiaddr(place).to_bytes())
         parts = self.membership.to_parts() if self.membership is not None else []
-        found = [[PeerID.from_base58(peer).to_bytes(), some[:MAX_ADDRESSES]] for peer, some in places.items()]
+        found = [[id_bytes(peer), some[:MAX_ADDRESSES]] for peer, some in places.items()]
         fingerprint = bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS])
-        return invitation_of(MSGPackSerializer.dumps([found, parts, self.run_id, fingerprint]))
+        return invitation_of(packed([found, parts, self.run_id, fingerprint]))
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Parse a line from `to_text`; raise Unreachable if it is damaged or incomplete."""
         try:
-            packed = content_of(text)
-            if packed is None or len(text) > MAX_CHARS:
+            content = content_of(text)
+            if content is None or len(text) > MAX_CHARS:
                 raise ValueError("not an invitation, or mistyped")
-            said: Any = unpacked(packed)
+            said: Any = unpacked(content)
             match said:
                 case [[*peers], [*parts], str(run_id), bytes(fingerprint)]:
-                    found = {
-                        f"{Multiaddr(place)}/p2p/{PeerID(peer)}": str(PeerID(peer))
-                        for peer, places in peers
-                        for place in places
-                    }
+                    ids = ((base58.b58encode(peer).decode(), places) for peer, places in peers)
+                    found = {f"{Multiaddr(place)}/p2p/{id_}": id_ for id_, places in ids for place in places}
                     if not all(is_address_of(peer, address) for address, peer in found.items()):
                         raise ValueError("not the addresses of a peer")
                     membership = Membership.from_parts(parts) if parts else None
@@ -201,20 +197,19 @@ def _keep(path: Path, text: str) -> None:
         raise SetupError(UNUSABLE.format(path, error.strerror or error), hint=OTHER_FOLDER) from error
 
 
-def write_invitation(folder: Path, node: Node, run_id: str, fingerprint: str) -> Path | None:
-    """Write this member's invitation for others into a private file, and return the file's path.
+def write_invitation(
+    folder: Path, membership: Membership, entrances: Sequence[str], run_id: str, fingerprint: str
+) -> Path | None:
+    """Write a member's invitation for others into a private file, and return the file's path.
 
-    Returns None if this peer joined with a single-use invitation. Raises SetupError as `keep_invitation`
-    does.
+    `entrances` are multiaddrs by which others can join. Returns None if the member joined with a single-use
+    invitation. Raises SetupError as `keep_invitation` does.
     """
-    assert node.standing is not None
-    membership = node.standing.membership
     path = (folder / INVITATION_FILE).resolve()
     if membership.grant.is_once:
         return None
-    own = node.entrances()
-    reachable = tuple([one for one in own if reach_of(one) != "this machine"] or own)
-    keep_invitation(path, Invitation(reachable, membership, run_id, fingerprint))
+    reachable = [one for one in entrances if reach_of(one) != "this machine"] or entrances
+    keep_invitation(path, Invitation(tuple(reachable), membership, run_id, fingerprint))
     return path
 
 

@@ -28,11 +28,10 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from hivemind.utils import MSGPackSerializer
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import packed, unpacked
 
 SECRET_BYTES = 16
 KEY_BYTES = 32
@@ -246,7 +245,7 @@ class Policy:
     def to_bytes(self, owner: Owner) -> bytes:
         """Pack and sign the policy; raise SetupError if it is too long."""
         marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
-        content: bytes = MSGPackSerializer.dumps([self.serial, self.era, *marks])
+        content = packed([self.serial, self.era, *marks])
         if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
             raise SetupError(
                 f"The swarm's policy would be longer than {MAX_POLICY_BYTES} bytes; nothing was changed.",

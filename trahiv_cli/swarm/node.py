@@ -16,10 +16,9 @@ import concurrent.futures
 import contextlib
 import logging
 import re
-import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -27,23 +26,23 @@ from typing import Any, get_args
 import hivemind
 import psutil
 from hivemind.dht import DHTNode
-from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils import ValueWithExpiration
-from hivemind.utils.multiaddr import Multiaddr
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import addresses, corrections
-from trahiv_cli.swarm.acquaintances import Acquaintances, Reunion, known_peers
+from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.alive import effort_of
-from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.nodes import node_id_of
 from trahiv_cli.swarm.door import Door, not_admitted
-from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.identity import ensure_identity, id_bytes, read_signing_key
 from trahiv_cli.swarm.reach import Reach, ReachFinder, ReachRules, visible_maddrs
-from trahiv_cli.swarm.records import own_place, owner_of, read_signing_key
+from trahiv_cli.swarm.records import own_place, owner_of
+from trahiv_cli.swarm.reunion import Reunion, known_peers
 from trahiv_cli.swarm.roll import Credentials, MemberList
 from trahiv_cli.swarm.router import Router
 
@@ -117,7 +116,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
         self.book = standing.book() if standing else None  # the policy of the swarm's owner
-        self._id = PeerID.from_base58(self.peer_id).to_bytes()
+        self._id = id_bytes(self.peer_id)
         signing_key = read_signing_key(identity)
         certificate = standing.membership.certify(self._id) if standing else b""
         self._met = met or Acquaintances(None)
@@ -180,7 +179,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
                 return start(initial_peers=answering or None)
             except (P2PDaemonError, RuntimeError, ValueError) as error:
                 is_taken = "already taken by another peer" in str(error)
-                troubles = {one: addresses.knock(one) for one in initial_peers if needs_one and not is_taken}
+                troubles = addresses.knock_at_all(initial_peers if needs_one and not is_taken else ())
                 if None in troubles.values() and not is_last and time.monotonic() < may_retry_until:
                     logger.warning(f"No peer has answered in time ({error}); this peer tries again.")
                     continue
@@ -235,7 +234,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def is_out(self, peer_id: str) -> bool:
         """Return whether the swarm's owner has removed a peer (its id, base58)."""
-        return self.book is not None and self.book.policy.is_out(PeerID.from_base58(peer_id).to_bytes())
+        return self.book is not None and self.book.policy.is_out(id_bytes(peer_id))
 
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer: the furthest reach first, TCP before QUIC."""
@@ -345,11 +344,7 @@ def _why_not_started(
             "in a copy of another peer's folder, move identity.key away: a new one is made then",
         )
     if troubles:
-        knocks = "\n".join(f"  {addresses.what_answers(*one)}" for one in troubles.items())
-        return Unreachable(
-            f"No peer could be reached; nothing was changed.\n{knocks}",
-            hint="ask for a fresh `trahiv join` line of any peer that is training",
-        )
+        return addresses.unreachable(troubles)
     return SetupError(
         f"The network daemon did not start: {error}", hint="try again with another --host-maddr"
     )
@@ -384,21 +379,3 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
                     logger.warning(troubles[chore])
         if is_over.wait(CHORES_EVERY_S):
             return
-
-
-@contextlib.contextmanager
-def visiting(
-    peers: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
-) -> Iterator[Node]:
-    """Visit a swarm, to look at it or to hand something over; nothing of the visitor remains.
-
-    `met` may have current addresses. `identity` is the key file of a peer that may be admitted when others
-    are not; None: a new one. Raises Unreachable and NotAdmitted as `Node` does.
-    """
-    section = DhtSection(
-        host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False
-    )
-    with tempfile.TemporaryDirectory(prefix="trahiv-visitor-", ignore_cleanup_errors=True) as passing:
-        identity = identity or Path(passing, "identity.key")
-        with Node(section, identity, tuple(peers), met=met, standing=standing, is_visitor=True) as node:
-            yield node

@@ -7,21 +7,21 @@ another visit. A peer of that folder does the same every few seconds.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hivemind.p2p import PeerID
-
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
+from trahiv_cli.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm import roll
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
-from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
+from trahiv_cli.swarm.addresses import knock_at_all, require_peer_address, unreachable
+from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity, id_bytes
 from trahiv_cli.swarm.invitation import (
     Invitation,
     keep_invitation,
@@ -30,8 +30,10 @@ from trahiv_cli.swarm.invitation import (
     read_owner,
 )
 from trahiv_cli.swarm.membership import Grant, Policy, Role
-from trahiv_cli.swarm.node import Node, visiting
 from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
+
+if TYPE_CHECKING:
+    from trahiv_cli.swarm.node import Node
 
 GIVEN_FOLDER = "invitations"  # in the owner's folder: the invitations made there, by id
 
@@ -108,7 +110,7 @@ class OwnedSwarm:
         word = word.removeprefix("...")  # see `short_name`
         found = [peer for peer in roll.read_roll(self.folder) if len(word) >= 4 and peer.endswith(word)]
         with suppress(ValueError):
-            if not found and len(PeerID.from_base58(word).to_bytes()) in (34, 38):
+            if not found and len(id_bytes(word)) in (34, 38):
                 found = [word]
         if len(found) != 1:
             raise SetupError(
@@ -195,7 +197,7 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
             "invitation": grant.id,
             "role": grant.role.name,
             "is_there": peer in there,
-            "objection": policy.objection(PeerID.from_base58(peer).to_bytes(), grant) or None,
+            "objection": policy.objection(id_bytes(peer), grant) or None,
         }
         for peer, grant in {**known, **there}.items()
     ]
@@ -221,6 +223,38 @@ def looking_in(folder: Path | None, invitation: Invitation, standing: Credential
         )
     with visiting(addresses, standing, met) as node:
         yield node
+
+
+@contextmanager
+def visiting(
+    peers: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
+) -> Iterator[Node]:
+    """Visit a swarm, to look at it or to hand something over; nothing of the visitor remains.
+
+    `met` may have current addresses. `identity` is the key file of a peer that may be admitted when others
+    are not; None: a new one. Raises Unreachable and NotAdmitted as `Node` does, and before it loads heavy
+    libraries if all addresses refuse connections.
+    """
+    for address in peers:
+        require_peer_address(address)
+    troubles = knock_at_all(peers)
+    if peers and _are_refusals(troubles):
+        if _are_refusals(knock_at_all(maddr for maddrs in met.addresses.values() for maddr in maddrs)):
+            raise unreachable(troubles)
+    from trahiv_cli.recipe.schema import DhtSection
+    from trahiv_cli.swarm.node import Node
+
+    section = DhtSection(
+        host_maddrs=["/ip4/127.0.0.1/tcp/0"], client_mode=True, nat_port_map=False, auto_nat=False
+    )
+    with tempfile.TemporaryDirectory(prefix="trahiv-visitor-", ignore_cleanup_errors=True) as passing:
+        identity = identity or Path(passing, "identity.key")
+        with Node(section, identity, tuple(peers), met=met, standing=standing, is_visitor=True) as node:
+            yield node
+
+
+def _are_refusals(troubles: Mapping[str, OSError | None]) -> bool:
+    return all(isinstance(trouble, ConnectionRefusedError) for trouble in troubles.values())
 
 
 def own_folder(file: str = OWNER_FILE) -> Path:

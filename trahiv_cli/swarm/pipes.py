@@ -15,7 +15,7 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.addresses import reach_of, socket_of
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import unpacked
 
 ANSWER_S = 15.0  # for a message to arrive
 AGAIN_S = 0.1  # between two tries to dial a place that refuses

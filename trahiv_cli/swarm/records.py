@@ -21,21 +21,19 @@ import logging
 import re
 from collections import OrderedDict
 from functools import lru_cache
-from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import multihash
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
-from hivemind.dht.crypto import RSASignatureValidator
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
-from hivemind.proto import crypto_pb2
-from hivemind.utils import MSGPackSerializer
-from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
-from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.clock import swarm_time
+from trahiv_cli.swarm.borrowed.crypto import RSAPrivateKey, RSAPublicKey
+from trahiv_cli.swarm.borrowed.validation import DHTRecord, RecordValidatorBase
+from trahiv_cli.swarm.identity import id_bytes, id_of
 from trahiv_cli.swarm.membership import KEY_BYTES, certified
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import packed, unpacked
+
+if TYPE_CHECKING:
+    from hivemind.p2p import PeerID
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +64,6 @@ def disbelieve(peer: str, why: str) -> None:
     logger.warning(f"Peer {peer} is not believed: {why}.")
 
 
-def read_signing_key(identity: Path) -> RSAPrivateKey:
-    """Read the private key of an identity file, with which the peer signs."""
-    key = RSAPrivateKey.__new__(RSAPrivateKey)
-    key.__setstate__({"_private_key": crypto_pb2.PrivateKey.FromString(identity.read_bytes()).data})
-    return key
-
-
 class Place(NamedTuple):
     """The parts of a valid place."""
 
@@ -83,7 +74,7 @@ class Place(NamedTuple):
 
 def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
     """Return the place of the peer with this key and, in a closed swarm, this certificate."""
-    place = RSASignatureValidator(key).local_public_key
+    place = b"[owner:%b]" % key.get_public_key().to_bytes()
     if certificate:
         place += b"~" + base64.urlsafe_b64encode(certificate).rstrip(b"=")
     return place
@@ -115,21 +106,17 @@ def _place_in(subkey: bytes) -> Place | None:
 @lru_cache(1024)
 def peer_of(public_key: bytes) -> str | None:
     """Return the id, base58, of the peer with this public key (RSA, SSH's format); None if it is invalid."""
-    try:
-        encoded = load_ssh_public_key(public_key).public_bytes(
-            Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-        )
-    except ValueError:
-        return None
-    message = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=encoded).SerializeToString()
-    digest = multihash.encode(hashlib.sha256(message).digest(), multihash.coerce_code("sha2-256"))
-    return PeerID(digest).to_base58()
+    with contextlib.suppress(ValueError):
+        return id_of(load_ssh_public_key(public_key))
+    return None
 
 
 def peer_from(sent: bytes) -> PeerID:
     """Read a peer's id from untrusted bytes; ValueError if they are longer than `MAX_ID_BYTES`."""
     if len(sent) > MAX_ID_BYTES:
         raise ValueError(f"{len(sent)} bytes are no id of a peer")
+    from hivemind.p2p import PeerID
+
     return PeerID(sent)
 
 
@@ -152,8 +139,7 @@ class OwnersOnly(RecordValidatorBase):
             return False
         if self._swarm is None:
             return not place.certificate
-        peer = PeerID.from_base58(place.owner).to_bytes()
-        return certified(self._swarm, peer, place.certificate) is not None
+        return certified(self._swarm, id_bytes(place.owner), place.certificate) is not None
 
 
 class Readable(RecordValidatorBase):
@@ -217,8 +203,7 @@ def sign(key: RSAPrivateKey, about: bytes, content: bytes, *, has_key: bool = Tr
     """
     public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND)) if has_key else b""
     signature = base64.b64decode(key.sign(_signed(about, content)))
-    packed: bytes = MSGPackSerializer.dumps([public_key, signature, content])
-    return packed
+    return packed([public_key, signature, content])
 
 
 def content_of(statement: bytes) -> bytes:

@@ -22,10 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hivemind.p2p import PeerID
-
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.files import write_private
+from trahiv_cli.files import write_private
+from trahiv_cli.swarm.identity import id_bytes
 from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
     MAX_MARKS,
@@ -190,7 +189,7 @@ class MemberList:
         """Publish, fetch and decide as far as due; raise SetupError if the policy becomes too long."""
         now = self._now()
         if now >= self._publish_at:
-            certificate = self._standing.membership.certify(_id(self._node.peer_id))
+            certificate = self._standing.membership.certify(id_bytes(self._node.peer_id))
             self._node.publish(MEMBERS_KEY, certificate, CERTIFICATE_TTL_S)
             self._publish_at = now + PUBLISH_EVERY_S
         if now >= self._look_at:
@@ -213,18 +212,14 @@ def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
     return not book.wire or book.wire in found or node.publish(POLICY_KEY, book.wire, POLICY_TTL_S)
 
 
-def _id(peer: str) -> bytes:
-    return PeerID.from_base58(peer).to_bytes()
-
-
 # -- decisions of the owner ------------------------------------------------------------------------
 
 
 def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
     """Let peers stay whose invitation expires or is for one peer; close the latter as used."""
-    staying = Counter(grant.key for peer, grant in roll.items() if policy.keeps(_id(peer), grant))
+    staying = Counter(grant.key for peer, grant in roll.items() if policy.keeps(id_bytes(peer), grant))
     for peer, grant in roll.items():
-        id_ = _id(peer)
+        id_ = id_bytes(peer)
         has_room = staying[grant.key] < MAX_STAYING and policy.room >= 2
         is_for_ever = not grant.is_once and not grant.expires
         if is_for_ever or not has_room or policy.keeps(id_, grant) or policy.objection(id_, grant):
@@ -237,7 +232,7 @@ def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
 
 def closing(keys: Collection[bytes] | None, roll: Roll, policy: Policy) -> Policy:
     """Close the invitations with these keys, or all (None); the first peers that joined with them stay."""
-    came_by = [(_id(peer), grant) for peer, grant in roll.items() if keys is None or grant.key in keys]
+    came_by = [(id_bytes(peer), grant) for peer, grant in roll.items() if keys is None or grant.key in keys]
     marks = [mark_of(id_, grant.key) for id_, grant in came_by if not policy.objection(id_, grant)]
     if keys is None:
         policy = replace(policy, era=policy.era + 1, closed=frozenset(), stay=frozenset())
@@ -252,12 +247,12 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 
     Raises SetupError if there is no room to let all other peers of that invitation stay.
     """
-    changed = replace(policy, out=policy.out | {mark_of(_id(peer))})
+    changed = replace(policy, out=policy.out | {mark_of(id_bytes(peer))})
     if peer not in roll:
         return changed
     key = roll[peer].key
-    changed = closing([key], roll, replace(changed, stay=policy.stay - {mark_of(_id(peer), key)}))
-    others = [(_id(other), grant) for other, grant in roll.items() if other != peer]
+    changed = closing([key], roll, replace(changed, stay=policy.stay - {mark_of(id_bytes(peer), key)}))
+    others = [(id_bytes(other), grant) for other, grant in roll.items() if other != peer]
     if lost := sum(not policy.objection(*one) and bool(changed.objection(*one)) for one in others):
         raise SetupError(
             f"{lost} others that joined with the same invitation could not stay: a policy has room for "
@@ -276,7 +271,7 @@ def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
     grants: dict[str, Grant] = {}
     for peer, entry in node.fetch(MEMBERS_KEY).items():
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
-        grant = certified(owner, _id(peer), shown)
+        grant = certified(owner, id_bytes(peer), shown)
         if grant is None:
             disbelieve(peer, "the certificate that it publishes is not good")
         else:
@@ -306,6 +301,6 @@ def read_roll(folder: Path) -> Roll:
     try:
         content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == VERSION else ()
-        return {peer: Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries if _id(peer)}
+        return {peer: Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries if id_bytes(peer)}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}

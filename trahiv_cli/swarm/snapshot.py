@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import ctypes
-import hashlib
 import itertools
 import math
 import time
@@ -28,11 +27,12 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.shared_memory import SharedNumber
 from trahiv_cli.swarm.codecs import MAX_DIMENSIONS, read_tensor
 from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
+from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, unpacked
 
 CHUNK_BYTES = 256 * 1024  # lost when a stream breaks off: 0.1 s at 20 Mbit/s
-CHECKSUM_BYTES = DIGEST_BYTES = 16
 MAX_RANK = 2**62
 MAX_TIE_BYTES = 32
 FEW_BYTES = 2**20  # margin of encoded tensors over twice their stored size: codecs have headers
@@ -48,14 +48,6 @@ Rank = tuple[int, bytes]  # orders states: a greater rank is further
 
 
 # -- between the processes of a peer --------------------------------------------------------------
-
-
-def shared_bytes(num_bytes: int) -> torch.Tensor:
-    """Return a zeroed uint8 buffer on the CPU that other processes can map; its pages are touched already."""
-    storage = torch.UntypedStorage._new_shared(max(num_bytes, 1))  # type: ignore[no-untyped-call]
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)[:num_bytes]
-    ctypes.memset(flat.data_ptr(), 0, num_bytes)
-    return flat
 
 
 def buffer_bytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -89,24 +81,6 @@ def views_of(flat: torch.Tensor, infos: Iterable[CompressionInfo]) -> list[torch
     return views
 
 
-class SharedNumber:
-    """A number shared by all processes of this peer, including ones that were forked before it was made."""
-
-    def __init__(self, value: float) -> None:
-        dtype = torch.float64 if isinstance(value, float) else torch.int64
-        self._memory = shared_bytes(dtype.itemsize).view(dtype)
-        self.value = value
-
-    @property
-    def value(self) -> Any:
-        """The number: a float if the first value was one, else an int."""
-        return self._memory[0].item()
-
-    @value.setter
-    def value(self, value: float) -> None:
-        self._memory[0] = value
-
-
 class JoinerActivity:
     """The time of the last request from, or transfer to, another peer; shared by all processes of this peer.
 
@@ -131,11 +105,6 @@ class JoinerActivity:
 
 
 # -- a snapshot -----------------------------------------------------------------------------------
-
-
-def digest_of_bytes(content: bytes | bytearray | memoryview) -> bytes:
-    """Return the SHA-256 digest, truncated to 16 bytes."""
-    return hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
 
 
 @dataclass(frozen=True)
@@ -169,9 +138,9 @@ class Manifest:
         """Parse the bytes of `to_bytes`; raise ValueError if they are malformed or contradict themselves."""
         match unpacked(content):
             case [rank, bytes(metadata), int(chunk), list(entries), bytes(sums)] if (
-                chunk == CHUNK_BYTES and len(sums) % CHECKSUM_BYTES == 0
+                chunk == CHUNK_BYTES and len(sums) % DIGEST_BYTES == 0
             ):
-                checksums = (sums[at : at + CHECKSUM_BYTES] for at in range(0, len(sums), CHECKSUM_BYTES))
+                checksums = (sums[at : at + DIGEST_BYTES] for at in range(0, len(sums), DIGEST_BYTES))
                 tensors = tuple(map(_tensor_entry, entries))
                 manifest = cls(read_rank(rank), metadata, tensors, tuple(checksums))
                 if len(manifest.checksums) == -(-manifest.num_bytes // CHUNK_BYTES):
@@ -185,14 +154,6 @@ def read_rank(data: object) -> Rank:
         case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
             return size, tie
     raise ValueError("not the rank of a state")
-
-
-def unpacked(content: bytes) -> object:
-    """Parse untrusted MessagePack, with hivemind's types in it; raise ValueError if it is malformed."""
-    try:
-        return MSGPackSerializer.loads(content)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(f"not MessagePack: {error}") from error
 
 
 def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:

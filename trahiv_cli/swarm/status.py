@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.builtin import how_to_install, version
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.node import RUNS_KEY, Node
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.records import disbelieve

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from trahiv_cli.swarm.clock import swarm_time
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.swarm.status import MAX_TEXT, Status
 from trahiv_cli.telemetry.events import EVENT_FILE, SAY_AFTER_S, Event, newest_events
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trahiv_cli.background import every
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.pasted import join_by
@@ -74,8 +75,9 @@ def announce(
     invite = None
     if addresses and node.standing is None:
         join = joined(node.entrances()[0])
-    elif addresses and (file := write_invitation(folder, node, run, mark)):
-        join = joined(f"@{file}")
+    elif addresses and node.standing:
+        file = write_invitation(folder, node.standing.membership, node.entrances(), run, mark)
+        join = joined(f"@{file}") if file else ""
     if node.standing and node.standing.owner:
         invite = shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
     events.emit(
@@ -240,21 +242,3 @@ def reach_told(node: Node, events: Events) -> Iterator[None]:
 
     with every(REACH_EVERY_S, tell, "reach"):
         yield
-
-
-@contextmanager
-def every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
-    """While the block runs, call `act` every `seconds` in a thread of its own."""
-    stop = threading.Event()
-
-    def run() -> None:
-        while not stop.wait(seconds):
-            act()
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()

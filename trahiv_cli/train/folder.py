@@ -13,19 +13,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
+from trahiv_cli.files import INVITED_BY_FILE, OWNER_FILE, write_whole
 from trahiv_cli.recipe.agreement import AgreedRun, differences, what_changed
 from trahiv_cli.recipe.document import render
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.run.lock import RESOLVED, RUNS, folder_taken, holder_of, owned
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.addresses import require_peer_address
 from trahiv_cli.swarm.exchange import PublishedRun, fetch_offer
-from trahiv_cli.swarm.files import INVITED_BY_FILE, OWNER_FILE, write_whole
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import Invitation, find_standing, passing_standing, read_invitation
 from trahiv_cli.swarm.membership import Membership
-from trahiv_cli.swarm.node import Node, visiting
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.owning import visiting
 from trahiv_cli.swarm.reach import ReachRules
 from trahiv_cli.telemetry.events import (
     EVENT_FILE,
@@ -228,8 +228,6 @@ def scout(
         RecipeMismatch: the swarm has several runs and none was selected, or the run is another one than the
             invitation's.
     """
-    for address in invitation.addresses:
-        require_peer_address(address)
     named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
     met = Acquaintances.remembered(known and known / FILE)
     with visiting(invitation.addresses, passing_standing(known, invitation), met, identity) as node:

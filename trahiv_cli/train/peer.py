@@ -30,15 +30,15 @@ from typing import TYPE_CHECKING, Literal
 
 from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
+from trahiv_cli.files import INVITED_BY_FILE, MEMBER_FILE
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.run.control import forget_request
 from trahiv_cli.run.lock import RESOLVED, RUNS, owned
-from trahiv_cli.swarm.acquaintances import known_peers
-from trahiv_cli.swarm.files import INVITED_BY_FILE, MEMBER_FILE
 from trahiv_cli.swarm.invitation import Invitation, keep_invitation
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import ReachRules, Wanted
+from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.account import Account, given_in
 from trahiv_cli.train.announcing import announce, progress_told, published, reach_told

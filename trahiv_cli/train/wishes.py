@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
+from trahiv_cli.background import every
 from trahiv_cli.run.control import BY_ITS_USER, requested
 from trahiv_cli.telemetry.events import Event
-from trahiv_cli.train.announcing import every
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.leaving import OVERTIME_S, Leaving
 

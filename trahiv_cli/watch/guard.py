@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.files import require_private, write_private
+from trahiv_cli.files import require_private, write_private
 
 KEY_FILE = "watch.key"
 MIN_TOKEN = 20  # characters

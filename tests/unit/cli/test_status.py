@@ -11,11 +11,12 @@ import pytest
 
 from tests.kit.fakes import FakeNode
 from tests.unit.cli.conftest import ADDRESS
+from trahiv_cli import clock
 from trahiv_cli.cli import status as module
 from trahiv_cli.cli.status import REACHED
 from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.run.lock import owned
-from trahiv_cli.swarm import clock, owning
+from trahiv_cli.swarm import owning
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
 from trahiv_cli.swarm.reach import Kind

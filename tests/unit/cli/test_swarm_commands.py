@@ -21,8 +21,8 @@ from trahiv_cli.cli.restarting import (
 )
 from trahiv_cli.cli.swarm import live
 from trahiv_cli.errors import PeerBroken, Unreachable
+from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.swarm import owning
-from trahiv_cli.swarm.files import INVITATION_FILE
 from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
 from trahiv_cli.swarm.roll import write_down
 from trahiv_cli.train import peer as peer_module

@@ -9,7 +9,7 @@ import pytest
 
 from trahiv_cli.doctor.report import cleaned, write_report
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE
+from trahiv_cli.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
 

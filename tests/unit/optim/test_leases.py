@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
+from trahiv_cli.background import in_background
 from trahiv_cli.optim import leases
-from trahiv_cli.optim.background import in_background
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, MOST_LEASES, Leases, Work
 from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans

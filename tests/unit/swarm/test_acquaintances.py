@@ -13,9 +13,10 @@ import pytest
 from hivemind.p2p import P2PDaemonError, PeerID
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.swarm import acquaintances as acq
-from trahiv_cli.swarm.acquaintances import LATELY_S, MAX_PEERS, Acquaintances, Reunion
+from trahiv_cli.swarm import reunion as acq
+from trahiv_cli.swarm.acquaintances import LATELY_S, MAX_ADDRESSES, MAX_PEERS, Acquaintances
 from trahiv_cli.swarm.node import CHORES_EVERY_S
+from trahiv_cli.swarm.reunion import Reunion
 
 KEY, OPEN = "addresses", "/ip4/0.0.0.0/tcp/0"
 
@@ -40,7 +41,7 @@ def test_visits_and_unchanged_peers_write_nothing(tmp_path):
     path = tmp_path / "peers.json"
     met = Acquaintances(path)
     met.meet(PEER, [address(port=port) for port in range(1, 1000)])
-    assert len(met.addresses[PEER]) == acq.MAX_ADDRESSES
+    assert len(met.addresses[PEER]) == MAX_ADDRESSES
     met.ports = {OPEN: 4001}
     met.save()
     visit = Acquaintances.remembered(path)

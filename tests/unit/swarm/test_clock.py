@@ -7,8 +7,8 @@ from multiprocessing.sharedctypes import RawValue
 
 import pytest
 
-from trahiv_cli.swarm import clock
-from trahiv_cli.swarm.clock import swarm_time, take_over
+from trahiv_cli import clock
+from trahiv_cli.clock import swarm_time, take_over
 
 
 @pytest.mark.parametrize("jump", [-7200, 7200])

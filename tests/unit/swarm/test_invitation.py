@@ -6,9 +6,9 @@ import re
 import pytest
 
 from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
+from trahiv_cli.files import write_private
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX as PREFIX
 from trahiv_cli.swarm import invitation as invitations
-from trahiv_cli.swarm.files import write_private
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.invitation import Invitation, find_standing, passing_standing, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner, Role

@@ -29,7 +29,8 @@ from trahiv_cli.swarm import addresses, alive, node
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.alive import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
 from trahiv_cli.swarm.meeting import Seen
-from trahiv_cli.swarm.node import Node, do_chores, visiting
+from trahiv_cli.swarm.node import Node, do_chores
+from trahiv_cli.swarm.owning import visiting
 from trahiv_cli.swarm.reach import Reach
 from trahiv_cli.swarm.records import own_place, owner_of
 from trahiv_cli.telemetry.events import Events

@@ -8,8 +8,8 @@ from hivemind.p2p import PeerID
 
 from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SetupError, Unreachable
+from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.swarm import membership, owning, roll
-from trahiv_cli.swarm.files import INVITATION_FILE
 from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation, read_invitation
 from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role, mark_of

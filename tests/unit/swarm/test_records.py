@@ -11,9 +11,9 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from tests.kit.identities import id_of, key_of
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.swarm import records
-from trahiv_cli.swarm.clock import swarm_time
-from trahiv_cli.swarm.identity import ensure_identity
+from trahiv_cli.swarm.identity import ensure_identity, read_signing_key
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, own_place, owner_of, sign, verified
 
@@ -44,7 +44,7 @@ def kept(quota, **wanted):
 
 def test_only_valid_place_has_owner(tmp_path):
     peer = ensure_identity(tmp_path / "identity.key")
-    assert owner_of(own_place(records.read_signing_key(tmp_path / "identity.key"))) == peer
+    assert owner_of(own_place(read_signing_key(tmp_path / "identity.key"))) == peer
     known = PeerID.from_base58(peer)
     assert records.peer_from(known.to_bytes()) == known
     with pytest.raises(ValueError, match="no id"):

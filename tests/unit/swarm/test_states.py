@@ -14,6 +14,7 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.simulation.network import VirtualLoop
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.shared_memory import shared_bytes
 from trahiv_cli.swarm import download, snapshot
 from trahiv_cli.swarm.codecs import Half
 from trahiv_cli.swarm.download import Downloader, NobodyHas, StateRequest
@@ -67,7 +68,7 @@ def equal(some, others):
 def test_copy_is_independent_of_live_state():
     """Copies from a GPU are tested in `tests/gpu`."""
     live = [tensor.clone() for tensor in TENSORS]
-    flat, copies = snapshot.shared_bytes(snapshot.buffer_bytes(live)), HostCopies(live)
+    flat, copies = shared_bytes(snapshot.buffer_bytes(live)), HostCopies(live)
     snapshot.copy_into(flat, live)
     copies.begin(live)
     with pytest.raises(ValueError, match="too few"):

@@ -4,10 +4,10 @@ import pytest
 from hivemind.utils import MSGPackSerializer
 
 from tests.kit.fakes import FakeNode
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.builtin import version
 from trahiv_cli.swarm import status as module
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.node import RUNS_KEY
 from trahiv_cli.swarm.status import (
     MAX_TEXT,

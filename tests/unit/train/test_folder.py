@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trahiv_cli.errors import FolderTaken, SetupError
+from trahiv_cli.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.run.lock import owned, require_free
-from trahiv_cli.swarm.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import Invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner

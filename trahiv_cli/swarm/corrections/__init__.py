@@ -17,8 +17,8 @@ import hivemind
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2P
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, pack_dictionary
 from trahiv_cli.swarm.corrections.processes import close_event_loop, private_folder, start_memory_manager
 from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data, send_raw_data

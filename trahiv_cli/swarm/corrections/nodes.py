@@ -34,11 +34,11 @@ from hivemind.proto.dht_pb2 import (
 from hivemind.utils import MSGPackSerializer, get_logger
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
-from trahiv_cli.swarm.clock import swarm_time, take_over
+from trahiv_cli.clock import swarm_time, take_over
 from trahiv_cli.swarm.copies import MAX_ANSWER_BYTES, Copies
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
-from trahiv_cli.swarm.snapshot import unpacked
+from trahiv_cli.wire import unpacked
 
 logger = get_logger(__name__)
 

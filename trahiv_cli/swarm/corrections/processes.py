@@ -30,7 +30,7 @@ import torch
 from hivemind.utils import MPFuture
 
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.swarm.snapshot import shared_bytes
+from trahiv_cli.shared_memory import shared_bytes
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -23,9 +23,9 @@ import hivemind
 import pytest
 from hivemind.utils import MPFuture
 
+from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
-from trahiv_cli.swarm.clock import swarm_time
 from trahiv_cli.swarm.corrections import processes
 from trahiv_cli.swarm.corrections.processes import ControlPipe, private_folder, return_freed_memory
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -25,3 +26,21 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+@contextmanager
+def every(seconds: float, act: Callable[[], None], name: str) -> Iterator[None]:
+    """While the block runs, call `act` every `seconds` in a thread of its own."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
