@@ -60,27 +60,24 @@ def init(
         out.hint("`trahiv init quickstart` trains a small example; `trahiv new` lists other recipes")
         if not out.confirm("Start a bootstrap node?"):
             return
-    from trahiv_cli.recipe.agreement import AgreedRun
+    from trahiv_cli.recipe.load import load_recipe
 
-    loaded = None if recipe is None else own_recipe(recipe, shared, is_trained=not no_train)
-    run = None if loaded is None else AgreedRun.of(loaded.recipe)
+    run = loaded = None
+    if recipe is not None:
+        loaded = load_recipe(recipe, shared.overrides or (), shared.files)
+        if shared.dry_run or not no_train:
+            run = sound(loaded.recipe, loaded.document)
     if shared.dry_run:
         if run is None:
             raise typer.BadParameter("name the recipe whose run would be shown", param_hint="RECIPE")
         rehearse(run)
         return
-    options = options_of(
-        shared,
-        loaded,
-        is_public=public or (run is not None and run.recipe.swarm.public),
-    )
-    if loaded is not None and not no_train:
-        live(run, options, shared, loaded.text)
-    elif shared.budget and math.isinf(options.budget.seconds):
+    is_public = public or (loaded is not None and loaded.recipe.swarm.public)
+    options = options_of(shared, loaded, is_public=is_public)
+    if run is None and shared.budget and math.isinf(options.budget.seconds):
         said = "a peer that does not train takes a time only, like 2h"
         raise typer.BadParameter(said, param_hint="--budget")
-    else:
-        live(None, options, shared)
+    live(run, options, shared, loaded)
 
 
 @with_shared_options
@@ -102,19 +99,20 @@ def join(
         recipe = None
     if not peer:
         raise typer.BadParameter("paste the line that `trahiv init` printed", param_hint="--peer")
-    loaded = None if recipe is None else own_recipe(recipe, shared)
+    from trahiv_cli.recipe.load import load_recipe
+
+    run = loaded = None
+    if recipe is not None:
+        loaded = load_recipe(recipe, shared.overrides or (), shared.files)
+        run = sound(loaded.recipe, loaded.document)
     from trahiv_cli.run.lock import require_free
     from trahiv_cli.swarm.invitation import read_invitation
 
-    options = options_of(
-        shared,
-        loaded,
-        invitation=read_invitation(peer),
-        was_line_hidden=bool(hidden),
-    )
+    invitation = read_invitation(peer)
+    options = options_of(shared, loaded, invitation=invitation, was_line_hidden=bool(hidden))
     if shared.output_dir is not None:
         require_free(shared.output_dir)
-    run, options = agreed(loaded, shared, options)
+    run, options = agreed(loaded, run, shared, options)
     if shared.dry_run:
         rehearse(run)
         return
@@ -122,35 +120,27 @@ def join(
         show(run)
         if not (shared.yes or is_again() or not sys.stdin.isatty() or out.confirm("Train this?")):
             return
-    live(run, options, shared, loaded.text if loaded else None)
+    live(run, options, shared, loaded)
 
 
-def own_recipe(source: str, shared: SharedOptions, *, is_trained: bool = True) -> Loaded:
-    """Load the user's recipe; if it `is_trained`, it must be sound, and its data must be here.
+def sound(recipe: Recipe, document: Document) -> AgreedRun:
+    """Agree on a recipe that must be sound, and whose data must be here.
 
     Raises:
-        RecipeError, AssetError: see `load_recipe`, `require_sound` and `read_contents`.
+        RecipeError, AssetError, RecipeMismatch: see `require_sound` and `read_contents`.
     """
-    from trahiv_cli.recipe.load import load_recipe
-
-    loaded = load_recipe(source, shared.overrides or (), shared.files)
-    return replace(loaded, recipe=sound(loaded.recipe, loaded.document)) if is_trained else loaded
-
-
-def sound(recipe: Recipe, document: Document) -> Recipe:
-    """Require that a recipe can be trained here, and return it with the content of its data."""
-    from trahiv_cli.recipe.content import read_contents
+    from trahiv_cli.recipe.agreement import resolve
     from trahiv_cli.recipe.examine import require_sound
     from trahiv_cli.telemetry.events import Events
 
     require_sound(recipe, document)
     events = Events()
     with out.listening(events), events.waiting("the data files to be read", until_s=3600):
-        return read_contents(recipe)
+        return resolve(recipe)
 
 
 def agreed(
-    loaded: Loaded | None, shared: SharedOptions, options: PeerOptions
+    loaded: Loaded | None, run: AgreedRun | None, shared: SharedOptions, options: PeerOptions
 ) -> tuple[AgreedRun, PeerOptions]:
     """Fetch a swarm's recipe and complete it here, or compare it with the user's own; adapt the options.
 
@@ -170,7 +160,6 @@ def agreed(
     known = known_run(invitation.addresses, options.output_dir)
     if identity is None or not identity.exists():
         identity = known_identity(invitation, options.output_dir)
-    run = None if loaded is None else AgreedRun.of(loaded.recipe)
     key = "hivemind_config.opt.run_id="
     named = next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)
     try:
@@ -193,7 +182,7 @@ def agreed(
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)
-        run = AgreedRun.of(sound(run.recipe, document))
+        run = sound(run.recipe, document)
     return run, replace(options, **changes)
 
 
@@ -228,10 +217,10 @@ def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> Pee
     )
 
 
-def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, text: str | None = None) -> None:
+def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, loaded: Loaded | None) -> None:
     """Run one peer, show its events, and exit with a code of docs/exit-codes.md.
 
-    Without a run it is a bootstrap node. `text` is the recipe as the user wrote it, if it is the user's.
+    Without a run it is a bootstrap node. The run's recipe is the swarm's, or is `loaded` from the user's.
     """
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.telemetry.notifier import Notifier
@@ -257,7 +246,7 @@ def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, tex
                 if run is None:
                     ended = serve_bootstrap(options, events, leaving)
                 else:
-                    ended = run_peer(run, options, events, leaving, text)
+                    ended = run_peer(run, options, events, leaving, loaded.text if loaded else None)
     except PeerBroken as failure:
         note_spent(leaving.spent)
         restart(leaving.resume, failure)

@@ -60,9 +60,9 @@ class AgreedRun:
         return cls(_renamed(recipe, opt["run_id"]), opt["run_id"], shared, fingerprint(shared))
 
 
-def resolve(recipe: Recipe) -> AgreedRun:
+def resolve(recipe: Recipe, run_id: str | None = None) -> AgreedRun:
     """Agree on a recipe with the content of its local data; raises the same errors as `read_contents`."""
-    return AgreedRun.of(read_contents(recipe))
+    return AgreedRun.of(read_contents(recipe), run_id)
 
 
 def canonical(obj: Any) -> bytes:

@@ -29,7 +29,7 @@ NOTHING_GIVEN = Given()
 class Account:
     """Listens to a peer's events and derives its `status` from them. Thread-safe.
 
-    `Peer` and `trainer.told` create one per run. `has_changed` is set when the new status should be
+    `peer.Peer` and `trainer.told` create one per run. `has_changed` is set when the new status should be
     published soon. `step` is the initial step of the status.
     """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
 from trahiv_cli.files import INVITED_BY_FILE, OWNER_FILE, write_whole
-from trahiv_cli.recipe.agreement import AgreedRun, differences, what_changed
+from trahiv_cli.recipe.agreement import AgreedRun, differences, resolve, what_changed
 from trahiv_cli.recipe.document import render
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
@@ -243,7 +243,7 @@ def scout(
 
 def require_same_agreement(recipe: Recipe, offer: PublishedRun) -> AgreedRun:
     """Agree on the recipe under the swarm's run_id; raises `RecipeMismatch` with all differences."""
-    run = AgreedRun.of(recipe, offer.run_id)
+    run = resolve(recipe, offer.run_id)
     if different := differences(run.agreement, offer.wire["shared"]):
         raise RecipeMismatch(
             f"The swarm trains another recipe: it differs in {len(different)} of the fields that all share.",

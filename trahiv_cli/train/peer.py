@@ -1,4 +1,4 @@
-"""The life of one peer, in the order of `run_peer`.
+"""The life of one peer, in the order of `run_peer` and `Peer.live`.
 
 1. It locks the run's folder and writes the recipe there (`folder.py`). For a finished run it ends here.
 2. It starts its node, through which it communicates with other peers.
@@ -153,8 +153,11 @@ def run_peer(
     is_choosing = options.output_dir is None and bool(invitation.addresses)
     with owned_to_join(run.run_id, invitation.membership) if is_choosing else owned(usual) as folder:
         if folder != usual:
-            message = f"This peer's folder is {folder}: {usual} is that of another peer."
-            events.emit("folder", path=str(folder), message=message)
+            events.emit(
+                "folder",
+                path=str(folder),
+                message=f"This peer's folder is {folder}: {usual} is that of another peer.",
+            )
         if not options.is_again:
             forget_request(folder)
         keep_recipe(folder, run, text)
@@ -196,12 +199,15 @@ class Peer:
     leaving: Leaving
 
     def __post_init__(self) -> None:
-        run = self.run
         self.given = given_in(self.folder)
         self.saved = next(reversed(saved_in(self.folder)), None)
-        step = max(self.options.reached_step, self.saved.step if self.saved else 0)
-        max_steps = run.recipe.training.max_steps
-        self.account = Account(run.run_id, step, max_steps, self.options.name, self.given)
+        self.account = Account(
+            self.run.run_id,
+            max(self.options.reached_step, self.saved.step if self.saved else 0),
+            self.run.recipe.training.max_steps,
+            self.options.name,
+            self.given,
+        )
 
     def live(self) -> Ended:
         """Go through a peer's life, as far as the user lets it.
@@ -280,18 +286,16 @@ class Peer:
             self.invite()
             while why := wishes.why_paused():
                 if why != said:
-                    run_id = self.run.run_id
-                    events.emit("paused", step=step, why=why, run_id=run_id, peer_id=node.peer_id)
+                    events.emit("paused", step=step, why=why, run_id=self.run.run_id, peer_id=node.peer_id)
                 said = why
                 time.sleep(LOOK_EVERY_S)
                 heed()
                 node.require_membership()
                 if not node.is_alive():
-                    hint = (
-                        "nothing to do where a command trains: it starts again by itself, and is paused again"
-                    )
                     raise PeerBroken(
-                        "This peer's DHT process has ended while the peer was paused.", hint=hint
+                        "This peer's DHT process has ended while the peer was paused.",
+                        hint="nothing to do where a command trains: it starts again by itself, and is paused "
+                        "again",
                     )
         heed()
         held_s = time.monotonic() - began_at
@@ -300,8 +304,7 @@ class Peer:
 
     def load(self, budget: Budget) -> None:
         """Load the data and the model, check them and this machine, and rehearse training and saving."""
-        from transformers import Trainer
-        from transformers.trainer_callback import PrinterCallback
+        from transformers import PrinterCallback, Trainer
 
         from trahiv_cli.assets.data import build_datasets
         from trahiv_cli.assets.model import build_tokenizer, require_memory

@@ -290,14 +290,17 @@ def started(settings: SwarmSettings, folder: Path) -> Node:
 
 @contextlib.contextmanager
 def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iterator[Given]:
-    """While the block runs, announce this peer and publish its status and progress; then emit `done`.
+    """While the block runs, announce a drop-in and publish its status and progress; then emit `done`.
+
+    `trahiv status`, `watch`, `replay` and `report` read its folder, too. A drop-in ignores control requests
+    (`wishes.py`): its program decides when it stops.
 
     Yields:
         The samples and tokens that this peer gave when it trained in this folder before.
     """
     settings = trainer.swarm_settings
     folder = Path(trainer.swarm_args.output_dir)
-    max_steps = settings.max_steps(trainer.swarm_args, trainer.train_dataset)
+    max_steps = trainer._max_steps
     saved = saved_in(folder)
     given = given_in(folder)
     account = Account(settings.opt.run_id, saved[-1].step if saved else 0, max_steps, given=given)

@@ -42,7 +42,7 @@ def _unmet(condition: Condition) -> str:
 class Wishes:
     """Polls the requests to the peer of a folder, and passes them on to `leaving`.
 
-    `run_peer` creates one per run. It listens to the peer's events: `finish` takes effect when the swarm's
+    `peer.Peer` creates one per run. It listens to the peer's events: `finish` takes effect when the swarm's
     present step is taken, or after `OVERTIME_S` without one. `clock` returns monotonic seconds.
     """
 

@@ -109,7 +109,7 @@ def test_restart_carries_spent_budget(monkeypatch, is_broken):
     monkeypatch.setenv(RESTARTS_VARIABLE, "")
     monkeypatch.setenv(SPENT_VARIABLE, "100 5")
     with pytest.raises(SystemExit):
-        live(object(), peer_module.PeerOptions(resume="trahiv init"), SharedOptions())
+        live(object(), peer_module.PeerOptions(resume="trahiv init"), SharedOptions(), None)
     assert spent_before() == (140, 8)
 
 
