@@ -24,7 +24,7 @@ from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import Reach
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
-from trahiv_cli.swarm.roll import Credentials, PolicyBook
+from trahiv_cli.swarm.roll import Credentials
 
 OWNER = Owner(bytes(KEY_BYTES))
 INVITED = OWNER.invite()
@@ -132,4 +132,4 @@ class InMemory(Node):
         self.dht: Any = Dht(board, key_of(name))
         self.peer_id, self._listening = id_of(name), Listening([], [], [])
         self._finder: Any = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
-        self.standing, self.book = Credentials(INVITED), PolicyBook(OWNER.public)
+        self.standing = Credentials(INVITED)

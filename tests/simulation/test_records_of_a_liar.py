@@ -278,7 +278,7 @@ def test_false_addresses_are_ignored(nodes, caplog, tmp_path, clock):
 
 def test_false_certificates_are_refused(nodes, caplog, clock):
     for name in (*HONEST, LIAR):
-        MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
+        MemberList(nodes[name], nodes[name].standing, clock).turn()
     expected = {id_of(name): INVITED.grant for name in HONEST}
     for what, lie in published(nodes, MEMBERS_KEY, caplog):
         found = read_members(nodes[NEWCOMER], OWNER.public)
@@ -293,14 +293,14 @@ def test_false_policies_are_refused(nodes, caplog, clock, tmp_path):
         for n in (b"1", b"2")
     ]
     for name in HONEST:
-        nodes[name].book.offer(wires[1])
-        MemberList(nodes[name], Credentials(INVITED), nodes[name].book, clock).turn()
+        nodes[name].standing.book.offer(wires[1])
+        MemberList(nodes[name], nodes[name].standing, clock).turn()
     flipped = [wires[1][:at] + bytes([wires[1][at] ^ 1]) + wires[1][at + 1 :] for at in range(len(wires[1]))]
     for lie in (*VALUES, wires[0], *flipped):
         nodes[LIAR].publish(POLICY_KEY, lie, 60)
-        newcomer = PolicyBook(OWNER.public)
-        MemberList(nodes[NEWCOMER], Credentials(INVITED), newcomer, clock).turn()
-        assert newcomer.policy == book.policy == nodes["A"].book.policy, lie
+        newcomer = Credentials(INVITED)
+        MemberList(nodes[NEWCOMER], newcomer, clock).turn()
+        assert newcomer.book.policy == book.policy == nodes["A"].standing.book.policy, lie
 
 
 # Each message passes between two real protocols, with one field changed. A handler may refuse a request,

@@ -151,15 +151,24 @@ def agreed(
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.record import SOURCE
     from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.train.folder import known_identity, known_run, read_run, require_same_agreement, scout
+    from trahiv_cli.train.folder import (
+        earlier_peers,
+        folders_to_join,
+        known_identity,
+        known_run,
+        read_run,
+        require_same_agreement,
+        scout,
+    )
 
     invitation = options.invitation
     identity = options.identity
     overrides = shared.overrides or ()
     changes: dict[str, Any] = {}
-    known = known_run(invitation.addresses, options.output_dir)
+    earlier = earlier_peers(options.output_dir)
+    known = known_run(earlier, None if options.output_dir else invitation.addresses)
     if identity is None or not identity.exists():
-        identity = known_identity(invitation, options.output_dir)
+        identity = known_identity(earlier, invitation.membership)
     key = "hivemind_config.opt.run_id="
     named = next((text.removeprefix(key) for text in reversed(overrides) if text.startswith(key)), None)
     try:
@@ -177,13 +186,17 @@ def agreed(
             # The invitation's membership may belong to another run.
             changes["invitation"] = replace(invitation, membership=None)
             if run is None:  # all have left; this machine has a checkpoint of the run
-                run = AgreedRun.of(with_copies(read_run(known).recipe, shared.files))
-                changes["output_dir"] = known
+                run = AgreedRun.of(with_copies(read_run(known.folder).recipe, shared.files))
+                changes["output_dir"] = known.folder
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)
         run = sound(run.recipe, document)
-    return run, replace(options, **changes)
+    options = replace(options, **changes)
+    if options.output_dir is None:
+        folders = folders_to_join(run.run_id, invitation.membership, earlier)
+        options = replace(options, folders=tuple(folders))
+    return run, options
 
 
 def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> PeerOptions:

@@ -115,7 +115,6 @@ class Node(contextlib.AbstractContextManager["Node"]):
         addresses.require_free_ports(self._listening.hosts)
         self.peer_id = ensure_identity(identity)  # base58
         self.standing = standing
-        self.book = standing.book() if standing else None  # the policy of the swarm's owner
         self._id = id_bytes(self.peer_id)
         signing_key = read_signing_key(identity)
         certificate = standing.membership.certify(self._id) if standing else b""
@@ -128,7 +127,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
             host_maddrs=[self._as_before(maddr) for maddr in self._listening.hosts],
             announce_maddrs=self._listening.announced or None,
             start=True,
-            door=Door(standing.membership, standing.book(), self._id) if standing else Door(),
+            door=Door(standing.membership, standing.book, self._id) if standing else Door(),
             signing_key=signing_key,
             place=own_place(signing_key, certificate),
             node_id=node_id_of(self._id),
@@ -145,8 +144,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
             self._note_ports(self._listening.hosts)
             reunion = Reunion(self, ADDRESSES_KEY, self._met, also=initial_peers, is_visitor=is_visitor)
             chores = [reunion.turn]
-            if standing is not None and self.book is not None and not is_visitor:
-                chores.append(MemberList(self, standing, self.book).turn)
+            if standing is not None and not is_visitor:
+                chores.append(MemberList(self, standing).turn)
             self._is_over = threading.Event()
             looks = [] if is_visitor and settings.client_mode else [self._finder.turn]
             self._threads = [
@@ -227,14 +226,14 @@ class Node(contextlib.AbstractContextManager["Node"]):
 
     def require_membership(self) -> None:
         """Raise NotAdmitted if the policy of the swarm's owner excludes this peer."""
-        if self.standing is None or self.book is None:
+        if self.standing is None:
             return
-        if objection := self.book.policy.objection(self._id, self.standing.membership.grant):
+        if objection := self.standing.book.policy.objection(self._id, self.standing.membership.grant):
             raise not_admitted(objection)
 
     def is_out(self, peer_id: str) -> bool:
         """Return whether the swarm's owner has removed a peer (its id, base58)."""
-        return self.book is not None and self.book.policy.is_out(id_bytes(peer_id))
+        return self.standing is not None and self.standing.book.policy.is_out(id_bytes(peer_id))
 
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer: the furthest reach first, TCP before QUIC."""

@@ -155,7 +155,7 @@ class OwnedSwarm:
         addresses = _addresses_of(self._home)
         met = Acquaintances.remembered(self.folder / FILE)
         with suppress(SwarmError), visiting(addresses, visitor, met) as node:
-            return roll.synchronize(node, visitor, self.book)
+            return roll.synchronize(node, visitor)
         return False
 
 
@@ -189,7 +189,7 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
     standing = replace(standing, folder=folder)
     with looking_in(folder, invitation, standing) as node:
         there = roll.read_members(node, standing.membership.owner)
-    policy = standing.book().policy
+    policy = standing.book.policy
     known = roll.read_roll(folder) if folder else {}
     return [
         {

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +68,9 @@ class Credentials:
     owner: Owner | None = None  # if this peer's user started the swarm
     folder: Path | None = None  # the run's, which has the policy; None: a visitor, which stores nothing
 
+    @cached_property
     def book(self) -> PolicyBook:
-        """Open the owner's policy."""
+        """The owner's policy."""
         return PolicyBook(self.membership.owner, self.folder and self.folder / POLICY_FILE)
 
 
@@ -176,12 +177,9 @@ class MemberList:
     `Node` makes one in a closed swarm, and calls `turn` every few seconds as long as it runs.
     """
 
-    def __init__(
-        self, node: Node, standing: Credentials, book: PolicyBook, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, node: Node, standing: Credentials, now: Callable[[], float] = time.monotonic) -> None:
         self._node = node
         self._standing = standing
-        self._book = book
         self._now = now
         self._publish_at = self._look_at = 0.0
 
@@ -194,15 +192,16 @@ class MemberList:
             self._publish_at = now + PUBLISH_EVERY_S
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
-            synchronize(self._node, self._standing, self._book)
+            synchronize(self._node, self._standing)
 
 
-def synchronize(node: Node, standing: Credentials, book: PolicyBook) -> bool:
+def synchronize(node: Node, standing: Credentials) -> bool:
     """Fetch the owner's policy and pass it on; with the owner's key, also decide which new members stay.
 
     Returns whether a peer of the DHT has the policy, if there is one. Raises SetupError if it becomes too
     long.
     """
+    book = standing.book
     found = list(node.fetch(POLICY_KEY).values())
     for wire in found:
         book.offer(wire)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
@@ -18,7 +19,7 @@ from trahiv_cli.recipe.agreement import AgreedRun, differences, resolve, what_ch
 from trahiv_cli.recipe.document import render
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
-from trahiv_cli.run.lock import RESOLVED, RUNS, folder_taken, holder_of, owned
+from trahiv_cli.run.lock import RESOLVED, RUNS, holder_of, owned
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
 from trahiv_cli.swarm.exchange import PublishedRun, fetch_offer
 from trahiv_cli.swarm.identity import IDENTITY_FILE
@@ -27,6 +28,7 @@ from trahiv_cli.swarm.membership import Membership
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.owning import visiting
 from trahiv_cli.swarm.reach import ReachRules
+from trahiv_cli.swarm.roll import Credentials
 from trahiv_cli.telemetry.events import (
     EVENT_FILE,
     PEERS_FILE,
@@ -45,66 +47,74 @@ ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder
 # -- a joiner's choice ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def owned_to_join(run: str, membership: Membership | None) -> Iterator[Path]:
-    """Own, as `owned` does, a free folder in `runs` for a peer that joins a run.
+class Earlier:
+    """A folder in which a peer may have trained before, and that no peer uses now."""
 
-    The candidates are `runs/<run>`, `runs/<run>-2` and so on. The first choice is the folder in which this
-    peer joined with the same `membership` before, then other folders of joiners, then the rest.
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def membership(self) -> Membership | None:
+        """The membership of its peer, if any; raises `SetupError` if others can read its file."""
+        standing = passing_standing(self.folder, Invitation())
+        return standing.membership if standing else None
+
+
+def earlier_peers(output_dir: Path | None) -> list[Earlier]:
+    """List `output_dir`, or the free folders in `runs`, the newest first; swarms started here come last."""
+    free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
+    free.sort(key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
+    return list(map(Earlier, [output_dir] if output_dir else free))
+
+
+def known_run(earlier: Sequence[Earlier], addresses: Sequence[str] | None) -> Earlier | None:
+    """Return the newest folder with a run to resume whose peers include one of these; None: any peers."""
+    named = {address.rpartition("/p2p/")[2] for address in addresses or ()}
+    for one in earlier:
+        is_meant = addresses is None or named & Acquaintances(one.folder / FILE).addresses.keys()
+        if is_meant and saved_in(one.folder):
+            return one
+    return None
+
+
+def known_identity(earlier: Sequence[Earlier], membership: Membership | None) -> Path | None:
+    """Return the key file of the newest peer that joined with this membership, if any.
+
+    The swarm may admit that peer and refuse a newcomer.
     """
+    joined = (one for one in earlier if membership and one.membership == membership)
+    key = next((one.folder / IDENTITY_FILE for one in joined), None)
+    return key if key and key.exists() else None
+
+
+def folders_to_join(run: str, membership: Membership | None, earlier: Sequence[Earlier]) -> list[Path]:
+    """List the folders for a peer that joins a run: `runs/<run>`, `runs/<run>-2` and so on.
+
+    The folder in which this peer joined with the same `membership` before comes first, then other folders of
+    joiners, then the rest.
+    """
+    joiners = {one.folder: one for one in earlier if (one.folder / INVITED_BY_FILE).exists()}
 
     def strangeness(folder: Path) -> int:
-        if (folder / OWNER_FILE).exists() or not (folder / INVITED_BY_FILE).exists():
+        if folder not in joiners or (folder / OWNER_FILE).exists():
             return 2
-        return 0 if membership_in(folder) == membership else 1
+        return 0 if joiners[folder].membership == membership else 1
 
     names = [run, *(f"{run}-{number}" for number in range(2, MAX_FOLDERS_OF_A_RUN))]
-    folders = sorted((RUNS / name for name in names), key=strangeness)
+    return sorted((RUNS / name for name in names), key=strangeness)
+
+
+@contextlib.contextmanager
+def owned_first(folders: Sequence[Path]) -> Iterator[Path]:
+    """Own, as `owned` does, the first of some folders that is free."""
     with contextlib.ExitStack() as stack:
         for folder in folders:
             with contextlib.suppress(FolderTaken):
                 stack.enter_context(owned(folder))
                 break
-        else:
-            raise folder_taken(folders[0], None)
+        else:  # none is free: raise the error of the first
+            folder = stack.enter_context(owned(folders[0]))
         yield folder
-
-
-def membership_in(folder: Path) -> Membership | None:
-    """Return the membership of a folder's peer, if any; raises `SetupError` if others can read its file."""
-    standing = passing_standing(folder, Invitation())
-    return standing.membership if standing is not None else None
-
-
-def known_run(addresses: Sequence[str], output_dir: Path | None) -> Path | None:
-    """Find the newest folder of a run that was trained here with one of these peers and can be resumed."""
-    named = {address.rpartition("/p2p/")[2] for address in addresses}
-    meant = (
-        folder
-        for folder in _resting(output_dir)
-        if output_dir or named & Acquaintances(folder / FILE).addresses.keys()
-    )
-    return next(filter(saved_in, meant), None)
-
-
-def known_identity(invitation: Invitation, output_dir: Path | None) -> Path | None:
-    """Find the key file of a peer that joined with this invitation before, in the folders of `known_run`.
-
-    The swarm may admit that peer and refuse a newcomer. Raises `SetupError` if others can read its secrets.
-    """
-    for folder in _resting(output_dir) if invitation.membership else ():
-        if membership_in(folder) == invitation.membership:
-            own = folder / IDENTITY_FILE
-            return own if own.exists() else None
-    return None
-
-
-def _resting(output_dir: Path | None) -> list[Path]:
-    """List `output_dir`, or the free folders in `runs`, the newest first; swarms started here come last."""
-    if output_dir is not None:
-        return [output_dir]
-    free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
-    return sorted(free, key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
 
 
 # -- the contents -----------------------------------------------------------------------------------
@@ -215,13 +225,14 @@ def log_to(path: Path, *, is_verbose: bool) -> None:
 def scout(
     invitation: Invitation,
     preferred_run: str | None = None,
-    known: Path | None = None,
+    known: Earlier | None = None,
     identity: Path | None = None,
 ) -> PublishedRun:
     """Visit a swarm only to fetch the run that it trains.
 
     `preferred_run` selects one of several runs; the default is the invitation's. If the run was trained here
-    before, `known` is its folder, which has addresses of peers, and `identity` its key file.
+    before, `known` is its folder, which has addresses of peers and perhaps a membership. `identity` is a key
+    file to use; None: a new one.
 
     Raises:
         Unreachable, NotAdmitted: see `Node`; also if no peer publishes a run.
@@ -229,8 +240,10 @@ def scout(
             invitation's.
     """
     named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
-    met = Acquaintances.remembered(known and known / FILE)
-    with visiting(invitation.addresses, passing_standing(known, invitation), met, identity) as node:
+    met = Acquaintances.remembered(known.folder / FILE if known else None)
+    membership = invitation.membership or (known.membership if known else None)
+    standing = Credentials(membership) if membership else None
+    with visiting(invitation.addresses, standing, met, identity) as node:
         offer = fetch_offer(node, named, preferred_run or invitation.run_id, invitation.fingerprint)
     if not offer.fingerprint.startswith(invitation.fingerprint):
         raise RecipeMismatch(

@@ -47,7 +47,7 @@ from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import (
     keep_recipe,
     log_to,
-    owned_to_join,
+    owned_first,
     recorded,
     start_node,
     warn_of_edited_data,
@@ -91,7 +91,8 @@ class Ended:
 class PeerOptions:
     """Options that a peer chooses for itself; none of them can change the run."""
 
-    output_dir: Path | None = None  # default: `runs/<run_id>`; for a joiner, see `owned_to_join`
+    output_dir: Path | None = None  # default: `runs/<run_id>`, or the first of `folders` that is free
+    folders: tuple[Path, ...] = ()
     identity: Path | None = None  # key file; default: `identity.key` in the run's folder
     host_maddrs: list[str] | None = None
     announce_maddrs: list[str] | None = None
@@ -150,8 +151,7 @@ def run_peer(
     """
     invitation = options.invitation
     usual = options.output_dir or RUNS / run.run_id
-    is_choosing = options.output_dir is None and bool(invitation.addresses)
-    with owned_to_join(run.run_id, invitation.membership) if is_choosing else owned(usual) as folder:
+    with owned_first(options.folders or [usual]) as folder:
         if folder != usual:
             events.emit(
                 "folder",

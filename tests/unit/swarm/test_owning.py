@@ -52,8 +52,8 @@ class Swarm(FakeNode):
     def enter(self, peer, standing=None):
         """Have a peer join, by the invitation for all unless other credentials are given."""
         standing = standing or Credentials(self.home)
-        self.books[peer] = book = standing.book()
-        self.lists[peer] = roll.MemberList(self.neighbour(peer), standing, book, lambda: self.time)
+        self.books[peer] = standing.book
+        self.lists[peer] = roll.MemberList(self.neighbour(peer), standing, lambda: self.time)
 
     def run(self, seconds=LOOK_EVERY_S + 2):
         for _ in range(int(seconds)):
@@ -224,7 +224,7 @@ def test_member_is_found_by_short_id(swarm):
 def test_owner_lists_absent_and_kicked_members(swarm, tmp_path):
     watcher, _ = swarm.invite(Role.watcher)
     other = find_standing(tmp_path / "other", Invitation())
-    other.book().decide(other.owner, lambda policy: Policy(out=frozenset({mark_of(id_of(M))})))
+    other.book.decide(other.owner, lambda policy: Policy(out=frozenset({mark_of(id_of(M))})))
     for folder in (None, other.folder):
         listed = {one["peer_id"]: one["objection"] for one in list_members(folder, watcher)}
         assert listed == dict.fromkeys((A, B, M)) and swarm.standing == Credentials(watcher.membership)

@@ -13,7 +13,7 @@ from trahiv_cli.swarm.identity import IDENTITY_FILE
 from trahiv_cli.swarm.invitation import Invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.telemetry.events import PEERS_FILE, Events
-from trahiv_cli.train.folder import known_identity, owned_to_join, recorded
+from trahiv_cli.train.folder import earlier_peers, folders_to_join, known_identity, owned_first, recorded
 
 OWNER = Owner(bytes(KEY_BYTES))
 OURS, OF_ANOTHER = OWNER.invite(), OWNER.invite()
@@ -35,7 +35,7 @@ def make(name, membership, *files):
 
 
 def taken_to_join(membership=OURS):
-    with owned_to_join("run", membership) as folder:
+    with owned_first(folders_to_join("run", membership, earlier_peers(None))) as folder:
         return folder.name
 
 
@@ -61,9 +61,10 @@ def test_taken_folder_is_refused():
 
 def test_concurrent_joiners_get_own_folders():
     with ExitStack() as stack:
-        names = [stack.enter_context(owned_to_join("run", OURS)).name for _ in range(3)]
+        folders = folders_to_join("run", OURS, [])
+        names = [stack.enter_context(owned_first(folders)).name for _ in range(3)]
     assert names == ["run", "run-2", "run-3"]
-    with pytest.raises(FolderTaken, match="elsewhere"), owned_to_join("run", OURS):
+    with pytest.raises(FolderTaken, match="elsewhere"), owned_first(folders):
         raise FolderTaken("elsewhere")
 
 
@@ -79,13 +80,12 @@ def test_joiner_returns_to_folder_of_invitation():
 
 def test_visitor_avoids_identity_of_running_peer():
     mine, owners = make("a", OURS, IDENTITY_FILE), make("b", OURS, OWNER_FILE, IDENTITY_FILE)
-    invitation = Invitation(membership=OURS)
-    assert known_identity(invitation, None) == mine / IDENTITY_FILE
+    assert known_identity(earlier_peers(None), OURS) == mine / IDENTITY_FILE
     with owned(mine):
-        assert known_identity(invitation, None) == owners / IDENTITY_FILE
+        assert known_identity(earlier_peers(None), OURS) == owners / IDENTITY_FILE
         with owned(owners):
-            assert known_identity(invitation, None) is None
-    assert known_identity(Invitation(membership=OF_ANOTHER), None) is None
+            assert known_identity(earlier_peers(None), OURS) is None
+    assert known_identity(earlier_peers(None), OF_ANOTHER) is None
 
 
 def test_peer_reports_have_own_file(tmp_path):
