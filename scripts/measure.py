@@ -64,16 +64,16 @@ GOALS = {
 }
 
 LIMITS: dict[str, float] = {
-    "tokens": 171_177,
+    "tokens": 172_160,
     "largest file": 512,
     "docstrings of one line that begin in mid-sentence": 15,
     "import circles, type imports included": 4,
-    "attributes written from outside": 134,
-    "constants per 1,000 lines": 23.1,
-    "names of constants in several modules": 34,
+    "attributes written from outside": 117,
+    "constants per 1,000 lines": 22.4,
+    "names of constants in several modules": 33,
     "messages: so many per 1,000 words": 0.4,
     "messages: nobody, somebody per 1,000 words": 0.4,
-    "module constants that tests patch": 56,
+    "module constants that tests patch": 54,
 }
 """Of the measures that exceed their goals; the goal is the limit of all others."""
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
 
 
-QUIET_S = 0.7  # in which services answer the last requests: measured, 12 of 12 times
+LAST_ANSWERS_S = 0.7  # in which services answer the last requests: measured, 12 of 12 times
 
 
 class SwarmOptimizer(hivemind.Optimizer):
@@ -335,7 +335,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         if "exchange" in built:
             self.exchange.allow(False)
         if alive:
-            time.sleep(QUIET_S)
+            time.sleep(LAST_ANSWERS_S)
         for service in alive:
             service.shutdown(self.shutdown_timeout)
 

@@ -29,7 +29,7 @@ from trahiv_cli.swarm.corrections.processes import require_start
 
 logger = logging.getLogger(__name__)
 
-END = "end"
+SHUTDOWN = "shutdown"
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class ServiceHandle:
     def shutdown(self, timeout_s: float) -> None:
         """End the service; wait for that, but no longer than `timeout_s`. Safe to call twice."""
         if self.is_alive():
-            self._pipe.send((END, (), None))
+            self._pipe.send((SHUTDOWN, (), None))
             with contextlib.suppress(TimeoutError):
                 self._ended.result(timeout_s)
 
@@ -136,12 +136,12 @@ async def _work(
         return
     ready.set_result(None)
     command = ""
-    while command != END:
+    while command != SHUTDOWN:
         await has_come.wait()
         has_come.clear()
-        while command != END and pipe.poll():
+        while command != SHUTDOWN and pipe.poll():
             command, arguments, future = pipe.recv()
-            if command != END:
+            if command != SHUTDOWN:
                 asyncio.create_task(_obey(getattr(service, command)(*arguments), future))
     pipe.send(None)  # ends the thread of `answer_requests`
     dht.loops.remove(asyncio.get_running_loop())  # so that `show_life` does not miss it
