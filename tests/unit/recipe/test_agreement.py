@@ -2,11 +2,11 @@
 
 import copy
 import json
-from functools import reduce
-from operator import getitem
+import re
 
 import pytest
 
+from tests.unit.recipe.conftest import LOADED, of_file, quickstart
 from trahiv_cli.recipe.agreement import (
     agreement,
     canonical,
@@ -16,8 +16,7 @@ from trahiv_cli.recipe.agreement import (
     run_id,
     what_changed,
 )
-from trahiv_cli.recipe.document import dotted, leaves
-from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.document import Document, dotted, leaves
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.recipe.schema import TASK_SECTIONS, sections_of_a_recipe
 
@@ -41,20 +40,23 @@ FIELDS -= {place[:end] for place in sections_of_a_recipe() for end in range(len(
 SHARED = {dotted(field) for field in FIELDS if "dht" not in field}.difference(OWNED)
 
 
-LOADED = ("model.config=", "model.model_name_or_path=owner/model")
+@pytest.fixture(params=TASK_SECTIONS)
+def task(request):
+    return request.param
 
 
-def recipe_with(*overrides):
-    return load_recipe("quickstart", overrides).recipe
-
-
-@pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_agreement_has_exactly_shared_fields(task, put, of_file):
+@pytest.fixture
+def shared(task, put):
+    """An agreement with every field of its task."""
     file = put({"chat.jsonl": "{}"}) / "chat.jsonl"
-    more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
-    recipe = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more)
+    labels = ["seq_cls.labels=[no, yes]"] * (task == "seq-cls")
+    more = ("peft.r=4", "quantization.load_in_4bit=true", *LOADED, "clm=", f"task={task}", *labels)
+    return agreement(of_file(file, *more))
+
+
+def test_agreement_has_exactly_shared_fields(task, shared):
     others = {section for other, section in TASK_SECTIONS.items() if other != task}
-    held = {dotted(location) for location, _ in leaves(agreement(recipe))}
+    held = {dotted(location) for location, _ in leaves(shared)}
     assert held == {path for path in SHARED if path.partition(".")[0] not in others}
 
 
@@ -62,34 +64,27 @@ QUANTIZED = ("peft={r: 4, lora_alpha: 32}", "quantization.load_in_4bit=true", "t
 
 
 @pytest.mark.parametrize(
-    ("override", "is_same"),
+    "override",
     [
-        ("hivemind_config.dht.client_mode=true", True),
-        ("quantization.bnb_4bit_compute_dtype=float32", True),
-        ("swarm.solo=after 300.00 seconds", True),
-        ("peft={r: 4}", True),  # a default, of whatever type
-        ("training.weight_decay=0.0", True),
-        ("training.seed=43", False),
-        ("swarm.norm_limit=0", False),
+        "hivemind_config.dht.client_mode=true",
+        "quantization.bnb_4bit_compute_dtype=float32",
+        "swarm.solo=after 300.00 seconds",
+        "peft={r: 4}",  # a default, of whatever type
+        "training.weight_decay=0.0",
     ],
 )
-def test_only_shared_values_change_fingerprint(override, is_same):
-    one, other = (agreement(recipe_with(*QUANTIZED, *LOADED, *more)) for more in ((), (override,)))
-    assert (fingerprint(one) == fingerprint(other)) is is_same
-    changed = set() if is_same else {override.partition("=")[0], "hivemind_config.opt.run_id"}
-    assert {path for path, _, _ in differences(one, other)} == changed
+def test_own_and_equal_values_keep_fingerprint(override):
+    one, other = (agreement(quickstart(*QUANTIZED, *LOADED, *more)) for more in ((), (override,)))
+    assert fingerprint(one) == fingerprint(other)
+    assert differences(one, other) == ()
 
 
-@pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_each_shared_value_changes_fingerprint(task):
-    more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
-    shared = agreement(recipe_with("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more))
+def test_each_shared_value_changes_fingerprint(shared):
     before = fingerprint(shared)
-    for location, value in leaves(shared):
-        other = copy.deepcopy(shared)
-        holder = reduce(getitem, location[:-1], other)
-        holder[location[-1]] = "another"
-        assert value != "another" and fingerprint(other) != before, location
+    for location, _ in leaves(shared):
+        other = Document(copy.deepcopy(shared), "")
+        other.put(location, "another")
+        assert fingerprint(other.data) != before, location
 
 
 def test_fingerprint_is_stable():
@@ -98,14 +93,18 @@ def test_fingerprint_is_stable():
     assert fingerprint(shared) == "3d5a659ffb6d081bb85e2364bff7bb4a918017f04577889e339cd7885ba648f6"
 
 
-def test_run_id_is_given_or_derived():
-    recipe = recipe_with("data.datasets.0.path=owner/data")
-    assert run_id(recipe).startswith("quickstart-") and len(run_id(recipe)) == len("quickstart-") + 8
-    assert run_id(recipe_with("hivemind_config.opt.run_id=mine")) == "mine"
-    assert len(run_id(recipe_with(f"name={'n' * 48}"))) == 48
+def test_run_id_has_name_and_hash():
+    assert re.fullmatch("quickstart-[0-9a-f]{8}", run_id(quickstart()))
+    assert run_id(quickstart()) != run_id(quickstart("training.seed=43"))
+    assert len(run_id(quickstart(f"name={'n' * 48}"))) == 48
+
+
+def test_resolving_keeps_agreement():
+    recipe = quickstart("data.datasets.0.path=owner/data")
     resolved = resolve(recipe)
     assert resolved.hivemind_config.opt.run_id == run_id(recipe)
-    assert agreement(resolved) == agreement(recipe) and resolve(resolved) == resolved
+    assert agreement(resolved) == agreement(recipe)
+    assert resolve(resolved) == resolved
 
 
 def test_differences_are_per_leaf():
@@ -115,7 +114,7 @@ def test_differences_are_per_leaf():
 
 def test_local_paths_never_travel(put):
     put({"owner/model/config.json": "{}"})
-    recipe = recipe_with(
+    recipe = quickstart(
         "data.datasets=[{path: /home/me/secret/chat.jsonl}, {path: ~/data, data_files: [secret/b.txt]}, "
         "{path: 'data/*.csv'}, {path: chat.jsonl}, {path: owner/data, data_files: x/y.parquet}]",
         "model={model_name_or_path: owner/model}",
@@ -138,7 +137,7 @@ def test_local_paths_never_travel(put):
         ("chat", "1234", ["hivemind_config.opt.run_id=x"], (["hivemind_config.opt.run_id"], [])),
     ],
 )
-def test_changed_data_and_fields_are_distinguished(put, of_file, file, text, overrides, changes):
+def test_changed_data_and_fields_are_distinguished(put, file, text, overrides, changes):
     folder = put({"before/chat.jsonl": "1234", f"after/{file}.jsonl": text})
     earlier = of_file(folder / "before/chat.jsonl")
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes
