@@ -2,6 +2,13 @@
 
 import pytest
 
+from trahiv_cli.errors import AssetError
+
+
+def refused(message, hint="", error=AssetError):
+    """Expect an error; `message` and `hint` are patterns of its parts."""
+    return pytest.raises(error, match=rf"({message})(.|\n)*hint: (.|\n)*({hint})" if hint else message)
+
 
 class Clock:
     """Seconds that a test sets."""
@@ -10,6 +17,20 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+@pytest.fixture
+def put(tmp_path, monkeypatch):
+    """Write files below the working directory: path -> text; returns that folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def put(texts):
+        for name, text in texts.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return tmp_path
+
+    return put
 
 
 @pytest.fixture

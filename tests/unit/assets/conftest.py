@@ -21,7 +21,6 @@ LORA = {"r": 4}
 NF4 = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 INT8 = {"load_in_8bit": True}
 LABELS = ["bad", "fair", "good"]
-STREAMED = pytest.mark.parametrize("streaming", [False, True], ids=["read", "streamed"])
 
 
 def recipe(task="clm", model=TINY_LLAMA, **sections):
@@ -44,9 +43,10 @@ def recipe(task="clm", model=TINY_LLAMA, **sections):
     )
 
 
-def built(wanted, **options):
-    """Build a recipe's model."""
-    return build_model(wanted, build_tokenizer(wanted), **options)
+def built(*args, **sections):
+    """Build the model of a `recipe`."""
+    wanted = recipe(*args, **sections)
+    return build_model(wanted, build_tokenizer(wanted))
 
 
 def are_equal(ours, theirs):
@@ -55,12 +55,23 @@ def are_equal(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def splits_of(task, sources, tokenizer, *, share=0.0, peer_seed=1, section=None, **data):
-    """Build the splits of a task from datasets; what is not said is not shuffled."""
-    data = {"shuffle": False, "eval": {"test_split_size": share}, **data}
-    data["datasets"] = [source.model_dump() for source in sources]
-    wanted = recipe(task, data=data, **{task.replace("-", "_"): section or {}})
+def splits_of(task, datasets, tokenizer, *, share=0.0, peer_seed=1, section=None, **data):
+    """Build the splits of a task; by default, nothing is shuffled."""
+    data = {"shuffle": False, "eval": {"test_split_size": share}, "datasets": datasets, **data}
+    wanted = recipe(task, data=data, **({task.replace("-", "_"): section} if section else {}))
     return build_datasets(wanted, tokenizer, peer_seed=peer_seed)
+
+
+@pytest.fixture(params=[False, True], ids=["read", "streamed"])
+def streaming(request):
+    return request.param
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Make code believe that there is a GPU; it has no bfloat16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
 
 
 @pytest.fixture(autouse=True)

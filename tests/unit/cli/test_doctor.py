@@ -1,5 +1,7 @@
 """`trahiv doctor` turns checks into lines, a verdict, an exit code. The modules that look are stand-ins."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.kit.recipes import write_tiny
@@ -17,31 +19,25 @@ def bad(name):
     return Check(name, "bad", f"The {name} won't do.", "another one", "buy one")
 
 
-class Looks:
-    """The findings of each module, and the DHT section and invitation that were examined."""
-
-    def __init__(self):
-        self.machine, self.ports, self.members, self.network = [], FINE, FINE, []
-        self.entered = None
-        self.recipe = self.folder = None
-
-    def examine_machine(self, recipe, folder):
-        self.recipe, self.folder = recipe, folder
-        yield from self.machine
-
-    def examine_reach(self, invitation, section, folder):
-        self.entered = invitation, section
-        yield from self.network
-
-
 @pytest.fixture
 def looks(here, monkeypatch):
-    looks = Looks()
-    monkeypatch.setattr(machine, "examine_machine", looks.examine_machine)
+    """The findings of each module, and what they were asked about."""
+    looks = SimpleNamespace(machine=[], ports=FINE, members=FINE, network=[BOTH], entered=None)
+
+    def examine_machine(recipe, folder):
+        looks.recipe = recipe
+        looks.folder = folder
+        return looks.machine
+
+    def examine_reach(invitation, section, folder):
+        looks.entered = invitation, section
+        return looks.network
+
+    monkeypatch.setattr(machine, "examine_machine", examine_machine)
     monkeypatch.setattr(machine, "names", lambda: FINE._replace(name="hub"))
     monkeypatch.setattr(network, "examine_ports", lambda _: looks.ports)
     monkeypatch.setattr(network, "examine_members", lambda _: looks.members)
-    monkeypatch.setattr(network, "examine_reach", looks.examine_reach)
+    monkeypatch.setattr(network, "examine_reach", examine_reach)
     return looks
 
 
@@ -62,22 +58,35 @@ def looks(here, monkeypatch):
     ],
 )
 def test_verdict_and_exit_code_follow_checks(events, looks, found, code, verdict):
-    vars(looks).update({"network": [BOTH], **found})
-    left, (*checks, last) = events("doctor", "--peer", ADDRESS)
-    assert (left, last["exit_code"], last["event"]) == (code, code, "verdict")
+    vars(looks).update(found)
+    *checks, hub, last = events(f"doctor --peer {ADDRESS}", code=code)
+    assert {event["event"] for event in (*checks, hub)} == {"check"}
+    assert hub["name"] == "hub"
+    assert last["event"] == "verdict"
+    assert last["exit_code"] == code
     assert verdict in last["message"]
-    assert {event["event"] for event in checks} == {"check"} and checks[-1]["name"] == "hub"
-    is_entered = looks.ports.verdict != "bad" and looks.members.verdict != "bad"
-    assert (looks.entered is not None) == is_entered
+    assert bool(looks.entered) == found.keys().isdisjoint(("ports", "members"))
 
 
-def test_check_is_shown_with_fix(trahiv, events, looks):
-    looks.machine, looks.network = [FINE, POOR, bad("memory")], [Network({ALICE: "punched"}, (BOB,))]
-    *told, verdict = events("doctor")[1]
-    assert bad("memory") == Check(**{key: told[2][key] for key in Check._fields})
-    assert (verdict["ways"], verdict["missed"]) == ({ALICE: "punched"}, [BOB])
-    code, out, err = trahiv("doctor")
-    assert (code, err) == (6, "")
+@pytest.fixture
+def lacking(looks):
+    """A machine without a GPU and the memory."""
+    looks.machine = [FINE, POOR, bad("memory")]
+    looks.network = [Network({ALICE: "punched"}, (BOB,))]
+
+
+@pytest.mark.usefixtures("lacking")
+def test_check_and_verdict_are_events(events):
+    _, _, memory, *_, verdict = events("doctor", code=6)
+    assert memory == memory | bad("memory")._asdict()
+    assert verdict["ways"] == {ALICE: "punched"}
+    assert verdict["missed"] == [BOB]
+
+
+@pytest.mark.usefixtures("lacking")
+def test_check_is_shown_with_fix(trahiv):
+    out, err = trahiv("doctor", code=6)
+    assert err == ""
     assert out.splitlines()[:5] == [
         "ok   disk       9 GiB are free",
         "poor gpu        None is here.",
@@ -90,19 +99,23 @@ def test_check_is_shown_with_fix(trahiv, events, looks):
 
 def test_doctor_uses_recipe_and_options(trahiv, looks, here):
     recipe = write_tiny(here, hivemind_config__dht__client_mode=True)
-    listens = "--host-maddr", "/ip4/0.0.0.0/tcp/9", "--announce-maddr", "/ip4/5.5.5.1/tcp/9"
-    more = "--set", "training.max_steps=9", "--output-dir", "there"
-    assert trahiv("doctor", recipe, "--peer", ADDRESS, *listens, *more)[0] == 0
+    line = f"doctor --peer {ADDRESS} --host-maddr /ip4/0.0.0.0/tcp/9 --announce-maddr /ip4/5.5.5.1/tcp/9"
+    trahiv(f"{line} --set training.max_steps=9 --output-dir there", recipe)
     invitation, section = looks.entered
     assert invitation.addresses == (ADDRESS,)
-    assert (section.host_maddrs, section.announce_maddrs) == ([listens[1]], [listens[3]])
+    assert section.host_maddrs == ["/ip4/0.0.0.0/tcp/9"]
+    assert section.announce_maddrs == ["/ip4/5.5.5.1/tcp/9"]
     assert not section.client_mode, "others are to try whether they can dial it"
-    assert (looks.recipe.training.max_steps, str(looks.folder)) == (9, "there")
+    assert looks.recipe.training.max_steps == 9
+    assert str(looks.folder) == "there"
 
 
-def test_doctor_without_line_skips_members(events, looks, here):
+def test_doctor_without_line_skips_members(events, looks):
     looks.members = bad("members")
-    assert events("doctor")[0] == 0 and looks.entered[0].addresses == ()
-    code, told = events("doctor", write_tiny(here, training__max_steps=-1))
-    assert code == 2 and told[0]["event"] == "error"
-    assert events("doctor", "--peer", "nonsense")[0] == 4
+    events("doctor")
+    assert looks.entered[0].addresses == ()
+
+
+def test_broken_recipe_is_refused(events, looks):
+    [error] = events("doctor quickstart --set x=1", code=2)
+    assert error["event"] == "error"

@@ -1,6 +1,7 @@
 """Invitations that were pasted, and those on a command line, which every user of the machine can read."""
 
 import os
+import shlex
 import sys
 
 import pytest
@@ -41,12 +42,12 @@ def test_wrapped_invitation_is_read(gap):
 
 @pytest.fixture
 def typed(monkeypatch):
-    """`typed("join", ...)`: the arguments that this process keeps, and the command that would replace it."""
-    monkeypatch.setenv(PEER_VARIABLE, "")
+    """`typed("join ...")`: the words that this process keeps, and the command that would replace it."""
+    begun = []
+    monkeypatch.setattr(os, "execv", lambda *command: begun.append(command))
 
-    def typed(*words):
-        begun = []
-        monkeypatch.setattr(os, "execv", lambda path, command: begun.append((path, command)))
+    def typed(line):
+        words = shlex.split(line)
         monkeypatch.setattr(sys, "argv", ["trahiv", *words])
         monkeypatch.setattr(sys, "orig_argv", [*PYTHON, *words])
         hide_invitations()
@@ -56,38 +57,41 @@ def typed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("line", "meant"),
     [
-        (["join", "--peer", ONE], ["join"]),
-        (["join", f"--peer={ONE}"], ["join"]),
-        (["join", "--yes", ONE], ["join", "--yes"]),
-        (["join", ONE, "recipe.yaml"], ["join", "recipe.yaml"]),
-        (["join", "--peer", f"trahiv join --peer {ONE}", "--yes"], ["join", "--yes"]),
-        (["join", "trahiv", "join", "--peer", ONE], ["join"]),
-        ([f"trahiv join --peer {ONE}"], ["join"]),
-        ([ONE], ["join"]),
-        (["join", "—peer", ONE], ["join"]),
-        (["join", "--peer", ADDRESS, f"--peer={ONE}"], ["join", "--peer", ADDRESS]),
-        *(([name, "--peer", ONE], [name]) for name in ("members", "status", "doctor", "watch")),
+        (f"join --peer {ONE}", "join"),
+        (f"join --peer={ONE}", "join"),
+        (f"join --yes {ONE}", "join --yes"),
+        (f"join {ONE} recipe.yaml", "join recipe.yaml"),
+        (f"join --peer '{LINE}' --yes", "join --yes"),
+        (f"join {LINE}", "join"),
+        (f"'{LINE}'", "join"),
+        (ONE, "join"),
+        (f"join —peer {ONE}", "join"),
+        (f"join --peer {ADDRESS} --peer={ONE}", f"join --peer {ADDRESS}"),
+        *((f"{name} --peer {ONE}", name) for name in ("members", "status", "doctor", "watch")),
     ],
 )
-def test_invitation_moves_into_environment(typed, monkeypatch, words, meant):
+def test_invitation_moves_into_environment(typed, monkeypatch, line, meant):
     monkeypatch.setenv(PEER_VARIABLE, "trahiv join --peer trahiv1:xyz")
-    assert typed(*words) == (meant, [(sys.executable, [*PYTHON, *meant])])
+    words = meant.split()
+    assert typed(line) == (words, [(sys.executable, [*PYTHON, *words])])
     assert taken_peers() == ["trahiv1:xyz", ONE], "what was there before stays"
     assert taken_peers() == []
 
 
+UNCHANGED = (f"join --peer {ADDRESS} --peer @file", "join --peer", "--help", "", "join trahiv")
+
+
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("line", "meant"),
     [
-        *((words, words) for words in (["join", "--peer", ADDRESS, "--peer", "@file"], ["join", "--peer"])),
-        *((words, words) for words in (["--help"], [], ["join", "trahiv"])),
-        (["trahiv", "init", "quickstart"], ["init", "quickstart"]),
-        (["join", "trahiv", "join", "--peer", ADDRESS], ["join", "--peer", ADDRESS]),
+        *((line, line) for line in UNCHANGED),
+        ("trahiv init quickstart", "init quickstart"),
+        (f"join trahiv join --peer {ADDRESS}", f"join --peer {ADDRESS}"),
         # A command that takes no invitation must not repeat it.
-        (["kick", "--peer", ONE, f"in {ONE}."], ["kick", "--peer", "trahiv1:...", "in trahiv1:...."]),
+        (f"kick --peer {ONE} in={ONE}.", "kick --peer trahiv1:... in=trahiv1:...."),
     ],
 )
-def test_other_command_lines_stay_in_process(typed, words, meant):
-    assert typed(*words) == (meant, [])
+def test_other_command_lines_stay_in_process(typed, line, meant):
+    assert typed(line) == (meant.split(), [])

@@ -1,13 +1,11 @@
 """`new`, `check`, `show`, `schema`: their output, its places and exit codes."""
 
-import json
 import re
 
 import pytest
 
 from trahiv_cli.cli import app as app_module
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.load import load_recipe
 
 RENDERED = """\
 broken.yaml:8:14: training.max_steps: should be a whole number, got 'many'
@@ -30,124 +28,152 @@ data:
 training:
   max_steps: 10
 """
-BROKEN = SFT.replace("10", "many\n  lerning_rate: 2e-4")
 
 
 @pytest.fixture(autouse=True)
 def folder(here):
-    (here / "broken.yaml").write_text(BROKEN)
+    (here / "broken.yaml").write_text(SFT.replace("10", "many\n  lerning_rate: 2e-4"))
     (here / "sft.yaml").write_text(SFT)
     return here
 
 
-def test_check_lists_mistakes_with_places(trahiv, events):
-    code, out, err = trahiv("check", "quickstart")
-    assert (code, err) == (0, "")
-    assert re.search(r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$", out)
-    assert trahiv("check", "broken.yaml") == (2, "", RENDERED)
-    code, (_, event) = events("check", "broken.yaml")
-    assert (code, event.pop("t") > 0) == (2, True)
+SHOW = "show quickstart --set training.max_steps=7"
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("check quickstart", r"run_id +quickstart-[0-9a-f]{8}\nfingerprint +[0-9a-f]{64}\n$"),
+        (SHOW, "^# fingerprint [0-9a-f]{64}\n"),
+        (SHOW, r"\n  max_steps: 7 +# --set\n"),
+        (SHOW, r"\n  learning_rate: 0.01 +# quickstart.yaml:\d+\n"),
+        (SHOW, r"\n    run_id: quickstart-[0-9a-f]{8} +# name and agreement\n"),
+        ("new", r"(^|\n)quickstart +The embedded default: "),
+        ("schema", '"title": "trahiv recipe"'),
+        ("--version", r"^trahiv \S+\n$"),
+    ],
+)
+def test_result_is_printed(trahiv, line, pattern):
+    out, err = trahiv(line)
+    assert err == ""
+    assert re.search(pattern, out)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said"),
+    [
+        (
+            "check quickstart --set training.max_steps=0",
+            2,
+            "--set training.max_steps=0: training.max_steps: should be greater than or equal to 1, got 0\n",
+        ),
+        ("new chatsft", 2, "there is no built-in recipe 'chatsft'"),
+        ("new chatsft", 2, "did you mean `trahiv new chat-sft`?"),
+        ("new Chat-SFT", 2, "did you mean `trahiv new chat-sft`?"),
+        ("new cake", 2, "recipes: "),
+        ("new quickstart -o broken.yaml", 2, "error: broken.yaml exists; nothing was written\n"),
+        ("new quickstart -o no/such/mine.yaml", 3, "cannot be written"),
+    ],
+)
+def test_refusal_is_explained(trahiv, line, code, said):
+    out, err = trahiv(line, code=code)
+    assert out == ""
+    assert said in err
+
+
+def test_check_lists_mistakes_with_places(trahiv):
+    assert trahiv("check broken.yaml", code=2) == ("", RENDERED)
+
+
+def test_mistake_is_error_event(events):
+    _, event = events("check broken.yaml", code=2)
+    assert event.pop("t") > 0
     place = {"file": "broken.yaml", "line": 9, "col": 3, "path": "training.lerning_rate"}
     said = {"message": "unknown key", "hint": "did you mean `learning_rate`?"}
     assert event == {"v": 1, "event": "error", "code": "recipe", **said, **place}
-    code, (event,) = events("check", "nowhere.yaml")  # an error without findings is one event
-    assert (code, event["code"], event["message"]) == (2, "recipe", "there is no recipe 'nowhere.yaml'")
 
 
-def test_check_and_show_warn_about_missing_data(trahiv, events, folder):
+def test_check_and_show_warn_about_missing_data(trahiv, folder):
     (folder / "chats.jsonl").write_text("{}")
-    code, out, err = trahiv("check", "sft.yaml")
-    assert (code, out.count("depends on the data")) == (0, 2)
     said = f"There is no file or folder '{folder}/chat.jsonl'."
-    place, hint = "sft.yaml:6:13: data.datasets.0.path: ", f"hint: Did you mean '{folder}/chats.jsonl'?\n"
-    assert err == f"warning: {place}{said}\n{hint}"
-    code, (warning, checked) = events("check", "sft.yaml", "--set", "hivemind_config.opt.run_id=mine")
-    assert (code, warning["event"], warning["code"]) == (0, "warning", "asset")
-    assert (checked["run_id"], checked["fingerprint"]) == ("mine", None)
-    code, out, err = trahiv("show", "sft.yaml")
-    assert (code, err.splitlines()[0]) == (0, f"warning: {said}")
+    out, err = trahiv("check sft.yaml")
+    assert out.count("depends on the data") == 2
+    assert err == (
+        f"warning: sft.yaml:6:13: data.datasets.0.path: {said}\nhint: Did you mean '{folder}/chats.jsonl'?\n"
+    )
+    out, err = trahiv("show sft.yaml")
+    assert err.startswith(f"warning: {said}\n")
     assert out.startswith("# fingerprint depends on the data\n")
 
 
-def test_check_refuses_run_with_changed_data(trahiv, folder):
+def test_missing_data_is_warning_event(events):
+    warning, checked = events("check sft.yaml --set hivemind_config.opt.run_id=mine")
+    assert warning["event"] == "warning"
+    assert warning["code"] == "asset"
+    assert checked["run_id"] == "mine"
+    assert checked["fingerprint"] is None
+
+
+@pytest.fixture
+def trained(trahiv, folder):
+    """A folder `run`, of a run of `sft.yaml`."""
     (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "b"}')
-    shown = trahiv("show", "sft.yaml")[1]
-    assert re.search(r"^        num_bytes: \d+ +# the files$", shown, re.MULTILINE)
     (folder / "run").mkdir()
-    (folder / "run" / "recipe.json").write_text(shown)
-    known = trahiv("check", "run/recipe.json", "--set", "name=sft")
-    assert (known[0], known[1].splitlines()[1:]) == (0, trahiv("check", "sft.yaml")[1].splitlines()[1:])
+    (folder / "run" / "recipe.json").write_text(trahiv("show sft.yaml").out)
+
+
+def test_check_knows_run_with_its_data(trahiv, trained):
+    known = trahiv("check run/recipe.json --set name=sft").out
+    assert known.splitlines()[1:] == trahiv("check sft.yaml").out.splitlines()[1:]
+
+
+def test_check_refuses_run_with_changed_data(trahiv, trained, folder):
     (folder / "chat.jsonl").write_text('{"prompt": "a", "completion": "another"}')
-    code, _, err = trahiv("check", "run/recipe.json")
-    assert (code, "data.datasets.0.content.num_bytes" in err) == (5, True)
-    code, out, _ = trahiv("show", "run")
-    assert code == 0 and re.search(r"^        num_bytes: \d+ +# recipe.json:\d+$", out, re.MULTILINE)
+    assert "data.datasets.0.content.num_bytes" in trahiv("check run/recipe.json", code=5).err
 
 
-def test_finding_is_rendered_for_terminal(trahiv, folder):
-    _, _, err = trahiv("check", "quickstart", "--set", "training.max_steps=0")
-    assert err.startswith(
-        "--set training.max_steps=0: training.max_steps: should be greater than or equal to 1, got 0\n"
-    )
+@pytest.mark.parametrize(("recipe", "origin"), [("sft.yaml", "the files"), ("run", r"recipe.json:\d+")])
+def test_show_tells_origin_of_content(trahiv, trained, recipe, origin):
+    line = rf"^        num_bytes: \d+ +# {origin}$"
+    assert re.search(line, trahiv(f"show {recipe}").out, re.MULTILINE)
+
+
+def test_long_line_is_cut_around_mistake(trahiv, folder):
     (folder / "long.yaml").write_text(f"{{name: {'x' * 300}, lerning_rate: {'y' * 300}}}")
-    _, _, err = trahiv("check", "long.yaml")
-    (said,) = re.findall(r"lerning_rate: unknown key\n    1 [|] (.*)\n      [|] ( *)\^\n", err)
-    assert len(said[0]) == 100 and said[0][len(said[1]) :].startswith("lerning_rate: yyy")
+    err = trahiv("check long.yaml", code=2).err
+    [(line, before)] = re.findall(r"lerning_rate: unknown key\n    1 [|] (.*)\n      [|] ( *)\^\n", err)
+    assert len(line) == 100
+    assert line[len(before) :].startswith("lerning_rate: yyy")
+
+
+def test_strangers_text_cannot_steer_terminal(trahiv, folder):
     (folder / "evil.yaml").write_text('"\\e[31mkey": 1\n')
-    _, _, err = trahiv("check", "evil.yaml")
-    assert "\x1b" not in err and "?[31mkey: unknown key" in err, "a stranger's text cannot steer the terminal"
+    err = trahiv("check evil.yaml", code=2).err
+    assert "\x1b" not in err
+    assert "?[31mkey: unknown key" in err
 
 
-def test_traceback_is_shown_only_on_request(trahiv, monkeypatch):
+@pytest.mark.parametrize("wish", ["", "1"])
+def test_traceback_is_shown_only_on_request(trahiv, monkeypatch, wish):
     def broken(*_args, **_kwargs):
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(app_module, "app", broken)
-    code, out, err = trahiv("check", "quickstart")
-    assert (code, out, "Traceback" in err) == (1, "", False)
-    assert err.startswith("error: ZeroDivisionError: a bug\nhint: this is a bug in trahiv")
-    monkeypatch.setenv("TRAHIV_DEBUG", "1")
-    assert "Traceback" in trahiv("check", "quickstart")[2]
+    monkeypatch.setenv("TRAHIV_DEBUG", wish)
+    out, err = trahiv("check quickstart", code=1)
+    assert out == ""
+    assert ("Traceback" in err) == bool(wish)
+    assert "error: ZeroDivisionError: a bug\nhint: this is a bug in trahiv" in err
 
 
-def test_show_prints_loadable_recipe_with_origins(trahiv, folder):
-    changes = ("--set", "training.max_steps=7")
-    code, out, _ = trahiv("show", "quickstart", *changes)
-    assert code == 0 and re.match(r"# fingerprint [0-9a-f]{64}\n", out)
-    assert re.search(r"^  max_steps: 7 +# --set$", out, re.MULTILINE)
-    assert re.search(r"^  learning_rate: 0.01 +# quickstart.yaml:\d+$", out, re.MULTILINE)
-    assert re.search(r"^    run_id: quickstart-[0-9a-f]{8} +# name and agreement$", out, re.MULTILINE)
-    (folder / "shown.yaml").write_text(out)
-    shown, loaded = load_recipe("shown.yaml"), load_recipe("quickstart", changes[1:])
-    assert shown.recipe.training == loaded.recipe.training
+def test_new_lists_builtin_recipes(trahiv):
+    assert re.findall(r"^\S+", trahiv("new").out, re.MULTILINE) == [*builtin_recipes()]
 
 
-def test_new_lists_and_suggests_builtin_recipes(trahiv):
-    code, out, _ = trahiv("new")
-    assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == list(builtin_recipes())
-    assert re.search(r"^quickstart +The embedded default: ", out, re.MULTILINE)
-    for name in ("chatsft", "Chat-SFT", "cake"):
-        code, _, err = trahiv("new", name)
-        assert (code, f"there is no built-in recipe {name!r}" in err, "recipes: " in err) == (2, True, True)
-        assert ("did you mean `trahiv new chat-sft`?" in err) == (name != "cake")
-
-
-def test_new_writes_valid_recipe(trahiv, folder):
-    for name in builtin_recipes():
-        code, out, err = trahiv("new", name, "-o", "mine.yaml", "--force")
-        assert (code, out, "wrote mine.yaml" in err) == (0, "", True)
-        assert (folder / "mine.yaml").read_text().startswith("# ")
-        assert trahiv("check", "mine.yaml")[0] == 0
-    assert json.loads(trahiv("schema")[1])["title"] == "trahiv recipe"
-    assert re.fullmatch(r"trahiv \S+\n", trahiv("--version")[1])
-
-
-def test_new_refuses_silent_overwrite(trahiv, folder):
-    code, _, err = trahiv("new", "quickstart", "-o", "broken.yaml")
-    assert (code, err.splitlines()[0]) == (2, "error: broken.yaml exists; nothing was written")
-    assert (folder / "broken.yaml").read_text() == BROKEN
-    assert trahiv("new", "quickstart", "-o", "broken.yaml", "--force")[0] == 0
-    assert (folder / "broken.yaml").read_text() != BROKEN
-    code, _, err = trahiv("new", "quickstart", "-o", "no/such/mine.yaml")
-    assert (code, "cannot be written" in err) == (3, True)
+def test_new_overwrites_only_on_request(trahiv, folder):
+    file = folder / "broken.yaml"
+    before = file.read_text()
+    trahiv("new quickstart -o broken.yaml", code=2)
+    assert file.read_text() == before
+    assert "wrote broken.yaml" in trahiv("new quickstart -o broken.yaml --force").err
+    assert file.read_text().startswith("# ")

@@ -2,16 +2,32 @@
 
 import tarfile
 
+import pytest
 
-def test_report_packs_newest_run(trahiv, events, here):
-    assert trahiv("report")[0] == 3
+
+@pytest.fixture
+def runs(here):
     for name in ("old", "new"):
         folder = here / "runs" / name
         folder.mkdir(parents=True)
         (folder / "events.jsonl").write_text('{"event": "ready"}\n')
-    code, out, err = trahiv("report")
+
+
+def test_report_needs_run(trahiv, here):
+    trahiv("report", code=3)
+
+
+@pytest.mark.usefixtures("runs")
+def test_report_packs_newest_run(trahiv):
+    out, err = trahiv("report")
     path = out.partition(":")[0]
-    assert code == 0 and path.startswith("trahiv-report-new-") and "look into it before you send it" in err
+    assert path.startswith("trahiv-report-new-")
+    assert "look into it before you send it" in err
     assert any(name.endswith("/machine.json") for name in tarfile.open(path).getnames())
-    code, out, _ = trahiv("report", "runs/old", "--output", "mine.tar.gz", "--format", "json")
-    assert code == 0 and '"path": "mine.tar.gz"' in out and (here / "mine.tar.gz").exists()
+
+
+@pytest.mark.usefixtures("runs")
+def test_report_packs_named_run(trahiv, here):
+    out = trahiv("report runs/old --output mine.tar.gz --format json").out
+    assert '"path": "mine.tar.gz"' in out
+    assert (here / "mine.tar.gz").exists()

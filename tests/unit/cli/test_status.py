@@ -1,6 +1,7 @@
 """Output of `trahiv status` for a swarm whose records are a dict."""
 
 import contextlib
+import itertools
 import json
 import signal
 import time
@@ -23,6 +24,8 @@ from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
 from trahiv_cli.telemetry.events import PEERS_FILE
 
+LOOK = f"status --peer {ADDRESS}"
+
 
 @pytest.fixture
 def swarm(here, monkeypatch):
@@ -32,29 +35,33 @@ def swarm(here, monkeypatch):
     monkeypatch.setattr(clock, "swarm_time", lambda: 1000.0)
 
     def swarm(**peers):
-        for peer, status in peers.items():
-            node.neighbour(peer).publish(ADDRESSES_KEY, [f"/ip4/5.5.5.1/tcp/1/p2p/{peer}"], 60.0)
+        for name, status in peers.items():
+            peer = node.neighbour(name)
+            peer.publish(ADDRESSES_KEY, [], 60.0)
             if status:
-                node.neighbour(peer).publish(RUNS_KEY, status, 60.0)
+                peer.publish(RUNS_KEY, status, 60.0)
 
     return swarm
 
 
-def status(step, reached="direct", round_at=988, run="run-1", max_steps=40, **more):
-    return {"run_id": run, "protocol": PROTOCOL, "version": "1.0", "step": step, "max_steps": max_steps} | {
-        "reached": reached,
-        "round_at": round_at,
-        "state": "training",
-        **more,
-    }
+def status(step, **more):
+    told = Status(
+        run_id="run-1", version="1.0", max_steps=40, reached="direct", round_at=988, state="training"
+    )
+    return told.model_dump() | {"step": step, **more}
 
 
 def test_status_lists_peers_by_progress(trahiv, swarm):
     paused = {"state": "paused", "name": "Dee \u202e", "waits_for": "a game to end"}
-    swarm(QmC=None, QmA=status(6, "relayed"), QmB=status(7, "punched"), QmD=status(7, **paused))
-    swarm(QmE={**status(9), "protocol": PROTOCOL + 1}, QmF=["run-1", 3, 4, "direct", 0])
-    assert trahiv("status", "--peer", ADDRESS) == (
-        0,
+    swarm(
+        QmA=status(6, reached="relayed"),
+        QmB=status(7, reached="punched"),
+        QmC=None,
+        QmD=status(7, **paused),
+        QmE=status(9, protocol=PROTOCOL + 1),
+        QmF=["run-1", 3, 4, "direct", 0],
+    )
+    assert trahiv(LOOK) == (
         "run-1: step 6 of 40, 3 peers, the last round was 12 s ago\n"
         "  QmB  step 7, punched: met through both routers\n"
         "  QmD (Dee ?)  paused at step 7, direct: others dial it; waits for a game to end\n"
@@ -66,16 +73,18 @@ def test_status_lists_peers_by_progress(trahiv, swarm):
     )
 
 
-def test_json_status_has_run_and_peers(events, swarm):
-    swarm(QmA=status(3, "alone", round_at=0), QmB=None)
-    _, told = events("status", "--peer", ADDRESS)
-    assert [{key: event[key] for key in event.keys() - {"v", "t", "event"}} for event in told] == [
-        {"run_id": "run-1", "step": 3, "max_steps": 40, "peers": 1, "seconds_since_round": None},
-        {"peer_id": "QmA", **Status(**status(3, "alone", round_at=0)).model_dump()},
-        {"run_id": None, "peer_id": "QmB"},
-    ]
-    assert [event["event"] for event in told] == ["run", "peer", "peer"]
+def test_every_reach_has_words():
     assert set(REACHED) == set(get_args(Kind))
+
+
+def test_json_status_has_run_and_peers(events, swarm):
+    lone = status(3, reached="alone", round_at=0)
+    swarm(QmA=lone, QmB=None)
+    run, peer, idle = events(LOOK)
+    figures = {"run_id": "run-1", "step": 3, "max_steps": 40, "peers": 1, "seconds_since_round": None}
+    assert run == run | figures | {"event": "run"}
+    assert peer == peer | lone | {"event": "peer", "peer_id": "QmA"}
+    assert idle == idle | {"event": "peer", "run_id": None, "peer_id": "QmB"}
 
 
 @pytest.mark.parametrize(
@@ -84,81 +93,110 @@ def test_json_status_has_run_and_peers(events, swarm):
         ({"QmA": status(0, round_at=0)}, "run-1: step 0 of 40, 1 peer, no round yet\n"),
         ({"QmA": status(5), "QmB": status(5), "QmC": status(2**30, max_steps=1)}, "run-1: step 5 of 40, 3"),
         ({"QmA": status(5, round_at=2**39)}, "the last round was 0 s ago\n"),
-        ({"QmA": status(5), "QmB": status(9, run="run-2")}, "run-2: step 9 of 40, 1 peer"),
-        ({"QmA": status(5, run="a\x1b[2J")}, "a?[2J: step 5"),
-        ({"QmA": None}, "  QmA  tells of no run\n"),
-        ({"QmA": status(5, "by magic")}, "  QmA  tells of no run\n"),
+        ({"QmA": status(5), "QmB": status(9, run_id="run-2")}, "run-2: step 9 of 40, 1 peer"),
+        ({"QmA": status(5, run_id="a\x1b[2J")}, "a?[2J: step 5"),
     ],
 )
 def test_status_ignores_outlier_reports(trahiv, swarm, peers, said):
     swarm(**peers)
-    code, out, err = trahiv("status", "--peer", ADDRESS)
-    assert code == 0 and said in out
-    assert ("nothing is being trained in this swarm" in err) == out.startswith("  ")
+    out, err = trahiv(LOOK)
+    assert err == ""
+    assert said in out
 
 
-def test_status_without_line_uses_newest_run(trahiv, swarm, here):
-    swarm(QmA=status(5))
-    code, out, err = trahiv("status")
-    assert (code, out) == (3, "") and "no run of yours in runs/" in err and "--output-dir" in err
-    (here / "runs" / "run-1").mkdir(parents=True)
-    known = here / "runs" / "run-1" / FILE
-    known.write_text("{}")
-    assert trahiv("status")[0] == 4, "it knows nobody"
-    met = Acquaintances(known)
+def test_idle_swarm_is_recognized(trahiv, swarm):
+    swarm(QmA=None)
+    out, err = trahiv(LOOK)
+    assert out == "  QmA  tells of no run\n"
+    assert "nothing is being trained in this swarm" in err
+
+
+def test_status_without_run_needs_line(trahiv, here):
+    assert "--output-dir" in trahiv("status", code=3).err
+
+
+@pytest.fixture
+def run(here):
+    """The folder of a run whose peer has met another one."""
+    folder = here / "runs" / "run-1"
+    folder.mkdir(parents=True)
+    met = Acquaintances(folder / FILE)
     met.meet(ADDRESS.rpartition("/")[2], [ADDRESS])
     met.save()
-    for more in ((), ("--output-dir", known.parent)):
-        assert trahiv("status", *more)[1].startswith("run-1: step 5 of 40")
+    return folder
 
 
-def test_refused_visitor_uses_own_peers_record(trahiv, swarm, here, monkeypatch):
-    """As for a peer that joined by a single-use invitation: a visitor has another identity."""
+@pytest.mark.parametrize("line", ["status", "status --output-dir runs/run-1"])
+def test_status_without_line_uses_newest_run(trahiv, swarm, run, line):
+    swarm(QmA=status(5))
+    assert trahiv(line).out.startswith("run-1: step 5 of 40")
+
+
+def test_run_without_acquaintances_is_unreachable(trahiv, swarm, run):
+    (run / FILE).write_text("{}")
+    trahiv("status", code=4)
+
+
+@pytest.fixture
+def refused(run, monkeypatch):
+    """The folder of a peer that joined by a single-use invitation: a visitor has another identity."""
 
     def refuse(*_):
         raise NotAdmitted("The swarm does not take this peer for a member: its invitation was used before.")
 
-    run = here / "runs" / "run-1"
-    run.mkdir(parents=True)
-    met = Acquaintances(run / FILE)
-    met.meet(ADDRESS.rpartition("/")[2], [ADDRESS])
-    met.save()
     monkeypatch.setattr(owning, "visiting", refuse)
+    return run
+
+
+def record(run, age_s=0.0):
+    """Write what the peer of a run has seen."""
     there = {"QmA": Status(**status(5)), "QmB": Status(**status(6))}
-    with owned(run):
-        for seconds, code in ((None, 5), (10, 0), (1000, 5)):
-            if seconds is not None:
-                event = {"event": "peers", "t": time.time() - seconds, **fields_of(there)}
-                (run / PEERS_FILE).write_text(json.dumps(event))
-            assert trahiv("status")[0] == code, seconds
-        event["t"] = time.time()
-        (run / PEERS_FILE).write_text(json.dumps(event))
-        assert trahiv("status")[1].startswith("run-1: step 5 of 40, 2 peers,")
-        assert trahiv("status", "--peer", ADDRESS)[0] == 5
-    assert trahiv("status")[0] == 5, "its peer is gone"
-    (run / PEERS_FILE).write_text("{")
-    with owned(run):
-        assert trahiv("status")[0] == 5
+    event = {"event": "peers", "t": time.time() - age_s, **fields_of(there)}
+    (run / PEERS_FILE).write_text(json.dumps(event))
 
 
-def test_follow_repeats_until_signal(trahiv, events, swarm, monkeypatch):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+def test_refused_visitor_uses_running_peers_record(trahiv, refused):
+    record(refused)
+    trahiv("status", code=5)
+    with owned(refused):
+        assert trahiv("status").out.startswith("run-1: step 5 of 40, 2 peers,")
+
+
+@pytest.mark.parametrize(("age_s", "line", "code"), [(290, "status", 0), (310, "status", 5), (0, LOOK, 5)])
+def test_only_fresh_record_of_named_run_counts(trahiv, refused, age_s, line, code):
+    record(refused, age_s)
+    with owned(refused):
+        trahiv(line, code=code)
+
+
+def test_unreadable_record_is_ignored(trahiv, refused):
+    with owned(refused):
+        trahiv("status", code=5)
+        (refused / PEERS_FILE).write_text("{")
+        trahiv("status", code=5)
+
+
+@pytest.fixture
+def signals():
+    """Give the process its handlers back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize(
+    ("format", "look"),
+    [("plain", "12:00:00\nrun-1: step 5 of 40, 1 peer"), ("json", '"peers": [{"peer_id": "QmA", "run_id"')],
+)
+def test_follow_repeats_until_signal(trahiv, swarm, monkeypatch, format, look):
+    looks = itertools.count(1)
+
+    def sleep(_):
+        if next(looks) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(strftime=lambda _: "12:00:00", sleep=sleep))
     swarm(QmA=status(5))
-    looks = iter(2 * [None, None, signal.SIGTERM])
-    monkeypatch.setattr(
-        module, "time", SimpleNamespace(strftime=lambda _: "12:00:00", sleep=lambda _: sleep())
-    )
-
-    def sleep():
-        if (number := next(looks)) is not None:
-            signal.raise_signal(number)
-
-    try:
-        code, out, _ = trahiv("status", "--peer", ADDRESS, "--follow")
-        assert code == 0 and out.count("12:00:00\nrun-1: step 5 of 40, 1 peer") == 3
-        code, told = events("status", "--peer", ADDRESS, "--follow")
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
-    assert code == 0 and [event["event"] for event in told] == ["peers"] * 3
-    assert [(one["peer_id"], one["step"]) for one in told[0]["peers"]] == [("QmA", 5)]
+    assert trahiv(f"{LOOK} --follow --format {format}").out.count(look) == 3

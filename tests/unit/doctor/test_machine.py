@@ -37,11 +37,8 @@ def test_missing_or_wrong_package_is_named(monkeypatch, installed, said):
     monkeypatch.setattr(metadata, "requires", lambda _: REQUIRED)
     monkeypatch.setattr(metadata, "version", version)
     check = packages()
-    assert (check.verdict, check.found.partition("; ")[2]) == ("bad" if said else "fine", said)
-    assert bool(check.fix) == bool(said)
-
-
-BUILT = ["sm_75", "sm_80", "compute_90"]
+    assert check.found.partition("; ")[2] == said
+    assert (check.verdict, bool(check.fix)) == (("bad", True) if said else ("fine", False))
 
 
 @pytest.mark.parametrize(
@@ -56,21 +53,23 @@ BUILT = ["sm_75", "sm_80", "compute_90"]
     ],
 )
 def test_unusable_gpu_is_explained(monkeypatch, tmp_path, driver, visible, cuda, capability, verdict, words):
-    file = tmp_path / "version"
-    if driver == "file":
-        file.touch()
-    monkeypatch.setattr(machine, "DRIVER", file)
-    monkeypatch.setattr(shutil, "which", lambda _: "/bin/nvidia-smi" if driver == "program" else None)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "file")
+    (tmp_path / driver).touch()
+    monkeypatch.setattr(shutil, "which", lambda _: driver == "program" or None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch, "__version__", "2.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H1")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: BUILT)
+    for name, said in {
+        "is_available": capability is not None,
+        "get_device_name": "H1",
+        "get_device_capability": capability,
+        "get_arch_list": ["sm_75", "sm_80", "compute_90"],
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda said=said: said)
     check = gpu()
-    assert check.verdict == verdict and words in check.found
+    assert check.verdict == verdict
     assert bool(check.wanted) == (verdict != "fine")
+    assert words in check.found
 
 
 @pytest.mark.parametrize(
@@ -80,8 +79,10 @@ def test_unusable_gpu_is_explained(monkeypatch, tmp_path, driver, visible, cuda,
 def test_disk_check_requires_checkpoint_room(monkeypatch, tmp_path, free, room, verdict):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     check = disk(tmp_path / "runs" / "run-1", room)
-    assert check.verdict == verdict and str(tmp_path) in check.found and "run-1" not in check.found
+    assert check.verdict == verdict
     assert ("make room" in check.fix) == (verdict == "bad")
+    assert str(tmp_path) in check.found
+    assert "run-1" not in check.found
 
 
 @pytest.mark.parametrize(
@@ -98,21 +99,31 @@ def test_recipe_memory_is_compared_with_free(monkeypatch, tmp_path, ram, overrid
     for room in (machine, model):
         monkeypatch.setattr(room, "free_bytes", lambda: {"RAM": ram})
     recipe = None if overrides is None else load_recipe(write_tiny(tmp_path), overrides).recipe
-    checks = list(examine_machine(recipe, tmp_path))
-    [memory] = [one for one in checks if one.name == "memory"]
-    assert (memory.verdict, bool(memory.fix)) == (verdict, verdict == "bad")
+    checks = {check.name: check for check in examine_machine(recipe, tmp_path)}
+    assert [*checks] == ["packages", "gpu", "memory", "disk"]
+    memory = checks["memory"]
+    assert memory.verdict == verdict
+    assert bool(memory.fix) == (verdict == "bad")
     assert words in memory.found
-    assert [one.name for one in checks] == ["packages", "gpu", "memory", "disk"]
 
 
-def test_unreachable_hub_is_only_poor(monkeypatch):
-    def fail(*_):
-        raise socket.gaierror(-2, "Name or service not known")
-
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that answers."""
     monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [])
     monkeypatch.setattr(socket, "create_connection", lambda *_: contextlib.ExitStack())
+
+
+def test_answering_hub_is_fine(hub):
     assert names() == Check("hub", "fine", "https://hub.example answers")
+
+
+def test_unreachable_hub_is_only_poor(hub, monkeypatch):
+    def fail(*_):
+        raise socket.gaierror(-2, "Name or service not known")
+
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     check = names()
-    assert check.verdict == "poor" and "hub.example could not be resolved." in check.found
+    assert check.verdict == "poor"
+    assert "hub.example could not be resolved." in check.found

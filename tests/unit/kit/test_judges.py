@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from tests.kit.figures import LEARNING_RATE, Committed, Joint, Told, find_joint, find_window, utilisation
+from tests.kit.figures import (
+    LEARNING_RATE,
+    Committed,
+    Joint,
+    Told,
+    Window,
+    find_joint,
+    find_window,
+    utilisation,
+)
 from tests.kit.verdicts import (
     back_after,
     find_broken_promises,
@@ -20,18 +29,21 @@ from tests.kit.wan import MIN_QUEUE_BYTES, QUEUE_S, Line
 from trahiv_cli.optim.ledger import Ledger, Spans
 
 
-def ready(peer):
-    return {"event": "ready", "peer": peer, "step": 0, "samples": 0, "digest": "0", "weights": "w0"}
+def story(name, *steps):
+    """What a peer tells: that it is ready, and its steps."""
+    return [{"event": "ready", "peer": name, "step": 0, "samples": 0, "digest": "0", "weights": "w0"}, *steps]
 
 
 def step(digest, parent, number, **changes):
     """A step of peers A and B, of 8 samples each, as A reports it."""
-    place = {"step": number, "digest": digest, "weights": f"w{digest}", "samples": 16 * number}
-    brought = {"step_samples": 16, "my_samples": 8, "held": 8, "contributed": {"A": 8, "B": 8}}
-    return {"event": "step", "parent": parent, "left_out": {}} | place | brought | changes
+    return {
+        "event": "step", "parent": parent, "left_out": {}, "step": number, "digest": digest,
+        "weights": f"w{digest}", "samples": 16 * number, "step_samples": 16, "my_samples": 8, "held": 8,
+        "contributed": {"A": 8, "B": 8}, **changes,
+    }  # fmt: skip
 
 
-STEPS = [step("1", "0", 1), step("2", "1", 2)]
+FIRST, SECOND = step("1", "0", 1), step("2", "1", 2)
 
 
 @pytest.mark.parametrize(
@@ -48,56 +60,70 @@ STEPS = [step("1", "0", 1), step("2", "1", 2)]
     ],
 )
 def test_broken_promise_is_found(peers, last, broken):
-    everything = {"a": [ready("A"), *STEPS], "b": [ready("B"), STEPS[0], STEPS[1] | last]}
+    everything = {"a": story("A", FIRST, SECOND), "b": story("B", FIRST, SECOND | last)}
     told = find_broken_promises({peer: everything[peer] for peer in peers})
     assert any(one.startswith(broken) for one in told) if broken else told == []
 
 
-def test_step_beside_longest_history_is_lost():
-    assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), *STEPS]}) == {}
-    assert find_lost_steps({"a": [ready("A"), *STEPS], "b": [ready("B"), step("x", "0", 1)]}) == {"x": ["b"]}
-
-
 def taken(number, t=0.0, group=("a", "b"), lost=0):
-    return {"event": "step", "step": number, "t": t, "round": {"group": list(group)}, "data": {"lost": lost}}
+    return {"event": "step", "step": number, "t": t, "round": {"group": group}, "data": {"lost": lost}}
 
 
-def test_repeated_steps_are_falls():
-    fresh, swarm = ({"event": "joined", "source": source} for source in ("fresh", "swarm"))
-    assert not find_falls([[fresh, taken(1), swarm, taken(2)], [taken(2), taken(4)]])
-    assert find_falls([[taken(1)], [taken(2), swarm, taken(2)]]) == ["peer 1 takes step 2 after step 2"]
-    assert find_falls([[fresh, taken(1), fresh]])
-    events = [taken(1, 9, lost=2), taken(2, 12, ["a"], lost=3), swarm, taken(3, 15, lost=1)]
-    assert (back_after(events, 10.0), back_after(events, 30.0), total_lost(events)) == (5.0, None, 4)
+def evaluated(step, loss):
+    return {"event": "eval", "step": step, "eval_loss": loss}
 
 
-def test_unlike_losses_and_checkpoints_are_found(tmp_path):
-    first, equal, different = (
-        {"event": "eval", "step": at, "eval_loss": loss} for at, loss in ((10, 2.0), (20, 1.0), (20, 1.001))
-    )
-    assert losses_of([[first, equal]] * 2) == ({10: 2.0, 20: 1.0}, [])
-    assert "after step 20 peer 1" in losses_of([[first, equal], [different]])[1][0]
-    assert worst_jump({10: 2.0, 20: 1.0, 30: 1.04, 40: 0.9}) == pytest.approx(1.04)
-    for run, number, spans in (("a", 9, ((0, 5),)), ("b", 10, ((0, 8),)), ("c", 10, ((0, 9),))):
-        folder = tmp_path / run / "checkpoints" / f"step-{number}"
-        folder.mkdir(parents=True)
-        (folder / "state.json").write_text(json.dumps({"ledger": Ledger(Spans(spans)).to_wire()}))
-    ledger, wrong = furthest_of([tmp_path / run for run in "abc"])
-    assert (ledger.covered, len(wrong)) == (Spans(((0, 8),)), 1)
-    assert furthest_of([tmp_path / run for run in "ab"])[1] == []
+FRESH, SWARM = ({"event": "joined", "source": source} for source in ("fresh", "swarm"))
+OURS = story("A", FIRST, SECOND)
+AFTER = [taken(1, 9), taken(2, 12, ["a"]), taken(3, 15)]
 
 
 @pytest.mark.parametrize(
-    ("spans", "duplicates", "wrong"),
+    ("judge", "told", "said"),
     [
-        (((0, 250),), 3, []),
-        (((0, 190), (195, 250)), 0, []),
-        (((0, 50), (60, 250)), 0, ["0 passes are complete, and the 3th has begun"]),
-        (((0, 250),), 4, ["4 samples were trained twice, 3 leases were lost"]),
+        (find_lost_steps, [{"a": OURS, "b": story("B", FIRST, SECOND)}], {}),
+        (find_lost_steps, [{"a": OURS, "b": story("B", step("x", "0", 1))}], {"x": ["b"]}),
+        (find_falls, [[[FRESH, taken(1), SWARM, taken(2)], [taken(2), taken(4)]]], []),
+        (find_falls, [[[taken(1)], [taken(2), SWARM, taken(2)]]], ["peer 1 takes step 2 after step 2"]),
+        (find_falls, [[[taken(1), FRESH]]], ["peer 0 begins with a fresh model after step 1"]),
+        (back_after, [AFTER, 10.0], 5.0),
+        (back_after, [AFTER, 30.0], None),
+        (total_lost, [[taken(1, lost=2), taken(2, lost=3), SWARM, taken(3, lost=1)]], 4),
+        (losses_of, [[[evaluated(10, 2.0), evaluated(20, 1.0)]] * 2], ({10: 2.0, 20: 1.0}, [])),
+        (
+            losses_of,
+            [[[evaluated(20, 1.0)], [evaluated(20, 1.001)]]],
+            ({20: 1.0}, ["after step 20 peer 1 has a loss of 1.001000, peer 0 of 1.000000"]),
+        ),
+        (worst_jump, [{10: 2.0, 20: 1.0, 30: 1.04, 40: 0.9}], pytest.approx(1.04)),
+        (judge_data, [Ledger(Spans(((0, 250),)), 3), 100, 3], []),
+        (judge_data, [Ledger(Spans(((0, 190), (195, 250)))), 100, 3], []),
+        (
+            judge_data,
+            [Ledger(Spans(((0, 50), (60, 250)))), 100, 3],
+            ["0 passes are complete, and the 3th has begun"],
+        ),
+        (
+            judge_data,
+            [Ledger(Spans(((0, 250),)), 4), 100, 3],
+            ["4 samples were trained twice, 3 leases were lost"],
+        ),
+        (utilisation, [Window(0.0, 10.0, 10, 1), [0.5, 0.5]], 0.25),
     ],
 )
-def test_incomplete_passes_and_duplicates_are_found(spans, duplicates, wrong):
-    assert judge_data(Ledger(Spans(spans), duplicates), num_samples=100, leases_lost=3) == wrong
+def test_judge_finds_errors(judge, told, said):
+    assert judge(*told) == said
+
+
+@pytest.mark.parametrize(("runs", "num_wrong"), [("ab", 0), ("abc", 1)])
+def test_furthest_checkpoints_must_agree(tmp_path, runs, num_wrong):
+    for run, number, end in (("a", 9, 5), ("b", 10, 8), ("c", 10, 9)):
+        folder = tmp_path / run / "checkpoints" / f"step-{number}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"ledger": Ledger(Spans(((0, end),))).to_wire()}))
+    ledger, wrong = furthest_of([tmp_path / run for run in runs])
+    assert ledger.covered == Spans(((0, 8),))
+    assert len(wrong) == num_wrong
 
 
 def told(key, at, samples, weight=0.0, held=0, calls=(), is_share=False):
@@ -144,19 +170,23 @@ def every(seconds, count, held=0):
     ],
 )
 def test_window_spans_whole_joint_steps(joint, is_closed, window):
-    found, is_over = find_window(joint, 20.0, 3.0, 100.0)
-    assert is_over == is_closed
-    assert (found.start, found.end, found.samples, found.steps) == window
-    assert utilisation(found, [0.5, 0.5]) == pytest.approx(found.samples / (found.end - found.start) / 4)
+    assert find_window(joint, 20.0, 3.0, 100.0) == (Window(*window), is_closed)
 
 
-def test_line_delays_and_drops_by_rate():
-    line, num_bytes = Line(10), 1250  # a packet takes a millisecond
+def test_line_delays_by_rate():
+    line = Line(10)
+    num_bytes = 1250  # such a packet takes a millisecond
     assert [line.take(at, num_bytes) for at in (5.0, 5.0, 7.0)] == pytest.approx([5.001, 5.002, 7.001])
     line.set_rate(5)
     assert line.take(7.0, num_bytes) == pytest.approx(7.003)
-    for rate_mbit, limit in ((1, MIN_QUEUE_BYTES), (100, int(QUEUE_S * 100e6 / 8))):
-        line = Line(rate_mbit)
-        taken = [line.take(0.0, num_bytes) is not None for _ in range(limit // num_bytes + 3)]
-        assert taken == [True] * (limit // num_bytes) + [False] * 3
-        assert line.take(60.0, num_bytes) is not None, "it is empty again"
+
+
+@pytest.mark.parametrize(
+    ("rate_mbit", "limit_bytes"), [(1, MIN_QUEUE_BYTES), (100, int(QUEUE_S * 100e6 / 8))]
+)
+def test_full_line_drops_packets(rate_mbit, limit_bytes):
+    line = Line(rate_mbit)
+    room = limit_bytes // 1250
+    taken = [line.take(0.0, 1250) is not None for _ in range(room + 3)]
+    assert taken == [True] * room + [False] * 3
+    assert line.take(60.0, 1250) is not None, "it is empty again"

@@ -1,28 +1,16 @@
 """Recipes and files that several tests of recipes begin with."""
 
-import pytest
-
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 
-
-@pytest.fixture
-def put(tmp_path, monkeypatch):
-    """Write files below the working directory: path -> text; returns that folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def put(texts):
-        for name, text in texts.items():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-        return tmp_path
-
-    return put
+LOADED = ("model.config=", "model.model_name_or_path=owner/model")
+"""Changes of a recipe to a model on the hub."""
 
 
-@pytest.fixture
-def of_file():
-    """`of_file(path, *overrides)`: the resolved quickstart, trained on a file."""
-    return lambda path, *overrides: resolve(
-        load_recipe("quickstart", [f"data.datasets.0.path={path}", *overrides]).recipe
-    )
+def quickstart(*overrides):
+    return load_recipe("quickstart", overrides).recipe
+
+
+def of_file(path, *overrides):
+    """Resolve the quickstart, trained on a file."""
+    return resolve(quickstart(f"data.datasets.0.path={path}", *overrides))

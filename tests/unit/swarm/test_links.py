@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 from hivemind.utils.multiaddr import Multiaddr
 
@@ -20,7 +21,7 @@ def line(remote, state, retransmissions, local=OURS, waiting=676):
 
 
 def test_kernel_tables_show_dead_connections(tmp_path):
-    assert dead_places(tmp_path) == set(), "a system without such tables"
+    assert dead_places(tmp_path) == set()  # a system without such tables
     lines = (
         line("0202580A:813B", 1, 4),
         line("0302580A:813B", 1, 3),
@@ -35,17 +36,11 @@ def test_kernel_tables_show_dead_connections(tmp_path):
 
 
 def test_peer_of_dead_connection_is_disconnected(monkeypatch):
-    disconnected = []
-
-    async def disconnect(peer):
-        disconnected.append(peer)
-
-    addresses = {"dead": ["/ip4/10.0.0.1/tcp/1", "/ip4/10.0.0.2/tcp/2"], "alive": ["/ip4/10.0.0.3/tcp/2"]}
     connections = [
-        SimpleNamespace(peer_id=peer, addrs=[Multiaddr(one)])
-        for peer, addrs in addresses.items()
-        for one in addrs
+        SimpleNamespace(peer_id=peer, addrs=[Multiaddr(f"/ip4/10.0.0.{host}/tcp/2")])
+        for peer, host in (("dead", 1), ("dead", 2), ("alive", 3))
     ]
     monkeypatch.setattr("trahiv_cli.swarm.links.dead_places", lambda: {("10.0.0.2", 2)})
-    p2p = SimpleNamespace(_client=SimpleNamespace(disconnect=disconnect))
-    assert asyncio.run(close_dead(p2p, connections)) == {"dead"} and disconnected == ["dead"]
+    p2p = AsyncMock()
+    assert asyncio.run(close_dead(p2p, connections)) == {"dead"}
+    p2p._client.disconnect.assert_awaited_once_with("dead")

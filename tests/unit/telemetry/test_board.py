@@ -23,16 +23,14 @@ def peer(name, samples=0, rate=10.0, step=7, me=False):
     return {"peer_id": name, "samples": samples, "samples_per_second": rate, "step": step, "me": me}
 
 
-def progress(*peers, samples):
-    return {"event": "progress", "step": 7, "samples": samples, "target": 64, "peers": list(peers)}
-
-
-COUNTS = {"samples": 64, "my_samples": 24, "peers": 2, "samples_per_second": 11.3}
+def progress(*peers, samples=0):
+    return {"event": "progress", "step": 7, "samples": samples, "target": 64, "peers": peers}
 
 
 def step(number, **fields):
+    counts = {"samples": 64, "my_samples": 24, "peers": 2, "samples_per_second": 11.3}
     loss = {"loss": 4.0 - number / 4, "learning_rate": 0.0003, "round": ROUND}
-    return {"event": "step", "step": number} | loss | COUNTS | fields
+    return {"event": "step", "step": number, **loss, **counts, **fields}
 
 
 READY = {
@@ -49,14 +47,16 @@ READY = {
     "max_steps": 40,
 }
 WAITING = {"event": "waiting", "what": "a round", "seconds": 5.0, "until_seconds": 30.0, "t": 1000.0}
-WARNING = {"event": "warning", "code": "round", "hint": "do nothing"}
+MESSAGE = "The round for step 7 failed (late)."
+WARNING = {"event": "warning", "code": "round", "hint": "do nothing", "message": MESSAGE}
+JOINED = {"event": "joined", "step": 3, "why": "It began."}
 LOG = [
     READY,
-    {"event": "joined", "step": 0, "peers": 2, "source": "fresh"},
+    {"event": "joined", "step": 0},
     *(step(number) for number in range(1, 8)),
     {"event": "eval", "step": 5, "eval_loss": 2.875},
-    {"event": "checkpoint", "step": 5, "path": "runs/quickstart-0123abcd/checkpoints/step-5"},
-    WARNING | {"message": "The round for step 7 failed (late)."},
+    {"event": "checkpoint", "step": 5},
+    WARNING,
     progress(
         peer("QmAlice00000001", samples=24, rate=11.3, me=True),
         peer("QmBob0000000002", samples=8, rate=4.7),
@@ -72,41 +72,37 @@ PACE = {"event": "pace", "message": "From step 2 on."}
 REACHED = {"event": "reach", "reached": "relayed", "reached_why": "Through a member."}
 
 REST = "samples 64 (24 mine), peers 2, 11.3 samples/s"
-STOPPED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": False}
-STOPPED["resume"] = "trahiv init quickstart"
-LOST = STOPPED | {"path": None, "resume": None}
+ENDED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": True}
+LOST = ENDED | {"path": None, "resume": None, "had_ended": False}
 EVAL = {"event": "eval", "step": 20, "epoch": 0.5, "eval_loss": 2.0, "eval_runtime": 1.23456}
 SAMPLE = {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[2J"}
 
 SAID = [
-    ({"event": "joined", "step": 7, "peers": 2, "why": "It began."}, "joined at step 7, peers 2. It began."),
+    (JOINED | {"peers": 2}, "joined at step 3, peers 2. It began."),
     (step(7), f"step 7, loss 2.2500, lr 0.0003, {REST}, round of 2 in 0.31 s"),
     (step(7, **NO_STEP), "step 7, loss -, lr -, samples - (0 mine), peers 2, 11.3 samples/s"),
     (EVAL, "eval at step 20: eval_loss=2 eval_runtime=1.235"),
-    ({"event": "checkpoint", "step": 20, "path": "a/step-20"}, "checkpoint: a/step-20"),
     (WAITING, "waiting for a round: 5 s so far, at most 30 s"),
     (SAMPLE | {"is_reply": True}, "at step 40 the model answers: def f\n(x):\n\x1b[2J"),
     (SAMPLE, r"at step 40 the model continues 'def f' with '(x):\n\x1b[2J'"),
     (PACE, "pace: From step 2 on."),
     (REACHED, "reach relayed: Through a member."),
     ({"event": "folder", "message": "It goes on."}, "It goes on."),
-    (WARNING | {"message": "It failed."}, "warning [round]: It failed. (do nothing)"),
-    (STOPPED | {"had_ended": True}, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
-    (STOPPED, "done at step 40 (signal): runs/run-1/final\nto go on: trahiv init quickstart"),
+    (WARNING, "warning [round]: The round for step 7 failed (late). (do nothing)"),
+    (ENDED, "nothing to do: step 40 of 40, the model is in runs/run-1/final"),
     (LOST, "done at step 40 (signal): the checkpoint could not be written"),
     (LOST | {"step": 0}, "stopped before the first step (signal): there is nothing to save"),
     *(({"event": name}, None) for name in ("progress", "an event of a later version")),
 ]
 
 
-@pytest.mark.parametrize(("event", "said"), SAID, ids=[event["event"] for event, _ in SAID])
+@pytest.mark.parametrize(("event", "said"), SAID)
 def test_event_becomes_log_line(event, said):
     assert line(event) == said
 
 
 def test_join_line_stands_alone_at_end():
-    said = line(READY)
-    assert said.splitlines() == [
+    assert line(READY).splitlines() == [
         "run quickstart-0123abcd, fingerprint 0123456789ab, peer QmPeer",
         "  from the internet  /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
         "  from this network  /ip4/192.168.1.7/tcp/1/p2p/QmPeer",
@@ -115,14 +111,29 @@ def test_join_line_stands_alone_at_end():
         "To join, type on another machine:",
         "trahiv join --peer /ip4/8.8.8.8/tcp/1/p2p/QmPeer",
     ]
-    file = "/runs/run-1/invitation"
-    *_, how, join = line(READY | {"join": f"trahiv join --peer @{file}", "invitation": file}).splitlines()
-    assert how == "To join elsewhere, copy this private file there, chmod 600, and type with its place:"
-    assert join == f"trahiv join --peer @{file}"
-    said = line(READY | {"maddrs": [], "reach": [], "join": ""})
-    assert "This peer only dials out." in said and "trahiv join" not in said
-    assert "can invite others" in line(READY | {"join": ""})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"join": "trahiv join --peer @/a/file", "invitation": "/a/file"},
+            "To join elsewhere, copy this private file there, chmod 600, and type with its place:\n"
+            "trahiv join --peer @/a/file\n",
+        ),
+        ({"maddrs": [], "reach": [], "join": ""}, "\n\nThis peer only dials out.\n"),
+        ({"join": ""}, "\n\nThe swarm's owner can invite others.\n"),
+    ],
+)
+def test_way_to_invite_depends_on_swarm(changes, said):
+    assert line(READY | changes).endswith(said)
+
+
+def test_bootstrap_node_has_no_run():
     assert line(READY | {"run_id": None, "fingerprint": None}).startswith("bootstrap only, peer QmPeer\n")
+
+
+def test_every_reach_has_words():
     assert set(REACH) == set(get_args(Reach))
 
 
@@ -131,18 +142,14 @@ def _clock_stands_still(monkeypatch):
     monkeypatch.setattr(board.time, "time", lambda: 1002.0)
 
 
-def told(*log):
-    it = Board()
+def drawn(*log, width=100, height=60):
+    """The board after these events."""
+    board = Board()
     for event in log:
-        it({"v": 1, "t": 1000.0} | event)
-    return it
-
-
-def drawn(it, width=100, height=60):
+        board({"t": 1000.0, **event})
     screen = io.StringIO()
     options = {"color_system": None, "force_terminal": False, "legacy_windows": False, "_environ": {}}
-    console = Console(file=screen, width=width, height=height, **options)
-    console.print(it)
+    Console(file=screen, width=width, height=height, **options).print(board)
     return screen.getvalue()
 
 
@@ -152,59 +159,63 @@ def drawn(it, width=100, height=60):
 )
 def test_board_matches_picture():
     """To take a new picture: TRAHIV_REWRITE=1 pytest tests/unit/telemetry/test_board.py, then look at it."""
-    picture = drawn(told(*LOG))
+    picture = drawn(*LOG)
     if os.environ.get("TRAHIV_REWRITE"):
         PICTURE.write_text(picture, encoding="utf-8")
     assert picture == PICTURE.read_text(encoding="utf-8")
 
 
-def test_board_fits_width_at_any_time():
+@pytest.mark.parametrize(("width", "limit"), [(20, 20), (60, 60 - ECHO_COLUMNS), (100, 100 - ECHO_COLUMNS)])
+def test_board_fits_width_at_any_time(width, limit):
     for length in range(len(LOG) + 1):
-        for width in (20, 60, 100):
-            lines = drawn(told(*LOG[:length]), width).splitlines()
-            assert max(map(len, lines)) <= (width - ECHO_COLUMNS if width > 20 else width)
+        assert max(map(len, drawn(*LOG[:length], width=width).splitlines())) <= limit
 
 
-JOINED = {"event": "joined", "step": 3, "peers": 1}
-WAIT = "waiting for a round (at most 23 s more)"
 INVITE = {"invite": "trahiv invite", "invitation": "/a/file"}
 
 
 @pytest.mark.parametrize(
     ("log", "shown", "hidden"),
     [
-        ((), "starting", "events"),
-        ((READY,), "loading the model", "invite"),
-        ((READY, JOINED | {"source": "swarm"}), "training from step 3", "loading"),
-        ((READY, WAITING | {"event": "download"}, {"event": "checkpoint", "step": 7}), WAIT, "download"),
-        ((READY, WAITING, step(7)), "7", "waiting"),
-        ((READY, WAITING, JOINED | {"source": "fresh", "why": "It began."}), "It began.", "waiting"),
-        ((WAITING | {"seconds": 70.0},), "at most 0 s more", "-"),
-        ((READY, step(1, **NO_STEP)), "none needed: no other peer gave samples", "my share"),
-        ((READY, step(1, loss=float("inf"))), "inf", "▁"),
-        ((READY, step(1), step(2, loss=float("nan")), step(3)), "3.2500  █▁", "nan"),
-        (({"event": "something new"},), "starting", "something"),
-        ((READY | INVITE,), "to invite others: trahiv invite", "/a/file"),
-        ((READY | INVITE | {"invite": None},), "to invite others, send them the line in /a/file", "trahiv"),
-        ((READY, WARNING | {"message": "[bold]not bold[/] [/]"}), "[round] [bold]not bold[/] [/]", "?"),
-        ((READY, PACE), "From step 2 on.", "?"),
-        ((READY, REACHED), "reach relayed: Through a member.", "?"),
-        ((READY, progress(peer("QmA"), samples=0)), "0 of 64 samples", "█"),
-        ((READY, progress(*(peer("QmA", samples=96),) * 2, samples=192)), "64 of 64 samples", "░"),
+        ([], "loading the model", "invite"),
+        ([JOINED], "training from step 3", "loading"),
+        ([WAITING | {"event": "download"}], "waiting for a round (at most 23 s more)", "download"),
+        ([WAITING, step(7)], "7", "waiting"),
+        ([WAITING, JOINED], "It began.", "waiting"),
+        ([WAITING | {"seconds": 70.0}], "at most 0 s more", "at most -"),
+        ([step(1, **NO_STEP)], "none needed: no other peer gave samples", "my share"),
+        ([step(1, loss=float("inf"))], "inf", "▁"),
+        ([step(1), step(2, loss=float("nan")), step(3)], "3.2500  █▁", "nan"),
+        ([{"event": "something new"}], "loading", "something"),
+        ([READY | INVITE], "to invite others: trahiv invite", "/a/file"),
+        ([READY | INVITE | {"invite": None}], "to invite others, send them the line in /a/file", "trahiv"),
+        ([WARNING | {"message": "[bold]not bold[/] [/]"}], "[round] [bold]not bold[/] [/]", "?"),
+        ([PACE, REACHED], "From step 2 on.", "?"),
+        ([PACE, REACHED], "reach relayed: Through a member.", "?"),
+        ([progress(peer("QmA"))], "0 of 64 samples", "█"),
+        ([progress(*(peer("QmA", samples=96),) * 2, samples=192)], "64 of 64 samples", "░"),
     ],
 )
 def test_board_shows_current_state(log, shown, hidden):
-    picture = drawn(told(*log))
-    assert shown in picture and hidden not in picture
+    picture = drawn(READY, *log)
+    assert shown in picture
+    assert hidden not in picture
+
+
+CROWD = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN + 3)]
 
 
 def test_crowd_is_truncated_and_counted():
-    crowd = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN + 3)]
-    picture = drawn(told(READY, progress(*crowd, samples=0)))
-    assert picture.count("●") == MAX_PEERS_SHOWN and "and 3 more" in picture
+    picture = drawn(READY, progress(*CROWD))
+    assert picture.count("●") == MAX_PEERS_SHOWN
+    assert "and 3 more" in picture
+
+
+@pytest.mark.parametrize("height", [OTHER_ROWS + 1, 24, 30])
+def test_board_fits_height_with_longest_notes(height):
     notes = [WARNING | {"message": "word " * 200}] * NOTES_SHOWN
-    log = [READY, LOG[-4], step(1), *notes, progress(*crowd[:MAX_PEERS_SHOWN], samples=120), WAITING]
-    for height in (OTHER_ROWS + 1, 24, 30):
-        picture = drawn(told(*log), 80, height)
-        assert picture.count("●") == height - OTHER_ROWS and len(picture.splitlines()) <= height
-        assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture
+    crowd = progress(*CROWD[:MAX_PEERS_SHOWN], samples=120)
+    picture = drawn(READY, EVAL, step(1), *notes, crowd, WAITING, width=80, height=height)
+    assert picture.count("●") == height - OTHER_ROWS
+    assert len(picture.splitlines()) <= height
+    assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture

@@ -1,10 +1,30 @@
-"""What tests of the trainer share: a tiny model, its samples, and arguments."""
+"""What tests of the trainer share: a tiny model, its samples, arguments, and a callback."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 torch.set_num_threads(1)
+
+
+class Hearer(TrainerCallback):
+    """Stands for a user's callback; notes each event with its step, and the settings that it saw."""
+
+    def __init__(self):
+        self.heard = []
+        self.shown = set()
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.note(name, args, state)
+
+    def note(self, event, args, state):
+        self.heard.append((event, state.global_step))
+        self.shown.add((state.max_steps, args.max_steps, args.save_strategy, args.max_grad_norm))
+
+    def steps_of(self, event):
+        return [step for name, step in self.heard if name == event]
 
 
 @pytest.fixture

@@ -28,17 +28,17 @@ use_cache use_cpu use_liger_kernel warmup_steps weight_decay
 """`train_sampling_strategy` warns where it leaves the data undivided."""
 
 REFUSED = {
-    "auto_find_batch_size": True,
-    "dataloader_in_order": False,
-    "deepspeed": "ds.json",
-    "enable_jit_checkpoint": True,
-    "fsdp": "full_shard",
-    "load_best_model_at_end": True,
-    "parallelism_config": object(),
-    "push_to_hub": True,
-    "restore_callback_states_from_checkpoint": True,
+    "auto_find_batch_size": (True, "per_device_train_batch_size"),
+    "dataloader_in_order": (False, "True"),
+    "deepspeed": ("ds.json", "one peer for each GPU"),
+    "enable_jit_checkpoint": (True, "SIGTERM"),
+    "fsdp": ("full_shard", "one peer for each GPU"),
+    "load_best_model_at_end": (True, "afterwards"),
+    "parallelism_config": (object(), "one peer for each GPU"),
+    "push_to_hub": (True, "trainer.model.push_to_hub"),
+    "restore_callback_states_from_checkpoint": (True, "omit it"),
 }
-"""Maps what a swarm refuses to a value that asks for it."""
+"""Maps what a swarm refuses to a value that asks for it, and what to do instead."""
 
 WITHOUT_EFFECT = {
     "of several processes, which are refused": """
@@ -69,7 +69,8 @@ def test_every_field_is_decided_once():
 def test_refused_field_is_named(arguments, samples, name):
     args = arguments()
     require_swarmable(args, {"train_dataset": samples})
-    setattr(args, name, REFUSED[name])
-    with pytest.raises(RecipeError, match="In a swarm, .* can't be used") as refused:
+    value, instead = REFUSED[name]
+    setattr(args, name, value)
+    with pytest.raises(RecipeError, match=f"(?i)In a swarm, .*{name}.* can't be used") as refused:
         require_swarmable(args, {"train_dataset": samples})
-    assert name in refused.value.message.lower()
+    assert instead in refused.value.hint

@@ -13,7 +13,6 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.batches import split, weigh
 from trahiv_cli.train.hooks import put_in_swarm
-from trahiv_cli.train.settings import SwarmTrainingArguments
 from trahiv_cli.train.trainer import SwarmTrainer
 
 SWARM = {"opt": {"run_id": "run-1", "target_batch_size": 64}}
@@ -21,33 +20,55 @@ LABELS = torch.tensor([[5, 6, 7, -100]])
 
 
 @pytest.mark.parametrize(
-    ("batch", "samples", "weight"),
+    ("batch", "counts_rows", "samples", "weight"),
     [
-        ({"input_ids": torch.zeros(4, 2)}, 4, 4.0),
-        ({"labels": LABELS, "position_ids": torch.tensor([[0, 1, 0, 1]])}, 4, 2.0),
-        ({"labels": LABELS, "shift_labels": torch.tensor([[6, 7, -100]])}, 4, 2.0),
+        ({"input_ids": torch.zeros(4, 2)}, True, 4, 4.0),  # pairs
+        ({"labels": LABELS, "position_ids": None}, True, 4, 2.0),  # packed into one row
+        ({"labels": LABELS, "shift_labels": LABELS[:, 2:]}, False, 4, 1.0),
+        ({"labels": LABELS}, True, 1, 2.0),  # from a loader of the user's, whose batch size is not known
     ],
-    ids=["pairs", "one row", "shifted already"],
 )
-def test_rows_may_differ_from_samples(batch, samples, weight):
-    counted = weigh(batch, batch_size=4, is_shifted=True)
+def test_rows_may_differ_from_samples(batch, counts_rows, samples, weight):
+    counted = weigh(batch, batch_size=4, is_shifted=True, counts_rows=counts_rows)
     assert (counted.samples, counted.weight) == (samples, weight)
-    rows = weigh({"labels": LABELS}, batch_size=4, is_shifted=True, counts_rows=True)
-    assert rows.samples == len(LABELS), "the size of a batch of a loader of the user's is not known"
 
 
-class Announced:
-    """Answers as the swarm's optimizer does, without a swarm, and notes its calls."""
+def rows(*lengths, labels=None):
+    """A batch of rows of 9 tokens, of which the first `lengths` have a label; or with other labels."""
+    tokens = torch.randint(3, 30, (len(lengths), 9), generator=torch.Generator().manual_seed(sum(lengths)))
+    trained = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], tokens, -100)
+    return {"input_ids": tokens, "labels": trained if labels is None else torch.tensor(labels)}
 
-    def __init__(self, trainer):
-        self._model = trainer.model
-        self.weights, self.lent, self.anchor = [], [], 0.0
-        self.local_epoch, self.max_steps = 3, 9
-        self.positions, self.started_over = [], []
-        self.samples_in_time, self.stepped = math.inf, []
-        self.parts = SimpleNamespace(work=SimpleNamespace(announce=self.positions.append))
 
+class Bench:
+    """A plain Trainer and a swarm's of the same model, run by hand over the same window of batches.
+
+    It stands for the swarm's optimizer and callback, and notes their calls.
+    """
+
+    local_epoch = 3
+    samples_in_time = math.inf
+    anchor = 0.0
     agreed_weights = staticmethod(contextlib.nullcontext)
+
+    def __init__(self, arguments, model, batch):
+        self.weights = []
+        self.lent = []
+        self.positions = []
+        self.started_over = []
+        self.stepped = []
+        self.told = []
+        self.losses = []
+        args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=8)
+        self.plain = Trainer(copy.deepcopy(model), args)
+        self.swarm = SwarmTrainer(model, args, hivemind_config=SWARM, events=Events(self.told.append))
+        put_in_swarm(self.swarm)
+        self.swarm.swarm_optimizer = self.swarm.swarm_callback = self
+        self.parts = self.work = self
+        self.announce = self.positions.append
+
+    def add_loss(self, loss, batch):
+        self.losses.append((float(loss), batch))
 
     def step(self):
         self.stepped.append(len(self.weights))
@@ -59,33 +80,10 @@ class Announced:
         return weight / self.anchor if self.anchor else 1.0
 
     def start_batch_over(self, num_samples):
-        self.weights, self.anchor = [], 0.0
+        self.weights = []
+        self.anchor = 0.0
         self.started_over.append(num_samples)
-        self._model.zero_grad()
-
-
-def rows(*lengths, labels=None):
-    """A batch of rows of 9 tokens, of which the first `lengths` have a label; or with other labels."""
-    tokens = torch.randint(3, 30, (len(lengths), 9), generator=torch.Generator().manual_seed(sum(lengths)))
-    trained = torch.where(torch.arange(9) < torch.tensor(lengths)[:, None], tokens, -100)
-    return {"input_ids": tokens, "labels": trained if labels is None else torch.tensor(labels)}
-
-
-class Bench:
-    """A plain Trainer and a swarm's of the same model, run by hand over the same window of batches."""
-
-    def __init__(self, arguments, model, batch=2):
-        sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": 8}
-        self.told, self.losses = [], []
-        self.plain = Trainer(model=copy.deepcopy(model), args=arguments(**sizes))
-        args = arguments(SwarmTrainingArguments, hivemind_config=SWARM, **sizes)
-        self.swarm = SwarmTrainer(model=copy.deepcopy(model), args=args, events=Events(self.told.append))
-        put_in_swarm(self.swarm)
-        self.optimizer = self.swarm.swarm_optimizer = Announced(self.swarm)
-        self.swarm.swarm_callback = SimpleNamespace(
-            add_loss=lambda loss, batch: self.losses.append((float(loss), batch)),
-            on_step_end=lambda *_: None,
-        )
+        self.swarm.model.zero_grad()
 
     def limit_memory(self, num_rows, failure=torch.OutOfMemoryError):
         """Have the swarm's trainer fail with more than this number of rows."""
@@ -96,9 +94,9 @@ class Bench:
 
         self.swarm.model.register_forward_pre_hook(run_out, with_kwargs=True)
 
-    @staticmethod
-    def train(trainer, batches):
+    def train(self, batches, trainer=None):
         """Forward and backward over one window, as `Trainer` does it; losses and summed gradient."""
+        trainer = trainer or self.swarm
         trainer.model.zero_grad()
         taken, items = trainer.get_batch_samples(iter(batches), len(batches), torch.device("cpu"))
         trainer.current_gradient_accumulation_steps = len(taken)
@@ -106,121 +104,145 @@ class Bench:
         gradients = [param.grad.flatten() for param in trainer.model.parameters() if param.grad is not None]
         return torch.stack(losses), torch.cat([torch.empty(0), *gradients])
 
+    def train_both(self, batches):
+        return self.train(batches), self.train(batches, self.plain)
+
+    @property
+    def weights_of_losses(self):
+        return [batch.weight for _, batch in self.losses]
+
 
 @pytest.fixture
-def bench(arguments):
-    return lambda model, **more: Bench(arguments, model, **more)
+def bench(arguments, llama):
+    return lambda batch=2, model=None: Bench(arguments, model or llama(), batch)
 
 
-def same(one, other, tolerance=1e-5):
-    return bool((one - other).abs().max() <= tolerance * other.abs().max())
+def same(one, other):
+    return (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
-def test_shorter_batch_is_weighted_by_tokens(bench, llama):
-    it = bench(llama())
-    for _ in range(2):
-        ours, theirs = it.train(it.swarm, [rows(9, 9)]), it.train(it.plain, [rows(9, 9)])
-        assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-    ours, theirs = it.train(it.swarm, [rows(3, 2)]), it.train(it.plain, [rows(3, 2)])
-    assert it.optimizer.weights == [16.0, 16.0, 3.0] and all(it.optimizer.lent)
-    assert torch.equal(ours[0], theirs[0]), "the logged loss is the batch's own mean"
-    assert same(ours[1], theirs[1] * 3 / 16)
-    loss, batch = it.losses[2]
-    assert (loss, batch.samples, batch.weight, batch.tokens) == (float(theirs[0]), 2, 3.0, 3)
-    losses, gradients = it.train(it.swarm, [rows(0, 0)] * 2)
-    assert not losses.any() and not gradients.any(), "a window that trains nothing"
+def test_batches_are_weighted_by_tokens(bench):
+    it = bench()
+    (loss, gradient), theirs = it.train_both([rows(9, 9)])
+    assert torch.equal(loss, theirs[0])
+    assert torch.equal(gradient, theirs[1])
+    (loss, gradient), theirs = it.train_both([rows(3, 2)])
+    assert torch.equal(loss, theirs[0]), "the logged loss is the batch's own mean"
+    assert same(gradient, theirs[1] * 3 / 16)
+    assert it.weights == [16.0, 3.0]
+    assert it.lent == [True, True]
+    told, batch = it.losses[1]
+    assert (told, batch.samples, batch.weight, batch.tokens) == (float(loss), 2, 3.0, 3)
+
+
+def test_window_without_trained_token_has_no_gradient(bench):
+    losses, gradients = bench().train([rows(0, 0)] * 2)
+    assert not losses.any()
+    assert not gradients.any()
+
+
+def test_scaled_gradients_are_not_lent(bench):
+    it = bench()
     it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    _, scaled = it.train(it.swarm, [rows(9, 9)])
-    assert not it.optimizer.lent[-1] and same(scaled, 4 * it.train(it.plain, [rows(9, 9)])[1])
+    ours, theirs = it.train_both([rows(9, 9)])
+    assert it.lent == [False]
+    assert same(ours[1], 4 * theirs[1])
 
 
 @pytest.mark.parametrize(
     ("cls", "window", "weights"),
     [
         (None, [rows(9, 9), rows(2, 3), rows(9, 4)], [16.0, 3.0, 11.0]),
-        (None, [rows(9, 9), rows(0, 0)], [16.0, 0.0]),
         (None, [rows(0, 1), rows(9, 9)], [0.0, 16.0]),
+        # BERT's losses are each batch's own mean, whatever the window.
         (BertForMaskedLM, [rows(9, 9), rows(1, 2)], [18.0, 3.0]),
         (BertForSequenceClassification, [rows(9, 9, labels=[0, 1]), rows(9, 9, labels=[2, 1])], [2.0, 2.0]),
     ],
-    ids=["clm", "one trains nothing", "the first trains nothing", "mlm", "classes"],
 )
-def test_window_equals_one_large_batch(bench, llama, cls, window, weights):
-    """BERT's losses are each batch's own mean, whatever the window."""
+def test_window_equals_one_large_batch(bench, cls, window, weights):
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_labels": 3}
-    one = {"num_hidden_layers": 1, "num_attention_heads": 1}
-    config = BertConfig(**sizes, **one, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    it = bench(llama() if cls is None else cls(config))
-    losses, ours = it.train(it.swarm, window)
+    config = BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    it = bench(model=cls and cls(config))
+    losses, ours = it.train(window)
     all_of_it = {key: torch.cat([batch[key] for batch in window]) for key in window[0]}
-    loss, theirs = it.train(it.plain, [all_of_it])
-    assert it.optimizer.weights == [batch.weight for _, batch in it.losses] == weights
-    assert same(ours * it.optimizer.anchor / sum(weights), theirs) and same(losses.sum(), loss[0])
+    loss, theirs = it.train([all_of_it], it.plain)
+    assert it.weights == it.weights_of_losses == weights
+    assert same(ours * it.anchor / sum(weights), theirs)
+    assert same(losses.sum(), loss[0])
     assert it.swarm.current_gradient_accumulation_steps == len(window)
 
 
-def test_window_without_token_count_is_mean(bench, llama):
-    it = bench(llama())
+def test_window_without_token_count_is_mean(bench):
+    it = bench()
     it.plain.model_accepts_loss_kwargs = it.swarm.model_accepts_loss_kwargs = False
-    window = [rows(9, 9)] * 4
-    ours, theirs = it.train(it.swarm, window), it.train(it.plain, window)
-    assert same(ours[0], theirs[0]) and same(ours[1] / 4, theirs[1])
-    assert not it.train(it.swarm, [rows(0, 0)])[1].any()
+    ours, theirs = it.train_both([rows(9, 9)] * 4)
+    assert same(ours[0], theirs[0])
+    assert same(ours[1] / 4, theirs[1])
+    assert not it.train([rows(0, 0)])[1].any()
 
 
-def test_oversized_batch_is_trained_in_parts(bench, llama):
-    it = bench(llama(), batch=4)
+def test_oversized_batch_is_trained_in_parts(bench):
+    it = bench(4)
     it.limit_memory(1)
     it.swarm._divided = SimpleNamespace(next_batch=iter(range(9)).__next__)
-    batch = rows(9, 3, 0, 6)
     for _ in range(2):
-        ours, theirs = it.train(it.swarm, [batch]), it.train(it.plain, [batch])
-        assert same(ours[1] * it.optimizer.anchor / 15, theirs[1]) and same(ours[0], theirs[0])
-    assert it.optimizer.weights == [8.0, 2.0, 0.0, 5.0] * 2
-    assert it.optimizer.positions == [0, 1], "each batch once, also one that was begun three times"
+        ours, theirs = it.train_both([rows(9, 3, 0, 6)])
+        assert same(ours[1] * it.anchor / 15, theirs[1])
+        assert same(ours[0], theirs[0])
+    assert it.weights == [8.0, 2.0, 0.0, 5.0] * 2
+    assert it.positions == [0, 1], "each batch once, also one that was begun three times"
     assert [event["code"] for event in it.told] == ["memory"] * 2, "the second batch begins in parts"
-    assert "per_device_train_batch_size: 1" in it.told[-1]["hint"]
-    assert same(it.train(it.swarm, [rows(8)])[0], it.train(it.plain, [rows(8)])[0]), "one row has no parts"
+    assert "per_device_train_batch_size: 1" in it.told[1]["hint"]
+    ours, theirs = it.train_both([rows(8)])
+    assert same(ours[0], theirs[0]), "one row has no parts"
+
+
+def test_one_row_too_large_for_memory_raises(bench):
+    it = bench(4)
     it.limit_memory(0)
     with pytest.raises(torch.OutOfMemoryError):
-        it.train(it.swarm, [batch])
+        it.train([rows(9, 3, 0, 6)])
 
 
-def test_slow_batch_is_stepped_in_parts(bench, llama):
-    it, batch = bench(llama(), batch=4), rows(8, 2, 0, 5)
-    it.optimizer.samples_in_time = 1
-    it.train(it.swarm, [batch])
-    assert it.optimizer.weights == [7.0, 1.0, 0.0, 4.0] and it.optimizer.stepped == [1, 2, 3]
-    assert [batch.weight for _, batch in it.losses] == it.optimizer.weights, "each loss counts once"
-    it.swarm.accelerator.scaler = torch.amp.GradScaler("cpu")
-    it.train(it.swarm, [batch])
-    assert it.optimizer.stepped == [1, 2, 3], "scaled gradients are not stepped in between"
+@pytest.mark.parametrize(
+    ("scaler", "weights", "stepped"),
+    [(None, [7.0, 1.0, 0.0, 4.0], [1, 2, 3]), (torch.amp.GradScaler("cpu"), [12.0], [])],
+)
+def test_slow_batch_is_stepped_in_parts_unless_scaled(bench, scaler, weights, stepped):
+    it = bench(4)
+    it.samples_in_time = 1
+    it.swarm.accelerator.scaler = scaler
+    it.train([rows(8, 2, 0, 5)])
+    assert it.weights == it.weights_of_losses == weights
+    assert it.stepped == stepped
 
 
-def test_slow_window_steps_after_each_batch(bench, llama, monkeypatch):
-    it = bench(llama(), batch=1)
-    it.optimizer.samples_in_time = 2
+def test_slow_window_steps_after_each_batch(bench, monkeypatch):
+    it = bench(1)
+    it.samples_in_time = 2
     monkeypatch.setattr(type(it.swarm.accelerator), "sync_gradients", False)
-    it.train(it.swarm, [rows(9), rows(9), rows(9)])
-    assert it.optimizer.stepped == [1, 2, 3] and len(it.losses) == 3
+    it.train([rows(9)] * 3)
+    assert it.stepped == [1, 2, 3]
+    assert len(it.losses) == 3
 
 
-def test_out_of_memory_between_steps_repeats_rest(bench, llama):
-    it = bench(llama(), batch=4)
-    it.optimizer.samples_in_time = 2
-    step = it.optimizer.step
-
-    def step_and_fail():
-        step()
-        it.limit_memory(1)
-
-    it.optimizer.step = step_and_fail
-    (loss,), _ = it.train(it.swarm, [rows(8, 2, 2, 5)])
-    mean = sum(one * batch.weight for one, batch in it.losses) / sum(it.optimizer.weights, 8.0)
+def test_out_of_memory_between_steps_repeats_rest(bench):
+    it = bench(4)
+    it.samples_in_time = 2
+    it.step = lambda: it.limit_memory(1)
+    loss, _ = it.train([rows(8, 2, 2, 5)])
+    mean = sum(one * batch.weight for one, batch in it.losses) / 13
     assert float(loss) == pytest.approx(mean), "the parts before count in the logged loss"
-    assert it.optimizer.started_over == [2] and it.optimizer.weights == [1.0, 4.0]
-    assert [batch.weight for _, batch in it.losses] == [8.0, 1.0, 4.0]
+    assert it.started_over == [2]
+    assert it.weights == [1.0, 4.0]
+    assert it.weights_of_losses == [8.0, 1.0, 4.0]
 
 
 def evaluated(trainer, *lengths):
@@ -228,37 +250,42 @@ def evaluated(trainer, *lengths):
     return trainer.evaluate(dataset)["eval_loss"]
 
 
-def test_evaluation_continues_with_smaller_batches(bench, llama):
-    it, equal = bench(llama()), [9] * 8
-    assert evaluated(it.swarm, 9, 4, 2) == evaluated(it.plain, 9, 4, 2)
-    assert not it.optimizer.weights and not it.losses
+def test_evaluation_continues_with_smaller_batches(bench):
+    it = bench()
     it.limit_memory(2)
-    result = evaluated(it.swarm, *equal)
-    assert [event["code"] for event in it.told] == ["memory"] * 2
-    assert "per_device_eval_batch_size: 2" in it.told[-1]["hint"]
-    assert evaluated(it.swarm, *equal) == result and len(it.told) == 2, "later ones begin so"
-    assert result == pytest.approx(evaluated(it.plain, *equal), rel=1e-6)
-    assert {entry["step"] for entry in it.swarm.state.log_history} == {3}
-    other = bench(llama())
-    for which, failure, told in ((it, torch.OutOfMemoryError, 3), (other, RuntimeError, 0)):
-        which.limit_memory(0, failure)
-        with pytest.raises(failure, match="it fails"):
-            evaluated(which.swarm, 9)
-        assert len(which.told) == told, "only for memory it tries with fewer, down to one"
+    result = evaluated(it.swarm, *[9] * 8)
+    assert result == pytest.approx(evaluated(it.plain, *[9] * 8), rel=1e-6)
+    assert evaluated(it.swarm, *[9] * 8) == result
+    assert [event["code"] for event in it.told] == ["memory"] * 2, "later ones begin with fewer"
+    assert "per_device_eval_batch_size: 2" in it.told[1]["hint"]
+
+
+@pytest.mark.parametrize(("failure", "warnings"), [(torch.OutOfMemoryError, 3), (RuntimeError, 0)])
+def test_only_lack_of_memory_shrinks_evaluation(bench, failure, warnings):
+    it = bench()
+    it.limit_memory(0, failure)
+    with pytest.raises(failure, match="it fails"):
+        evaluated(it.swarm, 9)
+    assert len(it.told) == warnings, "with 4, 2 and 1"
 
 
 def test_parts_hold_each_sample_once():
-    numbers, names = torch.arange(10).reshape(5, 2), list("abcde")
-    batch = {"input_ids": numbers, "names": names, "return_loss": True, "scale": torch.tensor(2.0)}
-    (two, first), (three, second) = split(batch, 5, 2)
-    assert (two, three) == (2, 3) and first["names"] == ["a", "b"] and second["names"] == ["c", "d", "e"]
-    assert torch.equal(torch.cat([first["input_ids"], second["input_ids"]]), numbers)
-    assert first["input_ids"].untyped_storage().data_ptr() == numbers.untyped_storage().data_ptr()
-    assert all(part["return_loss"] is True and part["scale"] == 2 for part in (first, second))
-    pairs = {"input_ids": torch.tensor([1, 2, -1, -2]), "texts": list("abxy"), "p": torch.tensor([3, 4])}
-    (_, first), (_, second) = split(pairs, 2, 2)
-    assert first["input_ids"].tolist() == [1, -1] and second["input_ids"].tolist() == [2, -2]
-    assert (first["texts"], second["texts"], second["p"]) == (["a", "x"], ["b", "y"], torch.tensor([4]))
+    numbers = torch.arange(5)
+    batch = {"input_ids": numbers, "names": list("abcde"), "return_loss": True, "scale": torch.tensor(2.0)}
+    parts = split(batch, 5, 2)
+    listed = [(size, part["input_ids"].tolist(), part["names"]) for size, part in parts]
+    assert listed == [(2, [0, 1], ["a", "b"]), (3, [2, 3, 4], ["c", "d", "e"])]
+    assert all((part["return_loss"], part["scale"]) == (True, 2) for _, part in parts)
+    assert parts[0][1]["input_ids"].data_ptr() == numbers.data_ptr(), "a view"
+
+
+def test_pairs_are_divided_together():
+    batch = {"input_ids": torch.tensor([1, 2, -1, -2]), "texts": list("abxy"), "p": torch.tensor([3, 4])}
+    parts = [{name: list(rows) for name, rows in part.items()} for _, part in split(batch, 2, 2)]
+    assert parts == [
+        {"input_ids": [1, -1], "texts": ["a", "x"], "p": [3]},
+        {"input_ids": [2, -2], "texts": ["b", "y"], "p": [4]},
+    ]
 
 
 def test_indivisible_batch_is_one_part():
@@ -268,4 +295,5 @@ def test_indivisible_batch_is_one_part():
         (2, {"input_ids": torch.zeros(2, 8), "pixel_values": torch.zeros(7, 3)}),  # images of several pieces
         (4, {"return_loss": True}),
     ):
-        assert split(batch, size, 2) is None and split(batch, size, 1) == [(size, batch)]
+        assert split(batch, size, 2) is None
+        assert split(batch, size, 1) == [(size, batch)]

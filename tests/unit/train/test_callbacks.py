@@ -3,12 +3,14 @@
 from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 import torch
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from tests.unit.train.conftest import Hearer
 from trahiv_cli.optim.method import OwnSteps
 from trahiv_cli.optim.rounds import Round
 from trahiv_cli.telemetry.events import Events
@@ -21,112 +23,89 @@ ROUND = Round({"QmA": 16}, 0.12345, 10, 20, True, "QmC did not vote", {"QmB": "t
 FAILED = Round({}, 3.0, 0, 0, False, "nobody came")
 
 
-class Hearer(TrainerCallback):
-    """Stands for a user's callback, and notes each event with the step at which it came."""
-
-    def __init__(self):
-        self.heard = []
-
-    def __getattribute__(self, name):
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        return lambda args, state, control, **_: self.heard.append((name, state.global_step))
-
-    def steps_of(self, event):
-        return [step for name, step in self.heard if name == event]
-
-
 class Swarm:
-    """A callback over an optimizer that is only its numbers, with all events and checkpoints."""
+    """Stands for a trainer, the swarm's optimizer and its checkpoints, around a real callback."""
 
-    def __init__(
-        self, monkeypatch, leave=lambda: False, budget=ENDLESS_BUDGET, steps_per_pass=100, **settings
-    ):
-        self.told, self.saved, self.taken_back = [], [], []
-        self.control, self.clock = TrainerControl(), [0.0]
-        monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: self.clock[0]))
-        data = SimpleNamespace(of=lambda model, optimizer: optimizer.local_epoch)
-        monkeypatch.setattr(callbacks, "CheckpointData", data)
-        counts = dict.fromkeys(("local_epoch", "dropped_samples", "step_samples", "my_step_samples"), 0)
-        self.optimizer = SimpleNamespace(
-            **counts,
-            step_taken=-1,
-            max_steps=settings.pop("max_steps", 100),
-            events=Events(self._hear),
-            last_round=None,
-            last_learning_rates=[0.5, 0.5],
-            last_grad_norm=None,
-            forget_announced=lambda: self.taken_back.append(self.clock[0]),
-            tracker=SimpleNamespace(others=()),
-            data_figures=None,
-            own_steps=OwnSteps(),
-        )
-        self.accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
-        swarm = SimpleNamespace(save_minutes=settings.pop("save_minutes", 0))
-        usual = {"logging_first_step": False, "eval_delay": 0}
-        for kind in ("logging", "eval", "save"):
-            usual[f"{kind}_steps"] = settings.get(f"{kind}_steps")
-            usual[f"{kind}_strategy"] = "steps" if f"{kind}_steps" in settings else "no"
-        args = SimpleNamespace(**usual | settings)
-        self.args = args
-        self.state = TrainerState(max_steps=self.optimizer.max_steps)
-        self.state.compute_steps(args, self.optimizer.max_steps)
-        self.trainer = trainer = SimpleNamespace(
-            plain_model=None,
-            accelerator=self.accelerator,
-            swarm_args=args,
-            swarm_settings=SimpleNamespace(swarm=swarm),
-            count_swarm_steps=self._count,
-            is_evaluating=True,
-        )
-        self.checkpoints = SimpleNamespace(save_beside=self.saved.append)
-        self.callback = SwarmCallback(trainer, self.optimizer, self.checkpoints, leave, budget=budget)
+    local_epoch = dropped_samples = step_samples = my_step_samples = save_minutes = 0
+    step_taken = -1
+    max_steps = 100
+    last_learning_rates = (0.5, 0.5)
+    plain_model = last_round = last_grad_norm = data_figures = None
+    own_steps = OwnSteps()
+    others = ()
+    is_evaluating = True
+    optimizer_step_was_skipped = False
+
+    def __init__(self, clock, args, leave=bool, budget=ENDLESS_BUDGET, steps_per_pass=100, **changes):
+        vars(self).update(changes)
+        self.clock = clock
+        self.swarm_args = args
+        self.accelerator = self.swarm_settings = self.swarm = self.tracker = self
+        self.told = []
+        self.saved = []
+        self.taken_back = []
+        self.save_beside = self.saved.append
+        self.events = Events(self.told.append)
+        self.control = TrainerControl()
+        self.state = TrainerState(max_steps=self.max_steps)
+        self.state.compute_steps(args, self.max_steps)
+        self.callback = SwarmCallback(self, self, self, leave, budget=budget)
         self.user = Hearer()
         before = CallbackHandler([DefaultFlowCallback(), self.user], None, None, None, None)
-        self.events = SwarmEvents(before, self.callback, steps_per_pass)
+        self.handler = SwarmEvents(before, self.callback, steps_per_pass)
 
-    def _count(self):
-        self.state.global_step = self.optimizer.local_epoch
+    def count_swarm_steps(self):
+        self.state.global_step = self.local_epoch
 
-    def _hear(self, event):
-        self.told.append({name: value for name, value in event.items() if name not in ("v", "t")})
+    def forget_announced(self):
+        self.taken_back.append(self.clock.now)
+
+    def call(self, event):
+        self.control = getattr(self.handler, event)(self.swarm_args, self.state, self.control)
 
     def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
-        """One local step of the Trainer, which sets the optimizer's fields in `changes`."""
+        """One local step of the Trainer, which changes the optimizer."""
         self.callback.add_loss(torch.tensor(loss), BatchWeight(4, weight, None, tokens=40))
-        vars(self.optimizer).update(changes)
-        self.clock[0] += seconds
-        self.control = self.events.on_step_begin(self.args, self.state, TrainerControl())
+        vars(self).update(changes)
+        self.clock.now += seconds
+        self.control = TrainerControl()
+        self.call("on_step_begin")
         self.state.global_step += 1  # as the Trainer does
-        self.control = self.events.on_step_end(self.args, self.state, self.control)
+        self.call("on_step_end")
         if self.control.should_save:
             self.callback.save_checkpoint()
 
     def swarm_step(self, step, **changes):
-        taken = {"step_taken": step, "step_samples": 64, "my_step_samples": 16}
-        self.local_step(local_epoch=step, **taken, **changes)
+        self.local_step(local_epoch=step, step_taken=step, step_samples=64, my_step_samples=16, **changes)
 
     def names(self):
         return [event.get("code", event["event"]) for event in self.told]
 
 
 @pytest.fixture
-def swarm(monkeypatch):
-    return lambda **more: Swarm(monkeypatch, **more)
+def swarm(monkeypatch, clock, arguments):
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(callbacks.CheckpointData, "of", lambda _, optimizer: optimizer.local_epoch)
+    return lambda fields={}, **more: Swarm(clock, arguments(**fields), **more)
 
 
 def test_due_actions_survive_skipped_steps(swarm):
-    it, asked = swarm(logging_steps=2, eval_steps=3, save_steps=4, max_steps=8, eval_delay=4), []
+    by_steps = {f"{kind}_strategy": "steps" for kind in ("logging", "eval", "save")}
+    it = swarm(
+        by_steps | {"logging_steps": 2, "eval_steps": 3, "save_steps": 4, "eval_delay": 4}, max_steps=8
+    )
+    asked = []
     for step in (1, 2, 3, 7, 7, 8):
         it.swarm_step(step)
         asked.append((it.control.should_log, it.control.should_evaluate, it.control.should_save))
-    assert asked[:3] == [(False,) * 3, (True, False, False), (False,) * 3]
-    assert asked[3:] == [(True, True, True), (False,) * 3, (True, True, True)]
+    nothing = (False,) * 3
+    everything = (True,) * 3
+    assert asked == [nothing, (True, False, False), nothing, everything, nothing, everything]
 
 
 def test_checkpoint_is_due_by_clock(swarm):
     for strategy, due in (("steps", [3, 6]), ("no", [])):
-        it = swarm(save_minutes=1, save_strategy=strategy, save_steps=50)
+        it = swarm({"save_strategy": strategy}, save_minutes=1)
         for step in range(1, 7):
             it.swarm_step(step, seconds=25.0)
         assert it.saved == due
@@ -134,12 +113,12 @@ def test_checkpoint_is_due_by_clock(swarm):
 
 def test_epoch_strategies_are_due_after_passes(swarm):
     by_epoch = {f"{kind}_strategy": "epoch" for kind in ("logging", "eval", "save")}
-    it, due = swarm(steps_per_pass=4, max_steps=10, **by_epoch), []
-    it.control = it.events.on_epoch_begin(it.args, it.state, it.control)
+    it = swarm(by_epoch, steps_per_pass=4, max_steps=10)
+    due = []
     for step in (1, 3, 4, 5, 9, 10):
+        it.call("on_epoch_begin")  # of this peer's data
         it.local_step()
-        it.control = it.events.on_epoch_end(it.args, it.state, it.control)  # of this peer's data
-        it.control = it.events.on_epoch_begin(it.args, it.state, it.control)
+        it.call("on_epoch_end")
         it.swarm_step(step)
         if it.control.should_log and it.control.should_evaluate and it.control.should_save:
             due.append(step)
@@ -161,9 +140,9 @@ def test_callbacks_hear_swarm_steps(swarm):
 def test_on_save_follows_written_checkpoint(swarm):
     it = swarm()
     written, failed, replaced, late = saves = [Future() for _ in range(4)]
-    for step, it.checkpoints.last in enumerate(saves, 1):
+    for step, it.last in enumerate(saves, 1):
         it.swarm_step(step)
-        it.events.on_save(it.args, it.state, it.control)
+        it.call("on_save")
     it.user.heard.clear()
     written.set_result("checkpoints/step-1")
     failed.set_result(None)
@@ -176,17 +155,17 @@ def test_on_save_follows_written_checkpoint(swarm):
 
 
 def test_second_training_keeps_callbacks(swarm):
-    it, other = swarm(), swarm()
-    again = SwarmEvents(it.events, other.callback, 5)
-    assert again.callbacks == [other.callback, *it.events.callbacks[1:]]
+    it = swarm()
+    other = swarm()
+    again = SwarmEvents(it.handler, other.callback, 5)
+    assert again.callbacks == [other.callback, *it.handler.callbacks[1:]]
 
 
 @pytest.mark.parametrize(("own", "saved"), [(OwnSteps((8.0,), 8), [1, 1]), (OwnSteps(), [1])])
 def test_long_round_saves_own_steps(swarm, own, saved):
-    it = swarm(save_minutes=1, save_strategy="steps", save_steps=50)
+    it = swarm({"save_strategy": "steps"}, save_minutes=1)
     it.swarm_step(1, seconds=70.0, own_steps=own)
-    for _ in range(3):
-        it.local_step(seconds=25.0)
+    it.local_step(seconds=75.0)
     assert it.saved == saved
 
 
@@ -197,24 +176,29 @@ def test_wish_to_leave_ends_evaluation(swarm):
     wish.append(True)
     with pytest.raises(Left):
         it.callback.on_prediction_step(None, None, None)
-    it.trainer.is_evaluating = False
+    it.is_evaluating = False
     it.callback.on_prediction_step(None, None, None)  # of `predict`, whose result is wanted
 
 
-def test_training_ends_with_swarm_or_wish(swarm):
-    wish = []
-    it, over = swarm(leave=lambda: bool(wish), max_steps=9), swarm(max_steps=0)
+def test_training_ends_with_swarm(swarm):
+    it = swarm(max_steps=9)
     it.local_step(last_round=ROUND)
-    assert it.told == [] and not it.control.should_training_stop
+    assert it.told == []
+    assert not it.control.should_training_stop
     it.swarm_step(11)  # by a download
     assert it.control.should_training_stop
-    it.local_step(local_epoch=1)
-    assert not it.control.should_training_stop
-    wish.append(True)
+
+
+def test_training_ends_before_first_batch(swarm):
+    it = swarm(max_steps=0)
+    it.call("on_train_begin")
+    assert it.control.should_training_stop
+
+
+def test_wish_to_leave_ends_training(swarm):
+    it = swarm(leave=lambda: True)
     it.local_step()
     assert it.control.should_training_stop
-    control = over.events.on_train_begin(over.args, over.state, over.control)
-    assert control.should_training_stop, "before the first batch"
 
 
 def test_budget_ends_training_at_round_border(swarm):
@@ -225,9 +209,13 @@ def test_budget_ends_training_at_round_border(swarm):
             it.local_step()
             assert not it.control.should_training_stop
             it.swarm_step(step)
-        assert it.control.should_training_stop and it.callback.has_spent_budget
+        assert it.control.should_training_stop
+        assert it.callback.has_spent_budget
+
+
+def test_budget_excludes_steps_of_others(swarm):
     it = swarm(budget=Budget(steps=10))
-    it.local_step(local_epoch=7)  # which others took
+    it.local_step(local_epoch=7)
     it.swarm_step(16)  # of nine steps of its own
     assert not it.callback.has_spent_budget
     it.swarm_step(17)
@@ -235,79 +223,114 @@ def test_budget_ends_training_at_round_border(swarm):
 
 
 @pytest.mark.parametrize(
-    ("weights", "logged"), [([4.0, 4.0], 9.0), ([4.0, 0.0, 12.0], 2.5), ([0.0, 0.0], None)]
+    ("weights", "logged"),
+    [([4.0, 4.0], 9.0), ([4.0, 0.0, 12.0], 2.5), ([0.0, 0.0], "nothing")],
 )
 def test_logged_loss_skips_untrained_batches(swarm, weights, logged):
-    it, logs = swarm(), {"loss": 9.0, "train_loss": 9.0}
+    it = swarm()
+    logs = {"loss": 9.0, "train_loss": 9.0}
     for number, weight in enumerate(weights):
         it.local_step(loss=1.0 + number, weight=weight)
     it.callback.complete(logs)
-    losses = {name: logs[name] for name in ("loss", "train_loss") if name in logs}
-    assert losses == (dict.fromkeys(("loss", "train_loss"), logged) if logged else {})
+    assert [logs.get(name, "nothing") for name in ("loss", "train_loss")] == [logged, logged]
     assert logs["swarm/step"] == 0
 
 
-def test_step_event_has_mean_loss(swarm):
+def test_step_event_has_weighted_loss_and_round(swarm):
     it = swarm()
-    it.optimizer.tracker.others = (object(),)
-    it.local_step(loss=1.0)
-    it.local_step(loss=2.0)
-    it.swarm_step(1, loss=6.0, seconds=2.0, last_round=ROUND)
-    size = {"bytes_sent": 10, "bytes_received": 20}
-    round_ = {"group": ["QmA", "QmB"], "samples": {"QmA": 16}, "left_out": {"QmB": "too large"}, **size}
-    round_ |= {"committed": True, "reason": "QmC did not vote", "seconds": 0.123, "blocked_seconds": 0.123}
-    figures = {"loss": 3.0, "learning_rate": 0.5, "samples_per_second": 3.0, "data": None}
-    counts = {"step": 1, "samples": 64, "my_samples": 16, "peers": 2}
-    counts |= {"my_tokens": 120, "given": {"samples": 16, "tokens": 120}}
-    assert it.told == [{"event": "step", "round": round_, **figures, **counts}]
-    of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345, **size}
-    assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}
-    it.swarm_step(2, loss=8.0, last_round=None)
-    assert (it.told[1]["loss"], it.told[1]["samples_per_second"], it.told[1]["round"]) == (8.0, 4.0, None)
-    assert it.told[1]["given"] == {"samples": 32, "tokens": 160}
-    it.local_step(local_epoch=5)  # downloaded, and so not this peer's work
-    assert (it.told[2]["samples"], it.told[2]["my_samples"], it.told[2]["round"]) == (None, 0, None)
-    assert it.told[2]["given"] == it.told[1]["given"]
-    assert it.callback.samples_seen == 128 and it.callback.most_peers == 2
-
-
-def test_loss_is_weighted_by_trained_tokens(swarm):
-    it = swarm()
+    it.others = (object(),)
     it.local_step(loss=1.0, weight=30.0)
     it.local_step(loss=torch.nan, weight=0.0)  # a mean over no tokens
-    it.swarm_step(1, loss=5.0, weight=10.0)
-    assert (it.told[0]["loss"], it.told[0]["samples_per_second"]) == (2.0, 4.0)
-    it.clock[0] += 500
+    it.swarm_step(1, loss=5.0, weight=10.0, seconds=2.0, last_round=ROUND)
+    size = {"bytes_sent": 10, "bytes_received": 20}
+    assert it.told == [
+        {
+            "v": 1,
+            "t": ANY,
+            "event": "step",
+            "step": 1,
+            "loss": 2.0,
+            "learning_rate": 0.5,
+            "samples": 64,
+            "my_samples": 16,
+            "my_tokens": 120,
+            "given": {"samples": 16, "tokens": 120},
+            "peers": 2,
+            "samples_per_second": 3.0,
+            "round": {
+                "group": ["QmA", "QmB"],
+                "samples": {"QmA": 16},
+                "left_out": {"QmB": "too large"},
+                "committed": True,
+                "reason": "QmC did not vote",
+                "seconds": 0.123,
+                "blocked_seconds": 0.123,
+                **size,
+            },
+            "data": None,
+        }
+    ]
+    of_swarm = {"step": 1, "peers": 2, "samples": 64, "group_size": 2, "round_seconds": 0.12345, **size}
+    assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}
+
+
+def test_step_event_counts_own_work_only(swarm):
+    it = swarm()
+    it.swarm_step(1, last_round=ROUND)
+    it.swarm_step(2, loss=torch.nan, weight=0.0, last_round=None)
+    it.local_step(local_epoch=5)  # downloaded
+    names = "loss", "samples_per_second", "samples", "my_samples", "my_tokens", "given", "round"
+    assert [[event[name] for name in names] for event in it.told[1:]] == [
+        [None, 4.0, 64, 16, 40, {"samples": 32, "tokens": 80}, None],
+        [1.0, 4.0, None, 0, 0, {"samples": 32, "tokens": 80}, None],
+    ]
+    assert (it.callback.samples_seen, it.callback.most_peers) == (128, 2)
+
+
+def test_evaluation_is_reported_and_takes_no_time(swarm):
+    it = swarm()
+    it.swarm_step(1)
+    it.clock.now += 500
     metrics = {"eval_loss": 2.5, "eval_text": "x", "epoch": 0.1}
     it.callback.on_evaluate(None, None, it.control, metrics=metrics)
-    assert it.told[1] == {"event": "eval", "step": 1, "eval_loss": 2.5, "epoch": 0.1}
+    assert it.told[1] == {"v": 1, "t": ANY, "event": "eval", "step": 1, "eval_loss": 2.5, "epoch": 0.1}
     assert it.callback.evaluated_at == 1
-    it.swarm_step(2, loss=torch.nan, weight=0.0)
-    assert (it.told[2]["loss"], it.told[2]["samples_per_second"]) == (None, 4.0)
+    it.swarm_step(2)
+    assert it.told[2]["samples_per_second"] == 4.0
 
 
 def test_failed_round_is_reported_once(swarm):
     it = swarm()
     it.local_step(last_round=FAILED)
+    it.local_step()
+    it.local_step(last_round=replace(FAILED, reason="nobody came, again"))
+    assert it.names() == ["round", "round"]
+    assert "(nobody came)" in it.told[0]["message"]
+    assert "(nobody came, again)" in it.told[1]["message"]
+
+
+def test_dropped_samples_are_reported_once(swarm):
+    it = swarm()
     it.local_step(dropped_samples=4)
     it.local_step()
-    it.local_step(dropped_samples=12, last_round=replace(FAILED, reason="nobody came, again"))
-    assert it.names() == ["round", "not-finite", "round", "not-finite"]
-    said = ("nobody came", "of 4 samples", "nobody came, again", "of 8 samples")
-    assert all(words in event["message"] for words, event in zip(said, it.told, strict=True))
+    it.local_step(dropped_samples=12)
+    assert it.names() == ["not-finite", "not-finite"]
+    assert "of 4 samples" in it.told[0]["message"]
+    assert "of 8 samples" in it.told[1]["message"]
 
 
-def test_overflowed_batches_are_withdrawn(swarm):
+def test_overflowed_batches_are_withdrawn_and_reported(swarm):
     it = swarm()
-    it.accelerator.optimizer_step_was_skipped = True
-    it.local_step()
-    it.local_step()
-    assert it.told == [] and it.taken_back == [1.0, 2.0]
-    it.accelerator.optimizer_step_was_skipped = False
-    for step in (1, 2):
+    for it.optimizer_step_was_skipped, step in ((True, 0), (True, 0), (False, 1), (False, 2)):
         it.local_step(local_epoch=step, step_taken=step)
-    assert it.names() == ["overflow", "step", "step"] and "2 local batches" in it.told[0]["message"]
-    it.accelerator.optimizer_step_was_skipped = True
+    assert it.taken_back == [1.0, 2.0]
+    assert it.names() == ["overflow", "step", "step"]
+    assert "2 local batches" in it.told[0]["message"]
+
+
+def test_many_overflows_warn_without_step(swarm):
+    it = swarm()
+    it.optimizer_step_was_skipped = True
     for _ in range(callbacks.OVERFLOWS_IN_A_ROW):
         it.local_step()
-    assert it.names()[3:] == ["overflow"]
+    assert it.names() == ["overflow"]

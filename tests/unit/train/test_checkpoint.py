@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import threading
 from types import SimpleNamespace
 
@@ -39,108 +40,115 @@ from trahiv_cli.train.checkpoint import (
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
 
-def model(width=64, dtype=torch.float32):
-    """Two trained layers, one of them large enough to be quantized, and a frozen one."""
+def network(width=64):
+    """Make two trained layers, one of them large enough to be quantized, and a frozen one."""
     torch.manual_seed(0)
     layers = torch.nn.Linear(64, width), torch.nn.Linear(width, 2, bias=False), torch.nn.Linear(2, 1)
-    return torch.nn.Sequential(*layers).to(dtype)[:2].append(layers[2].requires_grad_(False))
-
-
-def trained_of(a_model):
-    return [param for param in a_model.parameters() if param.requires_grad]
-
-
-def optimizer_of(a_model, name="adamw_torch"):
-    trained = trained_of(a_model)
-    groups = [{"params": trained[:1], "weight_decay": 0.1}, {"params": trained[1:], "weight_decay": 0.0}]
-    optimizer = OPTIMIZERS[name](groups)
-    initialize_state(optimizer)
-    if optimizer.defaults["lr"] is not None:
-        get_scheduler("cosine", optimizer, num_warmup_steps=0, num_training_steps=9)  # adds `initial_lr`
-    return optimizer
-
-
-def train(a_model, optimizer, seeds):
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        for param in trained_of(a_model):
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        optimizer.step()
-
-
-def bits(a_model, optimizer):
-    """All weights, and all tensors and numbers of an optimizer's state, comparable."""
-    flat = [*a_model.parameters(), *nested_flatten(optimizer.state_dict())]
-    return [(str(one.dtype), one.tolist()) if isinstance(one, torch.Tensor) else one for one in flat]
+    layers[2].requires_grad_(False)
+    return torch.nn.Sequential(*layers)
 
 
 def at(step, branch=b"?"):
-    """A history of `step` steps; another `branch` is another history."""
+    """Make a history of `step` steps; another `branch` is another history."""
     return History(step, 10 * step, branch * DIGEST_BYTES)
 
 
-def data_of(a_model, optimizer, history, outer=None, **swarm):
-    """The checkpoint data of a swarm's optimizer that is only these values."""
-    usual = {"ledger": Ledger(), "pace": DEFAULT_PACE, "agreed_values": {}, "own_steps": OwnSteps()}
-    averager = SimpleNamespace(
-        outer=outer, lock_state=StateLock(), weights=trained_of(a_model), buffers=Buffers(a_model)
-    )
-    values = usual | {"opt": optimizer, "history": history, "state_averager": averager} | swarm
-    return CheckpointData.of(a_model, SimpleNamespace(**values))
+class Peer:
+    """A model and its checkpoints; it stands for the swarm's optimizer and its averager."""
+
+    ledger = Ledger()
+    pace = DEFAULT_PACE
+    own_steps = OwnSteps()
+    agreed_values = {}
+    outer = None
+
+    def __init__(self, folder, name="adamw_torch", model=None, **keywords):
+        self.model = model or network()
+        self.weights = [param for param in self.model.parameters() if param.requires_grad]
+        self.buffers = Buffers(self.model)
+        self.lock_state = StateLock()
+        self.state_averager = self
+        decays = {"params": self.weights[:1], "weight_decay": 0.1}
+        self.opt = OPTIMIZERS[name]([decays, {"params": self.weights[1:], "weight_decay": 0.0}])
+        initialize_state(self.opt)
+        if self.opt.defaults["lr"] is not None:
+            # It adds `initial_lr`.
+            get_scheduler("cosine", self.opt, num_warmup_steps=0, num_training_steps=9)
+        self.store = Checkpoints(folder, **keywords)
+
+    def train(self, *seeds):
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            for weight in self.weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+            self.opt.step()
+
+    def data(self, step, branch=b"?", **changes):
+        vars(self).update(changes)
+        self.history = at(step, branch)
+        return CheckpointData.of(self.model, self)
+
+    def save(self, *args, **changes):
+        return self.store.save(self.data(*args, **changes))
+
+    def load(self):
+        newest = self.store.newest()
+        newest.load_weights(self.model)
+        newest.load_optimizer(self.opt)
+        return self
+
+    @property
+    def bits(self):
+        """All weights, and all tensors, numbers and names in the optimizer's state, comparable."""
+        flat = [*self.model.parameters(), *nested_flatten(self.opt.state_dict())]
+        values = [(str(one.dtype), one.tolist()) if isinstance(one, torch.Tensor) else one for one in flat]
+        return values, [list(state) for state in self.opt.state.values()]
 
 
-def saved(folder, step=3, name="adamw_torch"):
-    """Train for `step` steps and save; return the store, the model and its optimizer."""
-    trained = model()
-    optimizer = optimizer_of(trained, name)
-    train(trained, optimizer, range(step))
-    store = Checkpoints(folder)
-    store.save(data_of(trained, optimizer, at(step)))
-    return store, trained, optimizer
-
-
-def restored(checkpoint, name="adamw_torch"):
-    """Make a model and its optimizer from a checkpoint."""
-    again = model()
-    checkpoint.load_weights(again)
-    fresh = optimizer_of(again, name)
-    checkpoint.load_optimizer(fresh)
-    return again, fresh
+@pytest.fixture
+def peer(tmp_path):
+    return Peer(tmp_path)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resuming_equals_uninterrupted_training(tmp_path, name):
-    store, *trained = saved(tmp_path / "checkpoints", name=name)
-    again = restored(store.newest(), name)
-    names = [[*map(list, optimizer.state.values())] for _, optimizer in (again, trained)]
-    assert names[0] == names[1], "nothing beside what the optimizer itself holds"
-    assert store.newest().state.history == at(3)
-    assert bits(*again) == bits(*trained)
-    for one in (again, trained):
-        train(*one, range(100, 103))
-    assert bits(*again) == bits(*trained)
+    peer = Peer(tmp_path, name)
+    peer.train(0, 1, 2)
+    peer.save(3)
+    again = Peer(tmp_path, name).load()
+    assert again.bits == peer.bits
+    for one in (again, peer):
+        one.train(100, 101, 102)
+    assert again.bits == peer.bits
 
 
-def test_random_and_agreed_state_are_restored(tmp_path):
+def test_random_states_are_restored(peer):
     def draw():
         return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
 
-    trained, again, store = model(), model(), Checkpoints(tmp_path)
-    params, optimizer = trained_of(trained), optimizer_of(trained)
-    outer, fresh, theirs = (OuterState(some, 0.7, 0.9) for some in (params, params, [torch.zeros(3)]))
-    outer.resume([torch.full_like(param, 2.0) for param in params], 5)
-    chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
-    agreed = {param: torch.full_like(param, 7.0) for param in params}
     draw()  # numpy keeps a second normal number for the next call
-    store.save(data_of(trained, optimizer, at(1), outer, agreed_values=agreed, **chosen))
-    drawn, _, newest = draw(), draw(), store.newest()
-    set_random_states(newest.state.random)
+    peer.save(1)
+    drawn = draw()
+    set_random_states(peer.store.newest().state.random)
     assert draw() == drawn
-    assert {name: getattr(newest.state, name) for name in chosen} == chosen
-    newest.load_weights(again)
-    assert all(bool((param == 7.0).all()) for param in trained_of(again))
+
+
+def test_pace_and_ledger_are_restored(peer):
+    chosen = {"pace": Pace("diloco", local_steps=20), "ledger": Ledger().extend([Spans.of_positions([3])])}
+    peer.save(1, **chosen)
+    assert vars(peer.store.newest().state).items() >= chosen.items()
+
+
+def test_outer_state_is_restored_in_same_model(peer):
+    outer, fresh, theirs = (
+        OuterState(some, 0.7, 0.9) for some in (peer.weights, peer.weights, peer.weights[:1])
+    )
+    outer.resume([torch.full_like(weight, 2.0) for weight in peer.weights], 5)
+    peer.save(1, outer=outer)
+    newest = peer.store.newest()
     newest.load_outer(fresh)
-    assert fresh.rounds == 5 and all(bool((momentum == 2.0).all()) for momentum in fresh.momentum)
+    assert fresh.rounds == 5
+    assert all((momentum == 2.0).all() for momentum in fresh.momentum)
     with pytest.raises(AssetError, match="of another model"):
         newest.load_outer(theirs)
     assert theirs.rounds == 0
@@ -149,167 +157,169 @@ def test_random_and_agreed_state_are_restored(tmp_path):
 class ResumingSteps(LocalSteps):
     """Local steps that resume from any own steps."""
 
+    resumed = None
+
     def __init__(self):
-        self.resumed = []
+        """Take part in no swarm."""
 
     def resume(self, own):
-        self.resumed.append(own)
+        self.resumed = own
         return True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_agreed_and_own_buffers_are_restored(tmp_path, dtype):
-    def normalized():
-        return torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)).to(dtype)
+    def make():
+        layers = torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)
+        return Peer(tmp_path, model=torch.nn.Sequential(*layers).to(dtype))
 
-    trained, again, store = normalized(), normalized(), Checkpoints(tmp_path)
-    optimizer = optimizer_of(trained)
-    buffers = Buffers(trained)
-    buffers.exchanged[0].copy_(torch.tensor([0.1, 2.0, 0.3, 4.0, 5.0]))
-    buffers.apply(keeps_own=False)
-    agreed = [one.clone() for one in trained.buffers()]
-    averager = SimpleNamespace(
-        outer=None, lock_state=StateLock(), weights=trained_of(trained), buffers=buffers
-    )
-    own = {"agreed_values": buffers.agreed, "own_steps": OwnSteps((30.0,), 8), "state_averager": averager}
+    peer = make()
+    again = make()
+    peer.buffers.exchanged[0].fill_(2.3)
+    peer.buffers.apply(keeps_own=False)
+    agreed = [one.clone() for one in peer.model.buffers()]
     with torch.no_grad():
-        trained(torch.ones(3, 4, dtype=dtype))
-    store.save(data_of(trained, optimizer, at(1), **own))
-    newest = store.newest()
-    newest.load_weights(again)
-    assert all(map(torch.equal, again.buffers(), agreed))
-    assert all(map(torch.equal, Buffers(again).common, buffers.common)), "peers agree on them after a resume"
-    averager = SimpleNamespace(weights=trained_of(again), buffers=Buffers(again))
-    position = SimpleNamespace(method=ResumingSteps())
-    newest.load_own_steps(SimpleNamespace(state_averager=averager, position=position))
-    assert all(map(torch.equal, again.buffers(), trained.buffers()))
-    assert not torch.equal(again[1].running_mean, agreed[0])
-    larger = SimpleNamespace(weights=[torch.zeros(5)], buffers=Buffers(again))
-    position.method.resumed.clear()
+        peer.model(torch.ones(3, 4, dtype=dtype))
+    peer.save(1, agreed_values=peer.buffers.agreed, own_steps=OwnSteps((30.0,), 8))
+    again.load()
+    assert all(map(torch.equal, again.model.buffers(), agreed))
+    assert all(map(torch.equal, Buffers(again.model).common, peer.buffers.common)), "peers agree on them"
+    again.position = SimpleNamespace(method=ResumingSteps())
+    again.store.newest().load_own_steps(again)
+    assert all(map(torch.equal, again.model.buffers(), peer.model.buffers()))
+
+
+def test_own_steps_of_another_model_are_refused(peer):
+    peer.save(1, own_steps=OwnSteps((30.0,), 8))
+    peer.weights = [torch.zeros(5)]
+    peer.position = SimpleNamespace(method=ResumingSteps())
     with pytest.raises(AssetError, match="another model"):
-        newest.load_own_steps(SimpleNamespace(state_averager=larger, position=position))
-    assert not position.method.resumed and not larger.weights[0].any()
+        peer.store.newest().load_own_steps(peer)
+    assert peer.position.method.resumed is None
 
 
 def test_checkpoint_holds_only_trained_weights(tmp_path):
-    store, trained, optimizer = saved(tmp_path)
-    assert {entry.name for entry in (tmp_path / "step-3").iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
-    assert checkpoint.load_file(tmp_path / "step-3" / WEIGHTS).keys() == {"0.weight", "0.bias", "1.weight"}
-    before = [param.clone() for param in trained_of(trained)]
-    train(trained, optimizer, [7])
-    for history, expected in ((at(3), before), (at(3, branch=b"!"), trained_of(trained))):
-        assert store.save(data_of(trained, optimizer, history)) == tmp_path / "step-3"
-        assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-        half = model(dtype=torch.bfloat16)
-        store.newest().load_weights(half)
-        pairs = zip(trained_of(half), expected, strict=True)
-        assert all(torch.equal(ours, theirs.bfloat16()) for ours, theirs in pairs)
-        assert store.newest().state.history == history
+    path = Peer(tmp_path).save(3)
+    assert {entry.name for entry in path.iterdir()} == {WEIGHTS, OPTIMIZER, STATE, MANIFEST}
+    assert checkpoint.load_file(path / WEIGHTS).keys() == {"0.weight", "0.bias", "1.weight"}
 
 
-def test_more_own_steps_replace_checkpoint(tmp_path):
-    trained, store = model(), Checkpoints(tmp_path)
-    optimizer = optimizer_of(trained)
-    few, many = OwnSteps((8.0,), 8, Spans(((0, 8),))), OwnSteps((16.0,), 16, Spans(((0, 16),)))
-    for own in (few, many, many):
-        train(trained, optimizer, [own.samples])
-        before = store.newest()
-        store.save(data_of(trained, optimizer, at(3), own_steps=own))
-        newest = store.newest()
-        assert newest.state.own_steps == own
-        kept = checkpoint.load_file(newest.path / OWN)["0"]
-        is_left = before is not None and before.state.own_steps == own
-        assert torch.equal(kept, trained_of(trained)[0]) is not is_left
+def test_only_another_history_replaces_checkpoint(peer, tmp_path):
+    peer.save(3)
+    before = peer.bits
+    peer.train(7)
+    for branch, expected in ((b"?", before), (b"!", peer.bits)):
+        peer.save(3, branch)
+        assert Peer(tmp_path).load().bits == expected
+    assert peer.store.newest().state.history == at(3, b"!")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
 
 
-@pytest.mark.parametrize(("keep", "left"), [(None, [20, 60]), (1, [60]), (2, [20, 60])])
-def test_checkpoints_of_abandoned_history_are_deleted(tmp_path, keep, left):
-    trained, store = model(), Checkpoints(tmp_path, keep)
-    optimizer = optimizer_of(trained)
-    for step in (20, 80, 100):
-        Checkpoints(tmp_path).save(data_of(trained, optimizer, at(step, branch=b"a")))
-    store.save(data_of(trained, optimizer, at(60, branch=b"s")))
+def test_only_more_own_steps_replace_checkpoint(peer):
+    for seed, samples, is_replaced in ((1, 8, True), (2, 16, True), (3, 16, False)):
+        peer.train(seed)
+        peer.save(3, own_steps=OwnSteps((8.0,), samples))
+        newest = peer.store.newest()
+        assert newest.state.own_steps.samples == samples
+        assert torch.equal(checkpoint.load_file(newest.path / OWN)["0"], peer.weights[0]) is is_replaced
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [9, 60]), (1, [60]), (2, [9, 60])])
+def test_checkpoints_of_abandoned_history_are_deleted(peer, tmp_path, keep, left):
+    for step in (9, 80, 100):
+        peer.save(step, b"a")
+    store = Checkpoints(tmp_path, keep)
+    store.save(peer.data(60, b"s"))
     assert [found.step for found in store.all()] == left
-    assert store.newest().state.history == at(60, branch=b"s")
-    store.save(data_of(trained, optimizer, at(70, branch=b"s")))
-    assert store.newest().step == 70
 
 
-def test_half_written_checkpoints_are_ignored(tmp_path):
-    assert Checkpoints(tmp_path / "none").newest() is None
-    store, trained, optimizer = saved(tmp_path)
+def test_half_written_checkpoints_are_ignored(peer, tmp_path):
+    assert peer.store.newest() is None
+    peer.save(3)
     (tmp_path / "step-8").mkdir()
-    (tmp_path / "step-8" / WEIGHTS).write_bytes((tmp_path / "step-3" / WEIGHTS).read_bytes())
     (tmp_path / f".step-9.{os.getpid()}").mkdir()  # of a killed process that had the same id
     (tmp_path / "step-10").write_text("a file")
-    assert store.newest() == Checkpoint(tmp_path / "step-3", 3)
-    for keep, step, left in ((None, 9, [3, 9]), (2, 100, [9, 100])):
-        Checkpoints(tmp_path, keep).save(data_of(trained, optimizer, at(step)))
-        assert [(found.path.name, found.step) for found in store.all()] == [(f"step-{n}", n) for n in left]
+    assert peer.store.newest() == Checkpoint(tmp_path / "step-3", 3)
+    peer.save(9)
+    assert [found.step for found in peer.store.all()] == [3, 9]
     assert not list(tmp_path.glob(".step-*"))
 
 
 @pytest.mark.parametrize(
     ("file", "harm"),
     [
-        (WEIGHTS, lambda path: path.unlink()),
-        (OPTIMIZER, lambda path: path.write_bytes(path.read_bytes()[:-1])),
+        (STATE, os.remove),
+        (OPTIMIZER, lambda path: os.truncate(path, 9)),
         (WEIGHTS, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?")),  # of the same length
-        (STATE, lambda path: path.write_bytes(path.read_bytes()[:-1] + b"!")),
     ],
 )
 def test_damaged_checkpoint_is_skipped_and_replaced(tmp_path, file, harm):
-    store, trained, optimizer = saved(tmp_path)
-    store.save(data_of(trained, optimizer, at(4)))
-    harm(tmp_path / "step-4" / file)
     said = []
-    assert Checkpoints(tmp_path, events=Events(said.append)).newest().step == 3
+    peer = Peer(tmp_path, events=Events(said.append))
+    peer.save(3)
+    harm(peer.save(4) / file)
+    assert peer.store.newest().step == 3
     [warning] = said
-    assert warning["code"] == "checkpoint" and "step-4 is passed over: " in warning["message"]
-    store.save(data_of(trained, optimizer, at(4)))
-    assert store.newest().step == 4
+    assert warning["code"] == "checkpoint"
+    assert "step-4 is passed over: " in warning["message"]
+    peer.save(4)
+    assert peer.store.newest().step == 4
 
 
-@pytest.mark.parametrize("other", [lambda: model(width=32), lambda: model().append(torch.nn.Linear(1, 1))])
-@pytest.mark.parametrize("name", ["sgd", "adafactor", "adamw_8bit"])
-def test_foreign_checkpoint_changes_nothing(tmp_path, other, name):
-    newest, their_model, theirs = saved(tmp_path)[0].newest(), other(), optimizer_of(model(), name)
-    before = bits(their_model, theirs)
+@pytest.mark.parametrize("model", [network(width=32), network().append(torch.nn.Linear(1, 1))])
+def test_weights_of_another_model_are_refused(tmp_path, model):
+    Peer(tmp_path).save(3)
+    torch.nn.init.zeros_(model[0].weight)
     with pytest.raises(AssetError, match="another model"):
-        newest.load_weights(their_model)
+        Peer(tmp_path, model=model).load()
+    assert not model[0].weight.any()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "adamw_8bit"])
+def test_state_of_another_optimizer_is_refused(tmp_path, name):
+    Peer(tmp_path).save(3)
+    theirs = Peer(tmp_path, name)
+    before = theirs.bits
     with pytest.raises(AssetError, match="another optimizer"):
-        newest.load_optimizer(theirs)
-    state = json.loads((newest.path / STATE).read_text())
+        theirs.load()
+    assert theirs.bits == before
+
+
+def test_unreadable_state_is_refused(peer):
+    path = peer.save(3)
+    state = json.loads((path / STATE).read_text())
     without = (state | {name: None} for name in state if name != "version")
     for one in ([], state | {"step": "many"}, state | {"samples": -1}, *without):
-        (newest.path / STATE).write_text(json.dumps(one))
+        (path / STATE).write_text(json.dumps(one))
         with pytest.raises(AssetError, match=r"state.json can't be read") as refused:
-            Checkpoint(newest.path, 3).load_optimizer(theirs)
-    assert str(newest.path) in refused.value.hint and refused.value.exit_code == 3
-    assert bits(their_model, theirs) == before
+            Checkpoint(path, 3).load_optimizer(peer.opt)
+    assert str(path) in refused.value.hint
+    assert refused.value.exit_code == 3
 
 
 def test_background_save_keeps_only_newest_waiting(tmp_path):
-    began, go_on, said = threading.Event(), threading.Event(), []
+    began = threading.Event()
+    go_on = threading.Event()
+    said = []
+    peer = Peer(tmp_path, events=Events(said.append))
+    save = peer.store.save
 
-    class Slow(Checkpoints):
-        def save(self, data):
-            began.set()
-            assert go_on.wait(10)
-            return super().save(data)
+    def save_slowly(data):
+        began.set()
+        assert go_on.wait(10)
+        return save(data)
 
-    store, trained = Slow(tmp_path, events=Events(said.append)), model()
-    optimizer = optimizer_of(trained)
+    peer.store.save = save_slowly
     for step in (1, 2, 3):
-        train(trained, optimizer, [step])
-        store.save_beside(data_of(trained, optimizer, at(step)))
+        peer.train(step)
+        peer.store.save_beside(peer.data(step))
         assert began.wait(10)
-    expected = bits(trained, optimizer)
-    train(trained, optimizer, range(5))
+    expected = peer.bits
+    peer.train(4)
     go_on.set()
-    assert store.finish() == store.finish() == tmp_path / "step-3"
+    assert peer.store.finish() == peer.store.finish() == tmp_path / "step-3"
     assert [(event["event"], event["step"]) for event in said] == [("checkpoint", 1), ("checkpoint", 3)]
-    assert bits(*restored(store.newest())) == expected
+    assert Peer(tmp_path).load().bits == expected
 
 
 def full(_, path=None):
@@ -320,17 +330,20 @@ def full(_, path=None):
 
 
 @pytest.mark.parametrize("full_at", [(checkpoint, "save_file", full), (os, "fsync", full)])
-def test_full_disk_keeps_older_checkpoint(tmp_path, monkeypatch, full_at):
-    (_, trained, optimizer), said = saved(tmp_path), []
-    store = Checkpoints(tmp_path, keep=1, events=Events(said.append))
-    for history in (at(3, branch=b"!"), at(4)):  # of another history, and newer
-        with monkeypatch.context() as context:
-            context.setattr(*full_at)
-            store.save_beside(data_of(trained, optimizer, history))
-            assert store.finish() is None
-        assert said[-1]["code"] == "checkpoint" and f"step {history.step}: " in said[-1]["message"]
-        assert "No space left" in said[-1]["message"] and said[-1]["hint"]
-        assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
-        assert store.newest().state.history == at(3)
-    store.save_beside(data_of(trained, optimizer, at(4)))  # the next save is tried again
-    assert store.finish() == tmp_path / "step-4"
+@pytest.mark.parametrize(("step", "branch"), [(3, b"!"), (4, b"?")])
+def test_full_disk_keeps_older_checkpoint(tmp_path, monkeypatch, full_at, step, branch):
+    said = []
+    peer = Peer(tmp_path, keep=1, events=Events(said.append))
+    peer.save(3)
+    with monkeypatch.context() as context:
+        context.setattr(*full_at)
+        peer.store.save_beside(peer.data(step, branch))
+        assert peer.store.finish() is None
+    [warning] = said
+    assert warning["code"] == "checkpoint"
+    assert re.search(rf"step {step}: .*No space left", warning["message"])
+    assert warning["hint"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-3"]
+    assert peer.store.newest().state.history == at(3)
+    peer.store.save_beside(peer.data(4))  # the next save is tried again
+    assert peer.store.finish() == tmp_path / "step-4"

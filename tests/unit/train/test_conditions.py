@@ -24,24 +24,26 @@ from trahiv_cli.train.conditions import (
 
 @pytest.fixture
 def tools(monkeypatch):
-    """`tools(name=answer)` has these commands answer, and all others be missing."""
+    """`tools(name=answer)` has these commands answer, and all others be missing; no terminal is open."""
 
     def tools(**answers):
+        answers = {name.replace("_", "-"): answer for name, answer in answers.items()}
+
         def asked(name, *words):
-            found = answers.get(name.replace("-", "_"), "")
+            found = answers.get(name, "")
             return found(words) if callable(found) else found
 
         monkeypatch.setattr(module, "_asked", asked)
-        is_there = {name.replace("_", "-") for name in answers}
-        monkeypatch.setattr(shutil, "which", lambda name: name if name in is_there else None)
+        monkeypatch.setattr(shutil, "which", answers.get)
 
+    monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))
     tools()
     return tools
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_unknown_condition_lists_known_ones():
+    known = "is not a condition; there are idle, .* mains .* gpu-free 8 .* not PROC"
+    for text in (
         "",
         "idle 10",
         "idle m",
@@ -52,14 +54,9 @@ def tools(monkeypatch):
         "gpu-free",
         "gpu-free -1",
         "not",
-    ],
-)
-def test_unknown_condition_lists_known_ones(tools, text):
-    tools(nvidia_smi="")
-    with pytest.raises(
-        ValueError, match="is not a condition; there are idle, .* mains .* gpu-free 8 .* not PROC"
     ):
-        parse_condition(text)
+        with pytest.raises(ValueError, match=known):
+            parse_condition(text)
 
 
 def test_unsupported_condition_is_refused(tools):
@@ -67,68 +64,70 @@ def test_unsupported_condition_is_refused(tools):
         parse_condition("gpu-free 8")
 
 
-def test_conditions_are_parsed(tools, monkeypatch):
-    tools(nvidia_smi="")
-    said = {}
-    for name in ("idle", "hours", "gpu_free", "process"):
-        monkeypatch.setattr(
-            module, f"unmet_{name}", lambda *args, name=name: said.__setitem__(name, args) or ""
-        )
-    for text in ("idle 30m", "22:00-7:30", "gpu-free 7.5", "not My Game.exe"):
-        condition = parse_condition(text)
-        assert condition.text == text and condition.unmet() == ""
-    hours = (datetime.time(22, 0), datetime.time(7, 30))
-    assert said == {"idle": (1800,), "hours": hours, "gpu_free": (7.5,), "process": ("My Game.exe",)}
-    parse_condition("idle").unmet()
-    assert said["idle"] == (module.IDLE_S,)
-
-
 @pytest.mark.parametrize(
-    ("hours", "is_in", "is_out"),
+    ("text", "check", "arguments"),
     [
-        ("22:00-07:00", ("22:00", "23:59", "00:00", "06:59"), ("07:00", "21:59")),
-        ("09:00-17:00", ("9:00",), ("17:00",)),
+        ("idle", "idle", (module.IDLE_S,)),
+        ("idle 30m", "idle", (1800,)),
+        ("22:00-7:30", "hours", (datetime.time(22, 0), datetime.time(7, 30))),
+        ("gpu-free 7.5", "gpu_free", (7.5,)),
+        ("not My Game.exe", "process", ("My Game.exe",)),
     ],
 )
-def test_hours_may_cross_midnight(hours, is_in, is_out):
-    def at(text):
-        return datetime.time(*map(int, text.split(":")))
+def test_conditions_are_parsed(tools, monkeypatch, text, check, arguments):
+    tools(nvidia_smi="there")
+    monkeypatch.setattr(module, f"unmet_{check}", lambda *given: given)
+    condition = parse_condition(text)
+    assert condition.text == text
+    assert condition.unmet() == arguments
 
-    start, end = map(at, hours.split("-"))
-    assert all(unmet_hours(start, end, at(now)) == "" for now in is_in)
-    assert {unmet_hours(start, end, at(now)) for now in is_out} == {
-        f"it trains from {hours.replace('-', ' to ')}"
-    }
+
+def test_hours_may_cross_midnight():
+    at = datetime.time.fromisoformat
+    for start, end, is_in, is_out in (
+        ("22:00", "07:00", "22:00 23:59 00:00 06:59", "07:00 21:59"),
+        ("09:00", "17:00", "09:00", "17:00"),
+    ):
+        why = f"it trains from {start} to {end}"
+        for times, unmet in ((is_in, ""), (is_out, why)):
+            assert {unmet_hours(at(start), at(end), at(now)) for now in times.split()} == {unmet}
 
 
 def test_running_program_is_found_by_name():
     own = psutil.Process().name()
-    assert unmet_process(own) == f"{own} runs" and unmet_process("no such game") == ""
+    assert unmet_process(own) == f"{own} runs"
+    assert unmet_process("no such game") == ""
 
 
 def test_machine_on_battery_pauses(monkeypatch):
-    for battery, is_unmet in ((None, False), (True, False), (None, False), (False, True)):
-        state = None if battery is None else SimpleNamespace(power_plugged=battery)
-        monkeypatch.setattr(psutil, "sensors_battery", lambda state=state: state, raising=False)
+    plugged, unknown, unplugged = (SimpleNamespace(power_plugged=state) for state in (True, None, False))
+    for battery, is_unmet in ((None, False), (plugged, False), (unknown, False), (unplugged, True)):
+        monkeypatch.setattr(psutil, "sensors_battery", lambda battery=battery: battery, raising=False)
         assert bool(unmet_mains()) == is_unmet
 
 
-def test_terminal_input_counts_as_use(tools):
+def test_terminal_input_counts_as_use():
     leader, terminal = os.openpty()
     try:
         os.utime(os.ttyname(terminal), (time.time() - 1, time.time()))
-        assert 0.0 <= idle_seconds() < 60 and "this machine was used" in unmet_idle(60)
+        assert 0.0 <= idle_seconds() < 60
+        assert "this machine was used" in unmet_idle(60)
     finally:
         os.close(leader)
         os.close(terminal)
 
 
 def test_xprintidle_reports_screen_use(tools, monkeypatch):
-    monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))  # no terminal
-    assert unmet_idle(1e9) == ""
     monkeypatch.setenv("DISPLAY", ":0")
     tools(xprintidle="90000\n")
-    assert idle_seconds() == 90.0 and unmet_idle(60) == "" and unmet_idle(91) != ""
+    assert idle_seconds() == 90.0
+    assert unmet_idle(60) == ""
+    assert unmet_idle(91) != ""
+
+
+def test_machine_without_screen_is_idle(tools, monkeypatch):
+    assert unmet_idle(1e9) == ""
+    monkeypatch.setenv("DISPLAY", ":0")
     tools(xprintidle="no screen")
     assert unmet_idle(1e9) == ""
 
@@ -142,39 +141,49 @@ def test_xprintidle_reports_screen_use(tools, monkeypatch):
         ("tty", "no", 0, None),
     ],
 )
-def test_logind_reports_desktop_idle_time(tools, monkeypatch, kind, hint, since_s, seconds):
-    monkeypatch.setattr(module, "Path", lambda _: SimpleNamespace(glob=lambda _: ()))
-    now = time.time()
+def test_logind_reports_desktop_idle_time(tools, kind, hint, since_s, seconds):
+    since = "n/a" if since_s is None else int((time.time() - since_s) * 1e6)
 
     def loginctl(words):
         if words[0] == "show-seat":
             return "c2\n"
-        since = "n/a" if since_s is None else int((now - since_s) * 1e6)
         return f"Type={kind}\nIdleHint={hint}\nIdleSinceHint={since}\n" if words[1] == "c2" else ""
 
-    tools(loginctl=loginctl, xprintidle="")
-    found = module.screen_idle_seconds()
-    assert found is None if seconds is None else found == pytest.approx(seconds, abs=60)
-    tools(loginctl="")
-    assert module.screen_idle_seconds() is None, "nobody is logged in"
+    tools(loginctl=loginctl)
+    assert module.screen_idle_seconds() == pytest.approx(seconds, abs=60)
 
 
-def test_own_gpu_memory_counts_as_free(tools, monkeypatch):
+@pytest.fixture
+def gpu(tools):
+    """What nvidia-smi says of the GPU, by option."""
     said = {"--query-gpu=memory.free": "2048\n"}
     tools(nvidia_smi=lambda words: next((text for word, text in said.items() if word in words), ""))
-    said["--query-compute-apps=pid,used_memory"] = f"1, [N/A]\n77, 9000\n{os.getpid()}, 4096\n"
+    return said
+
+
+def test_own_gpu_memory_counts_as_free(gpu):
+    gpu["--query-compute-apps=pid,used_memory"] = f"1, [N/A]\n77, 9000\n{os.getpid()}, 4096\n"
     assert unmet_gpu_free(6.0) == ""
     assert unmet_gpu_free(6.1) == "other programs leave 6.0 GiB of the GPU's memory"
-    said["--query-compute-apps=pid,used_memory"] = "4711, 4096\n"  # a container's processes have other ids
+
+
+def test_torch_tells_own_gpu_memory_in_container(gpu, monkeypatch):
+    gpu["--query-compute-apps=pid,used_memory"] = "4711, 4096\n"  # of other ids
     cuda = SimpleNamespace(is_initialized=lambda: True, memory_reserved=lambda: 1536 * 2**20)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert unmet_gpu_free(4.0) == "" and unmet_gpu_free(4.1) != ""
-    said["--query-gpu=memory.free"] = "Failed to initialize NVML"
+    assert unmet_gpu_free(4.0) == ""
+    assert unmet_gpu_free(4.1) != ""
+
+
+def test_silent_gpu_tool_is_refused(gpu):
+    gpu["--query-gpu=memory.free"] = "Failed to initialize NVML"
     with pytest.raises(ValueError, match="does not say"):
         unmet_gpu_free(1.0)
 
 
 def test_failing_or_missing_tool_is_silent():
-    assert (
-        module._asked("false") == module._asked("no-such-tool") == "" and module._asked("echo", "7") == "7\n"
-    )
+    assert [module._asked(*words) for words in (["false"], ["no-such-tool"], ["echo", "7"])] == [
+        "",
+        "",
+        "7\n",
+    ]

@@ -29,7 +29,7 @@ class Peer(stepping.Peer):
 
     @property
     def values(self):
-        return [value for weight in self.model.values() for value in weight.tolist()]
+        return torch.cat([*self.model.values()]).tolist()
 
     @property
     def optimizer(self):
@@ -51,9 +51,17 @@ class Peer(stepping.Peer):
         Checkpoints(folder).save(CheckpointData.of(self.model, self.optimizer))
 
 
+def trained(pace=DILOCO):
+    """Make a peer that has trained one batch."""
+    peer = Peer(pace)
+    peer.train(positions=range(8))
+    return peer
+
+
 def resumed(folder, pace=DILOCO):
     """Make a peer that goes on from the newest checkpoint."""
-    peer, newest = Peer(pace), Checkpoints(folder).newest()
+    peer = Peer(pace)
+    newest = Checkpoints(folder).newest()
     newest.load_weights(peer.model)
     if (outer := peer.state.outer) is not None:
         for anchor, weight in zip(outer.anchor, peer.model.values(), strict=True):
@@ -67,8 +75,9 @@ def resumed(folder, pace=DILOCO):
 @pytest.mark.parametrize("pace", [DILOCO, STREAMING], ids=["diloco", "streaming"])
 def test_short_lives_add_up_to_round(tmp_path, pace):
     stayed = Peer(pace)
+    stayed.save(tmp_path)
     for life in range(3):
-        peer = resumed(tmp_path, pace) if life else Peer(pace)
+        peer = resumed(tmp_path, pace)
         for one in (peer, stayed):
             one.train(positions=range(8 * life, 8 * life + 8))
         assert peer.values == stayed.values
@@ -78,49 +87,44 @@ def test_short_lives_add_up_to_round(tmp_path, pace):
     for one in (again, stayed):
         assert one.history == History()
         one.train(positions=range(24, 32))
-        assert one.history.step and list(one.state.committed.now.ledger.covered) == list(range(32))
+        assert one.history.samples == 32
+        assert list(one.state.committed.now.ledger.covered) == list(range(32))
     assert again.values == stayed.values
-    assert again.history.samples == stayed.history.samples == 32
     assert again.resumed == [Spans(((0, 24),))]
 
 
 def test_own_steps_of_running_round_are_saved(tmp_path):
-    peer = Peer(STREAMING)
-    peer.train(positions=range(8))
+    peer = trained(STREAMING)
     peer.position.method.set_aside(goes_on=True)
     peer.train(positions=range(8, 16))
     peer.save(tmp_path)
-    method = resumed(tmp_path, STREAMING).position.method
-    assert method.own_steps.samples == 16 and list(method.own_steps.positions) == list(range(16))
+    own = resumed(tmp_path, STREAMING).position.method.own_steps
+    assert (own.samples, list(own.positions)) == (16, list(range(16)))
 
 
 @pytest.mark.parametrize("pace", [DEFAULT_PACE, STREAMING], ids=["sync", "other fragments"])
 def test_other_mode_drops_own_steps(tmp_path, pace):
-    peer = Peer()
-    peer.train(positions=range(8))
-    peer.save(tmp_path)
+    trained().save(tmp_path)
     other = resumed(tmp_path, pace)
-    assert other.values == [0.0] * 4 and not other.position.method.own_steps
+    assert other.values == [0.0] * 4
+    assert not other.position.method.own_steps
 
 
 @pytest.mark.parametrize(("members", "left"), [(("QmMe", "QmB"), 0), (("QmB", "QmC"), 8)])
 def test_followed_round_takes_its_own_steps(members, left):
-    peer = Peer()
-    peer.train(positions=range(8))
+    peer = trained()
     with peer.gradients.averages.locked() as averages:
         for average in averages:
             average.fill_(0.25)
     outcome = Outcome(dict.fromkeys(members, 8), members, left_out={}, states={}, proof=b"", trained=())
     peer.position.follow(peer.position.after(16, b""), outcome)
     assert peer.position.method.own_steps.samples == left
-    agreed = [value for weight in peer.state.agreed for value in weight.tolist()]
-    assert (peer.values == agreed) is not bool(left)
+    assert (peer.values == torch.cat([*peer.state.agreed]).tolist()) is not bool(left)
 
 
 def test_newer_state_replaces_own_steps(tmp_path):
-    peer = Peer()
-    peer.train(positions=range(8))
-    peer.save(tmp_path)
+    trained().save(tmp_path)
     again = resumed(tmp_path)
     again.position.adopt()
-    assert not again.position.method.own_steps and again.parts.work.leases.returned == list(range(8))
+    assert not again.position.method.own_steps
+    assert again.parts.work.leases.returned == list(range(8))
