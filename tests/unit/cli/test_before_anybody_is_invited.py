@@ -34,105 +34,98 @@ from trahiv_cli.train.leaving import Left
 pytestmark = pytest.mark.usefixtures("here")
 
 
-def require_error(said, code, message, hint):
-    """Check the only error of a command, its last event; it may have waited before."""
-    left, told = said
-    *waits, error = told
-    assert (left, error["event"]) == (code, "error"), told
-    assert {event["event"] for event in waits} <= {"waiting"}, told
-    assert re.search(message, error["message"]) and re.search(hint, error["hint"]), error
-
-
-MISFIT = tiny_llama(num_key_value_heads=3)
-SHORT = {"data": {"datasets": [{"path": "short.txt"}]}}
-
-
 @pytest.mark.parametrize(
     ("changes", "message", "hint"),
     [
-        (SHORT, "Samples in the training data: 1; in one local batch: 2", "per_device_train_batch_size"),
+        (
+            {"data": {"datasets": [{"path": "short.txt"}]}},
+            "Samples in the training data: 1; in one local batch: 2",
+            "per_device_train_batch_size",
+        ),
         ({"training__optim": "paged_adamw_8bit"}, "a package that is not installed", "pip .*bitsandbytes"),
         ({"training__fp16": True}, "float16 .* needs a GPU, and this machine has none", "fp16=false"),
-        ({"model__config": MISFIT}, "batch could not be trained in the rehearsal", "`model`"),
+        (
+            {"model__config": tiny_llama(num_key_value_heads=3)},
+            "batch could not be trained in the rehearsal",
+            "`model`",
+        ),
         ({"training__report_to": ["kubeflow"]}, "'kubeflow' .* is not installed here, or not set up", "pip"),
     ],
 )
-def test_init_refuses_before_inviting(events, tmp_path, monkeypatch, changes, message, hint):
+def test_init_refuses_before_inviting(events, here, monkeypatch, changes, message, hint):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(trainer_optimizer, "is_bitsandbytes_available", lambda: False)
     monkeypatch.setattr(peer, "start_node", lambda *_, **__: FakeNode())
     monkeypatch.setattr(peer, "announce", lambda *_: pytest.fail("others would have been invited"))
-    (tmp_path / "short.txt").write_text("a text of one block and a half, which is less than two of them")
-    require_error(events("init", write_tiny(tmp_path, **changes)), 3, message, hint)
+    (here / "short.txt").write_text("a text of one block and a half, which is less than two of them")
+    *_, error = events("init", write_tiny(here, **changes), code=3)
+    assert re.search(message, error["message"])
+    assert re.search(hint, error["hint"])
 
 
-def test_slow_data_read_is_announced(events, tmp_path, monkeypatch):
+def test_slow_data_read_is_announced(events, here, monkeypatch):
     read = content.content_of
     monkeypatch.setattr(telemetry, "SAY_AFTER_S", 0.01)
     monkeypatch.setattr(content, "content_of", lambda dataset: time.sleep(0.1) or read(dataset))
     monkeypatch.setattr(swarm, "live", lambda *_: None)
-    code, (waiting, *_) = events("init", write_tiny(tmp_path))
-    assert (code, waiting["event"], waiting["what"]) == (0, "waiting", "the data files to be read")
+    waiting, *_ = events("init", write_tiny(here))
+    assert waiting["event"] == "waiting"
+    assert waiting["what"] == "the data files to be read"
 
 
 @pytest.fixture
 def without_daemon(monkeypatch):
     """Fail if a node's daemon is started, which no test here may need."""
-    monkeypatch.setattr(
-        CorrectedDHT, "start", lambda *_, **__: pytest.fail("a daemon would have been started")
-    )
+    monkeypatch.setattr(CorrectedDHT, "start", lambda *_, **__: pytest.fail("a daemon would be started"))
 
 
 def bytes_of(folder):
-    return {file: file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
-def trained(run):
-    """Make the folder of a run of the tiny recipe at step 1, and return its contents."""
+def trained(**changes):
+    """Make the folder of a run of the tiny recipe at step 1."""
+    agreed = resolve(load_recipe(write_tiny(Path(), **changes)).recipe)
+    run = Path("runs", agreed.run_id)
     run.mkdir(parents=True)
-    (run / "recipe.json").write_text(json.dumps(resolve(load_recipe("tiny.yaml").recipe).recipe.to_data()))
+    (run / "recipe.json").write_text(json.dumps(agreed.recipe.to_data()))
     Checkpoints(run / CHECKPOINTS).save(CheckpointData(State(History(step=1)), {}))
-    return bytes_of(run)
+    return run
 
 
-def test_finished_run_has_nothing_to_do(trahiv, tmp_path, without_daemon):
-    write_tiny(tmp_path, training__max_steps=1)
-    trained(tmp_path / "run")
-    (tmp_path / "run" / "final").mkdir()
-    said = "nothing to do: step 1 of 1, the model is in run/final\n"
-    assert trahiv("init", "tiny.yaml", "--output-dir", "run") == (0, said, "")
+def test_finished_run_has_nothing_to_do(trahiv, without_daemon):
+    run = trained(training__max_steps=1)
+    (run / "final").mkdir()
+    said = f"nothing to do: step 1 of 1, the model is in {run}/final\n"
+    assert trahiv("init tiny.yaml") == (said, "")
 
 
-def test_edited_data_starts_another_run(events, tmp_path, monkeypatch):
+def test_edited_data_starts_another_run(events, monkeypatch):
     def leave(*_, **__):
         raise Left
 
     monkeypatch.setattr(peer, "start_node", leave)
-    write_tiny(tmp_path, data={"datasets": [{"path": "text.txt"}]})
-    run = Path("runs", resolve(load_recipe("tiny.yaml").recipe).run_id)
-    kept, text = trained(run), (tmp_path / "text.txt").read_text()
-
-    (tmp_path / "text.txt").write_text(text + "One more line.\n")
-    code, told = events("init", "tiny.yaml")
-    (said,) = [event for event in told if event.get("code") == "data"]
-    assert code == 0 and said["message"] == (
+    run = trained()
+    kept = bytes_of(run)
+    Path("text.txt").write_text("Another text.\n" * 200)
+    [said] = [event for event in events("init tiny.yaml") if event.get("code") == "data"]
+    assert said["message"] == (
         f"This is another run, from step 0: text.txt differs from the one that {run} was trained on, "
         "which is at step 1."
     )
     assert said["hint"] == f"bring the old text.txt back and type the same command to go on with {run}"
     assert bytes_of(run) == kept
-    (another,) = set(Path("runs").iterdir()) - {run}
+    [another] = {*Path("runs").iterdir()} - {run}
     assert not saved_in(another), "it begins anew"
 
 
-def test_named_run_refuses_edited_data(events, tmp_path, without_daemon):
-    write_tiny(tmp_path, data={"datasets": [{"path": "text.txt"}]}, hivemind_config__opt__run_id="mine")
-    run = Path("runs/mine")
-    kept = trained(run)
-    (tmp_path / "text.txt").write_text("Another text.\n" * 200)
-    message = "^runs/mine holds another run, mine: it differs in the content of text.txt.$"
-    hint = "^bring the old text.txt back to go on with it, or choose another place"
-    require_error(events("init", "tiny.yaml"), 3, message, hint)
+def test_named_run_refuses_edited_data(events, without_daemon):
+    run = trained(hivemind_config__opt__run_id="mine")
+    kept = bytes_of(run)
+    Path("text.txt").write_text("Another text.\n" * 200)
+    *_, error = events("init tiny.yaml", code=3)
+    assert error["message"] == "runs/mine holds another run, mine: it differs in the content of text.txt."
+    assert error["hint"].startswith("bring the old text.txt back to go on with it, or choose another place")
     assert bytes_of(run) == kept | {run / "lock": b""}
 
 
@@ -153,38 +146,41 @@ def publish(here, nothing_starts, monkeypatch):
     return publish
 
 
+JOIN = f"join --peer {ADDRESS} --yes"
+
+
 @pytest.mark.usefixtures("publish")
 def test_swarm_without_recipe_is_refused(events):
-    code, (error,) = events("join", "--peer", ADDRESS, "--yes")
-    assert (code, error["code"]) == (4, "nothing-published")
-    assert "no peer publishes a recipe" in error["message"] and "trahiv join RECIPE" in error["hint"]
+    [error] = events(JOIN, code=4)
+    assert error["code"] == "nothing-published"
+    assert "no peer publishes a recipe" in error["message"]
+    assert "trahiv join RECIPE" in error["hint"]
 
 
-def test_swarm_with_other_protocol_is_refused(events, publish, here):
+@pytest.mark.parametrize("recipe", ["", " tiny.yaml"])
+def test_swarm_with_other_protocol_is_refused(events, publish, here, recipe):
     publish(protocol=PROTOCOL + 1, version="9.0")
-    for recipe in ((), (write_tiny(here),)):
-        code, (error,) = events("join", *recipe, "--peer", ADDRESS, "--yes")
-        assert (code, error["code"], (here / "runs").exists()) == (5, "mismatch", False)
-        assert error["message"].startswith(
-            f"This swarm runs trahiv 9.0, which speaks protocol {PROTOCOL + 1};"
-        )
-        assert error["hint"] == "pip install trahiv==9.0"
+    [error] = events(JOIN + recipe, code=5)
+    assert error["code"] == "mismatch"
+    assert error["hint"] == "pip install trahiv==9.0"
+    assert error["message"].startswith(f"This swarm runs trahiv 9.0, which speaks protocol {PROTOCOL + 1};")
+    assert not (here / "runs").exists()
 
 
-def test_wrong_own_value_names_own_option(events, publish, here):
+def test_wrong_own_value_names_own_option(events, publish):
     publish()
-    own = ["--set", "training.report_to=[azure]"]
-    code, (error,) = events("join", "--peer", ADDRESS, "--yes", "--files", here, *own)
-    assert (code, error["path"], error["file"]) == (2, "training.report_to.0", " ".join(own))
+    own = "--set training.report_to=[azure]"
+    [error] = events(f"{JOIN} --files . {own}", code=2)
+    assert error["path"] == "training.report_to.0"
+    assert error["file"] == own
 
 
-def test_different_recipe_lists_differing_fields(trahiv, events, publish, here):
+def test_differing_fields_are_shown_as_table(trahiv, publish, here):
     publish()
-    recipe = write_tiny(here, training__learning_rate=0.5)
-    code, (error,) = events("join", recipe, "--peer", ADDRESS, "--yes")
-    assert (code, error["differences"]) == (5, [["training.learning_rate", 0.5, 0.001]])
-    code, out, err = trahiv("join", recipe, "--set", "clm.max_length=64", "--peer", ADDRESS)
-    assert (code, out, (here / "runs").exists()) == (5, "", False)
+    recipe = write_tiny(here, training__learning_rate=0.5, clm__max_length=64)
+    out, err = trahiv(JOIN, recipe, code=5)
+    assert out == ""
+    assert not (here / "runs").exists()
     assert re.search("^error: .* trains another recipe: it differs in 2", err)
     assert re.findall(r"^  (\S+) +(.+?) {2,}(.+)$", err, re.MULTILINE) == [
         ("field", "here", "in the swarm"),

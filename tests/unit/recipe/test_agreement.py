@@ -7,6 +7,7 @@ from operator import getitem
 
 import pytest
 
+from tests.unit.recipe.conftest import of_file
 from trahiv_cli.recipe.agreement import (
     AgreedRun,
     canonical,
@@ -52,7 +53,7 @@ def run_of(*overrides):
 
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
-def test_agreement_has_exactly_shared_fields(task, put, of_file):
+def test_agreement_has_exactly_shared_fields(task, put):
     file = put({"chat.jsonl": "{}"}) / "chat.jsonl"
     more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
     run = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more)
@@ -151,7 +152,7 @@ def test_local_paths_never_travel(put):
         ("chat", "1234", ["hivemind_config.opt.run_id=x"], (["hivemind_config.opt.run_id"], [])),
     ],
 )
-def test_changed_data_and_fields_are_distinguished(put, of_file, file, text, overrides, changes):
+def test_changed_data_and_fields_are_distinguished(put, file, text, overrides, changes):
     folder = put({"before/chat.jsonl": "1234", f"after/{file}.jsonl": text})
     earlier = of_file(folder / "before/chat.jsonl")
     assert what_changed(earlier, of_file(folder / f"after/{file}.jsonl", *overrides)) == changes

@@ -282,16 +282,6 @@ def test_only_paths_are_anchored(put, monkeypatch):
     assert anchor("~/x.jsonl", odd) == f"{odd.parent}/home/x.jsonl"
 
 
-def test_recipe_comes_from_pipe(elsewhere):
-    reading, writing = os.pipe()
-    os.write(writing, LOCAL.encode())
-    os.close(writing)
-    loaded = load_recipe(f"/dev/fd/{reading}")
-    os.close(reading)
-    assert (loaded.text, loaded.is_from_pipe, loaded.recipe.name) == (LOCAL, True, "recipe")
-    assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
-
-
 @pytest.fixture
 def stdin():
     """Restore standard input after a test."""
@@ -299,6 +289,20 @@ def stdin():
     yield
     os.dup2(before, 0)
     os.close(before)
+
+
+@pytest.mark.usefixtures("stdin")
+@pytest.mark.parametrize(("name", "file"), [("/dev/fd/0", "/dev/fd/0"), ("-", "<stdin>")])
+def test_recipe_comes_from_pipe_or_stdin(elsewhere, name, file):
+    reading, writing = os.pipe()
+    os.write(writing, LOCAL.encode())
+    os.close(writing)
+    os.dup2(reading, 0)
+    os.close(reading)
+    loaded = load_recipe(name)
+    assert (loaded.text, loaded.document.file, loaded.piped) == (LOCAL, file, name)
+    assert loaded.recipe.name == "recipe"
+    assert loaded.recipe.data.datasets[0].path == f"{elsewhere}/a.jsonl"
 
 
 @pytest.mark.usefixtures("stdin")

@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 
+from tests.unit.recipe.conftest import of_file
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.agreement import AgreedRun, resolve
 from trahiv_cli.recipe.builtin import builtin_recipes
@@ -117,7 +118,7 @@ def test_suggestions_travel_without_secrets():
     assert own.training.per_device_train_batch_size == 1
 
 
-def test_local_files_must_be_brought(put, of_file):
+def test_local_files_must_be_brought(put):
     folder = put({"starter/chat.jsonl": "1234", "many/a.jsonl": "1", "many/b.jsonl": "22", "base/x": ""})
     sent = to_wire(of_file(folder / "starter/chat.jsonl"))
     wanted = "the starter trains on its own `chat.jsonl` (1 file, 4 bytes, SHA-256 03ac674216f3): "
