@@ -142,7 +142,7 @@ class OurPeer:
             "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, lambda _: 1.0),
         }
         target = entry.workload.target_batch_size
-        options = {"run_id": "home", "target_batch_size": target, **side.options}
+        options = {"run_id": "home", "target_batch_size": target, "average_state_every": 1, **side.options}
         self.optimizer = build_optimizer(
             OptKeywords.model_validate(options),
             RunSettings(pace=side.pace, auto_share=side.auto_share, **limits or {}),

@@ -103,6 +103,7 @@ class Settings:
             "run_id": "faults",
             "target_batch_size": self.batches * self.num_peers * BATCH,
             "matchmaking_time": 2.0,
+            "average_state_every": 1,
             "averaging_timeout": self.averaging_timeout,
             "next_chunk_timeout": CHUNK_TIMEOUT_S,
             "load_state_timeout": 10.0,
