@@ -285,11 +285,14 @@ class Work:
     def aside(self, num_samples: int) -> Spans:
         """Return the positions that a round is about: of the first `num_samples`, and the useless ones.
 
-        In a stream, the last positions of the shards that these complete come with them.
+        In a stream, the last positions of the shards that these complete come with them. They are at most as
+        many as a claim may have.
         """
         leases = self.leases
         mine = Spans.of_positions([*self._held[:num_samples], *self._useless])
-        return mine if leases is None or leases.unit == 1 else mine | leases.last_positions(mine)
+        if leases is not None and leases.unit > 1:
+            mine |= leases.last_positions(mine)
+        return mine.lowest(num_samples + USELESS_AT_MOST)
 
     def settle(self, num_samples: int, brought: Spans) -> None:
         """Record the commit of a round with this peer's first `num_samples`, and the positions `brought`."""

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, MOST_LEASES, Leases, Work
 from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans
 from trahiv_cli.optim.reports import PeerProgress
+from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim
 from trahiv_cli.swarm.records import disbelieve
 
 SAMPLES = 1000
@@ -246,3 +248,13 @@ def test_contribution_includes_last_shard_positions(board):
     work.settle(4, brought)
     figures = {"passes": 0, "covered": 2, "shards": 4, "duplicates": 0, "lost": 0}
     assert work.figures(board.ledger) == figures and not work.aside(4)
+
+
+def test_claimed_positions_fit_into_claim():
+    work = Work()
+    work.leases = SimpleNamespace(unit=SHARD, last_positions=lambda mine: Spans.of([(10**6, 10**6 + 9)]))
+    work.announce(range(USELESS_AT_MOST))
+    work.count_announced(USELESS_AT_MOST)
+    work.drop(0, are_useless=True)
+    claim = Claim(samples=4, trained=work.aside(4))
+    assert Claim.parse(claim.to_bytes()) == claim
