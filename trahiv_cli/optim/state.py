@@ -26,6 +26,7 @@ from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.shared_memory import shared_bytes
+from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, is_plain, views_of
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ class PeerState:
             pace = Pace.from_wire(metadata.get("pace"))
         except ValueError as error:
             raise RoundFailed("A peer sent a state without a history, a ledger or a pace.") from error
+        if pace.codec is not None and pace.codec not in CODECS:
+            raise RoundFailed("A peer sent a state with a codec that this version does not have.")
         common = self._common_of(tensors, pace)
         shapes = [tensor.shape for tensor in (*self.weights, *self.buffers.common)]
         if pace.has_local_steps:  # the outer momentum of each weight

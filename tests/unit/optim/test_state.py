@@ -110,6 +110,14 @@ def test_foreign_state_is_refused(download, broken):
     assert everything(joiner) == before
 
 
+def test_state_with_unknown_codec_is_refused(download):
+    joiner = giving_state(History())
+    metadata, tensors = state_of(giving_state(AHEAD))
+    unknown = Pace("overlap", codec="of tomorrow").to_wire()
+    with pytest.raises(RoundFailed, match="codec"):
+        download(joiner, (metadata | {"pace": unknown}, tensors))
+
+
 @pytest.mark.parametrize("refusal", ["not believed", "not wanted"])
 def test_refused_state_keeps_pace(download, refusal):
     joiner = giving_state(History(), has_local_steps=True)
