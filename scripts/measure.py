@@ -64,9 +64,8 @@ GOALS = {
 }
 
 LIMITS: dict[str, float] = {
-    "tokens": 172_160,
+    "tokens": 172_190,
     "largest file": 512,
-    "docstrings of one line that begin in mid-sentence": 15,
     "import circles, type imports included": 4,
     "attributes written from outside": 117,
     "constants per 1,000 lines": 22.4,

@@ -273,9 +273,8 @@ class RoundService(Service):
         all_bytes = sum(tensor.nbytes for tensor in tensors)
         # Reducers wait for senders, so the wait for a reducer must be longer.
         needed_s = patience_s(claims, options.part_size_bytes, all_bytes)
-        is_slow = needed_s > options.sender_timeout
-        sender_timeout = needed_s if is_slow else options.sender_timeout
-        reducer_timeout = 2 * needed_s if is_slow else options.reducer_timeout
+        sender_timeout = max(options.sender_timeout, needed_s)
+        reducer_timeout = max(options.reducer_timeout, 2 * needed_s)
         bandwidths = [0.0 if claim.is_client else None for claim in claims.values()]
         size = sum(tensor.numel() for tensor in tensors)
         fractions = await asyncio.get_running_loop().run_in_executor(

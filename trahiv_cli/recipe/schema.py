@@ -34,7 +34,7 @@ OWN = "own"
 SUGGESTED = "suggested"
 COMPARED = "compared"
 LOOKED_UP = "looked up"
-"""What a field may be marked with; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
+"""Marks of fields; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
 
 _T = TypeVar("_T")
 
@@ -58,7 +58,7 @@ Word = Annotated[str, Field(min_length=1)]
 """A name that something else gave: a layer, a column, a class. Any text but none."""
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
-"""How many of something, at least one. The limit catches typing errors."""
+"""A number of things, at least one. The limit catches typing errors."""
 
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 """The same, where 0 has a meaning."""
@@ -67,25 +67,19 @@ NumTokens = Annotated[int, Field(ge=2, le=10**9)]
 """Length of a sample. It needs two tokens: the second is what is predicted."""
 
 Some = Annotated[list[_T], Field(min_length=1)]
-
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-
 Share = Annotated[float, Field(ge=0, lt=1)]
-"""A part of a whole, less than all of it."""
-
+AutoBool = bool | Literal["auto"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-
 Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
 
 TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
 """Task -> the section that is about it; the others' sections have no place in its recipe."""
 
-
 CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwise4"]
-
 WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
-"""Not in 4 bits: that loses a tenth of each weight, and no next message brings it."""
+"""4 bits are missing: they lose a tenth of each weight, and no later message corrects that."""
 
 _Torch = Literal["adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw"]
 _AdamOf8Bits = Literal["adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
@@ -112,10 +106,8 @@ _OtherLosses = Literal["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop"
 LossName = Literal[_Pairwise, _OtherLosses]
 """Losses of `trl.DPOConfig`."""
 
-AutoBool = bool | Literal["auto"]
-
 Rules: TypeAlias = Iterator[tuple[str, ...]]
-"""What is wrong in a section, and where in it to point: at the first of these places that was written."""
+"""Errors in a section, each with the places to point at: the first of them that is in the recipe counts."""
 
 _SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
 
@@ -200,7 +192,7 @@ class ModelSection(Section):
     tokens, is trained on `builtin/trahiv` at start. Default: the model's own; required with `config`."""
 
     dtype: Dtype = "auto"
-    """How frozen weights are held; `auto` asks the checkpoint. Trainable weights are always float32."""
+    """Type of the frozen weights; `auto` asks the checkpoint. Trainable weights are always float32."""
 
     attn_implementation: Own[str] = "auto"
     """`auto` leaves the choice to transformers (sdpa where the model has it), or one of its names. Kernels
@@ -280,19 +272,19 @@ class PeftSection(Section):
 
 
 class ContentSection(Section):
-    """What a dataset of files holds: equal for equal files, whatever they are called."""
+    """The content of a dataset of files: equal for equal files, whatever they are called."""
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-    """For one file this is what `sha256sum` prints; for several it is over their digests, sorted by name."""
+    """The output of `sha256sum` for one file; for several, a digest of their digests, sorted by name."""
 
     num_files: Count
-    """How many files there are."""
+    """Number of files."""
 
     num_bytes: Annotated[int, Field(ge=0)]
     """Their size together."""
 
     readers: Some[Reader]
-    """What reads them, by their suffixes: lines of JSON are another dataset when read as plain text."""
+    """The readers of the files, by suffix: lines of JSON are another dataset when read as plain text."""
 
     version: Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!-]{0,31}$")] | None = None
     """The version of trahiv whose text it is (`builtin/trahiv`)."""
@@ -325,7 +317,7 @@ class DatasetSection(Section):
     is repeated (TRL's `fraction`). Not with `streaming`."""
 
     content: ContentSection | None = None
-    """What local files hold. Leave it out: `init` fills it in, so that a peer with other files is told."""
+    """Content of local files. Leave it out: `init` fills it in, and a peer with other files is refused."""
 
     def _broken_rules(self) -> Rules:
         if not self.path.strip():
@@ -343,14 +335,14 @@ class DatasetSection(Section):
 
 
 class EvalSection(Section):
-    """What is held out from training, to measure with."""
+    """Documents that are held out from training, to measure the loss."""
 
     test_split_size: Share = 0.0
     """Share of the documents that is held out, the same ones on every peer. 0 with `streaming`."""
 
 
 class DataSection(Section):
-    """What is trained on."""
+    """The training data."""
 
     datasets: Some[DatasetSection]
     """One or more datasets, shuffled together; each must have the columns that the task reads."""
@@ -440,7 +432,7 @@ class DpoSection(Section):
     """`trl.DPOConfig`. Datasets have `chosen` and `rejected`, and mostly `prompt`."""
 
     beta: Positive = 0.1
-    """How near the model stays to the one it started from; higher is nearer."""
+    """Pull towards the initial model; a higher value keeps the model nearer to it."""
 
     loss_type: Some[LossName] = ["sigmoid"]
     """One, or several that are added up."""
@@ -607,7 +599,7 @@ class DhtSection(Section):
     use_ipfs: bool = False
     auto_nat: bool = False
     nat_port_map: bool = False
-    """What libp2p itself does about routers; trahiv's own way needs none of it (docs/reach.md)."""
+    """Whether libp2p maps a port of the router; trahiv does not need it (docs/reach.md)."""
 
     startup_timeout: Positive = 60.0
     """Seconds for the network daemon to start. Raise it at "daemon failed to start"."""
@@ -686,7 +678,7 @@ _MODES_OF: dict[str, tuple[str, ...]] = {
 
 
 class SwarmSection(Section):
-    """What is ours: how peers step together, and how a round is judged."""
+    """Settings of trahiv: how peers step together, and how a round is judged."""
 
     mode: Literal["auto", "sync", "overlap", "diloco", "streaming"] = "auto"
     """What is averaged, and when. `auto`: chooses among the others and their codecs for all peers, by
