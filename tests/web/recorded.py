@@ -1,4 +1,4 @@
-"""What a run's folder holds after some steps: events with the fields of real ones."""
+"""What a run's folder holds after some steps: events with those fields of real ones that the page reads."""
 
 import math
 import random
@@ -16,17 +16,13 @@ def event(t, name, **fields):
 
 
 def ready(t, max_steps=1000):
-    maddr = f"/ip4/192.0.2.7/tcp/43791/p2p/{OWN}"
     return event(
-        t, "ready", run_id="spanish-qlora-958ba95d", peer_id=OWN, maddrs=[maddr], reach=["internet"],
-        reached="direct", reached_why="A member has dialled this peer.", join=f"trahiv join --peer {maddr}",
-        invitation=None, invite=None, fingerprint="61fb" * 16, max_steps=max_steps, target_batch_size=48,
-    )  # fmt: skip
+        t, "ready", run_id="spanish-qlora-958ba95d", peer_id=OWN, reached="direct", max_steps=max_steps
+    )
 
 
-def joined(t, step, source="fresh"):
-    why = f"Begins at step {step}: no peer is further."
-    return event(t, "joined", step=step, peers=1, source=source, why=why, reached="direct", reached_why="")
+def joined(t, step):
+    return event(t, "joined", step=step, peers=1, why=f"Begins at step {step}: no peer is further.")
 
 
 def step(t, number, loss, group=(OWN,)):
@@ -37,9 +33,9 @@ def step(t, number, loss, group=(OWN,)):
         "committed": True, "reason": None, "left_out": {}, "blocked_seconds": 0.31, "group": [*group],
     }  # fmt: skip
     return event(
-        t, "step", step=number, loss=loss, learning_rate=0.0002, samples=48, my_samples=samples[OWN],
-        peers=len(group), samples_per_second=17.862, round=round_ if len(group) > 1 else None,
-        data={"passes": 0, "covered": 48 * number, "samples": 34607, "duplicates": 0, "lost": 0},
+        t, "step", step=number, loss=loss, samples=48, my_samples=samples[OWN], peers=len(group),
+        samples_per_second=17.862, round=round_ if len(group) > 1 else None,
+        data={"passes": 0, "covered": 48 * number, "samples": 34607},
     )  # fmt: skip
 
 

@@ -30,6 +30,10 @@ def see(page, place, text, timeout=MOMENT):
     expect(page.locator(place)).to_contain_text(text, timeout=timeout)
 
 
+def read(page, place, text, timeout=MOMENT):
+    expect(page.locator(place)).to_have_text(text, timeout=timeout)
+
+
 def count(page, place, number):
     expect(page.locator(place)).to_have_count(number)
 
@@ -105,7 +109,7 @@ def test_events_are_shown_live_and_after_reload(watch, browse, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     page = browse(watch(folder))
-    expect(page.locator("h1")).to_have_text("Waiting for the first word of this run.")
+    read(page, "h1", "Waiting for the first word of this run.")
     now = time.time()
     group = [OWN, FIRST]
     for phase, news in (
@@ -122,7 +126,7 @@ def test_events_are_shown_live_and_after_reload(watch, browse, tmp_path):
         ("Training, step 3", step(now, 3, 2.4, group)),
         ("Stopped, step 2", event(now, "done", step=2, path=None, reason="signal", had_ended=False)),
         ("Loading the model", ready(now)),
-        ("Training alone, step 1", joined(now, 1, "checkpoint")),
+        ("Training alone, step 1", joined(now, 1)),
         ("Training, step 2", step(now, 2, 2.3, group)),
         (
             "Stopped by an error, step 2 of 1,000: It does not fit.",
@@ -142,7 +146,7 @@ def test_page_reconnects_to_restarted_server(watch, browse, tmp_path):
     folder = write(tmp_path / "run", run(30, ends_at=time.time()))
     peer = watch(folder)
     page = browse(peer)
-    expect(page.locator("#said")).to_have_text("Training")
+    read(page, "#said", "Training")
     rounds = page.locator("#rounds tr").count()
     peer.kill()
     see(page, "h1", "Disconnected: `trahiv watch` does not run.")
@@ -200,7 +204,7 @@ def test_swarm_is_shown_from_peer_reports(serve, browse, tmp_path):
     there = tmp_path / "there.json"
     there.write_text("[]")
     page = browse(serve(FROM_FILE, there, time.time()))
-    expect(page.locator("h1")).to_have_text("The swarm does not answer: No peer answered.")
+    read(page, "h1", "The swarm does not answer: No peer answered.")
     see(page, "#trouble", "try again")
     for names in (["Ana", "bruno"], ["Ana"], ["Ana", "bruno", "Clara"]):
         aside = tmp_path / "aside.json"
@@ -263,7 +267,7 @@ def test_row_keeps_focus_while_numbers_change(serve, browse):
     page.keyboard.press("Enter")
     see(page, "#dialog-title", "Remove <img src=x")
     page.locator("#dialog-do").click()
-    expect(page.locator("#dialog-answer")).to_have_text(json.dumps({"peer": f"Qm0{'Y' * 44}"}))
+    read(page, "#dialog-answer", json.dumps({"peer": f"Qm0{'Y' * 44}"}))
 
 
 def test_run_messages_are_never_markup(watch, browse, tmp_path):
@@ -280,7 +284,7 @@ def test_run_messages_are_never_markup(watch, browse, tmp_path):
     page = browse(watch(write(tmp_path / "run", story)), 360)
     for rows in ("#notices li.warning", "#rounds tr"):
         count(page, rows, len(texts))
-    expect(page.locator("#now")).to_have_text("a�b")
+    read(page, "#now", "a�b")
     assert page.locator("img").count() == 0
     require_readable(page)
 
@@ -348,7 +352,7 @@ def test_recording_plays_back_any_moment(workplace, browse, tmp_path):
     require_readable(page)
     page.get_by_role("slider", name="Time").focus()
     page.keyboard.press("Home")
-    expect(page.locator("h1")).to_have_text("Waiting for the first word of this run.")
+    read(page, "h1", "Waiting for the first word of this run.")
     page.get_by_label("Speed").select_option("100×")
     press(page, "Play")
     see(page, "h1", "step 20 of 1,000", 6 * MOMENT)
@@ -364,7 +368,7 @@ def test_training_peer_appears_within_seconds(workplace, watch, browse, tmp_path
     peer.wait_for("step", timeout=90)
     page = browse(watch("run"))
     see(page, "h1", "Training alone, step", 3 * MOMENT)
-    expect(page.locator("#people bdi")).to_have_text(f"…{ready['peer_id'][-6:]}")
+    read(page, "#people bdi", f"…{ready['peer_id'][-6:]}")
 
     def shown():
         return int(page.locator("#figures dd").first.text_content())
@@ -385,7 +389,7 @@ def test_training_peer_appears_within_seconds(workplace, watch, browse, tmp_path
         press(page, button)
         if button == "Finish…":
             press(page, "Finish")
-        expect(page.locator("#said")).to_have_text(state, timeout=30_000)
+        read(page, "#said", state, 30_000)
     assert peer.exit_code(timeout=30) == 0
 
 

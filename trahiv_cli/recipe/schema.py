@@ -35,7 +35,6 @@ SUGGESTED = "suggested"
 COMPARED = "compared"
 LOOKED_UP = "looked up"
 """Marks of fields; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
-
 _T = TypeVar("_T")
 
 Own = Annotated[_T, OWN]

@@ -149,8 +149,8 @@ async def test_member_of_closed_swarm_calls_no_open_one(wire):
 @played
 async def test_stranger_is_refused_and_named_once(wire, warnings):
     a, stranger = await wire.serve_both(second=OTHER_SWARM)
-    for _ in range(2):
-        await refused(stranger.call_unary(A, PING, b"\xff no protobuf at all"))
+    for handler in (INTRODUCTION, PING):
+        await refused(stranger.call_unary(A, handler, b"\xff no protobuf at all"))
     assert a.asked == []
     assert warnings == [f"Peer {M} was refused: it is not a member of this swarm."]
 

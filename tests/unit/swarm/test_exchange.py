@@ -4,17 +4,17 @@ That invalid records keep no joiner out is tested in `tests/simulation/test_reco
 """
 
 import random
+from unittest.mock import Mock
 
 import pytest
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
+from trahiv_cli.errors import NothingPublished, RecipeMismatch
 from trahiv_cli.recipe.agreement import fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
-from trahiv_cli.swarm import exchange
 from trahiv_cli.swarm.exchange import PublishedRun, accept_offer, fetch_offer, publish_recipe
-from trahiv_cli.swarm.node import MAX_RECORD_BYTES, RUNS_KEY, recipe_key
+from trahiv_cli.swarm.node import MAX_RECORD_BYTES, recipe_key
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.announcing import PUBLISH_EVERY_S
 
@@ -26,6 +26,10 @@ def recipe(*overrides, run="run-1"):
 def publish(node, recipe, step=7):
     publish_recipe(node, recipe)
     publish_status(node, Status(run_id=recipe.run_id, step=step, max_steps=100))
+
+
+def of_steps(steps):
+    return recipe(f"training.max_steps={steps}")
 
 
 def long_recipe(seed=0):
@@ -49,110 +53,136 @@ def node(clock):
 def test_recipe_outlives_missed_publication(node, clock):
     clock.now = 2 * PUBLISH_EVERY_S
     assert fetch_offer(node, []).run_id == "run-1"
-    clock.now = exchange.RECORD_TTL_S
-    for _ in ("no run", "a run without a recipe"):
-        with pytest.raises(NothingPublished) as caught:
-            fetch_offer(node, ["QmStarter"])
-        publish_status(node, Status(run_id="run-1", step=7))
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_absent_recipe_is_reported(has_run):
+    node = FakeNode()
+    if has_run:
+        publish_status(node, Status(run_id="run-1"))
+    with pytest.raises(NothingPublished) as caught:
+        fetch_offer(node, ["QmStarter"])
     assert caught.value.exit_code == 4
 
 
-def test_ambiguous_run_must_be_named(node):
+@pytest.mark.parametrize("named", [None, "run-3"])
+def test_ambiguous_run_must_be_named(node, named):
     publish(node.neighbour("QmB"), recipe(run="run-2"))
-    for named in (None, "run-3"):
-        with pytest.raises(RecipeMismatch, match="run-1, run-2") as refused:
-            fetch_offer(node, [], named)
-        assert "run_id=run-1" in refused.value.hint and refused.value.exit_code == 5
+    with pytest.raises(RecipeMismatch, match="run-1, run-2") as refused:
+        fetch_offer(node, [], named)
+    assert "run_id=run-1" in refused.value.hint
+    assert refused.value.exit_code == 5
     offer = fetch_offer(node, [], "run-2")
     assert offer.run_id == accept_offer(offer).recipe.hivemind_config.opt.run_id == "run-2"
 
 
-def test_recipe_of_named_peer_wins():
+@pytest.fixture
+def ambiguous():
+    """A node of a swarm in which one peer publishes another recipe than the others."""
     node = FakeNode("QmA")
     for peer, steps, step in (("QmA", 1, 7), ("QmB", 2, 8), ("QmC", 2, 10**6)):
-        publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"), step)
-    offer = fetch_offer(node, ["QmA"])
-    assert accept_offer(offer).recipe.training.max_steps == 1 and offer.step == 8, "the middle one of all"
-    for named in ([], ["QmBootstrap"], ["QmA", "QmB"]):
-        with pytest.raises(RecipeMismatch, match="2 different recipes"):
-            fetch_offer(node, named)
+        publish(node.neighbour(peer), of_steps(steps), step)
+    return node
 
 
-def test_recipe_matching_invitation_wins():
-    node = FakeNode("QmA")
-    for peer, steps in (("QmA", 1), ("QmB", 2), ("QmC", 2)):
-        publish(node.neighbour(peer), recipe(f"training.max_steps={steps}"))
-    marks = {steps: recipe(f"training.max_steps={steps}").fingerprint[:24] for steps in (1, 2)}
-    for steps, mark in marks.items():
-        for named in ([], ["QmA"], ["QmB", "QmA"], ["QmBootstrap"]):
-            assert accept_offer(fetch_offer(node, named, "run-1", mark)).recipe.training.max_steps == steps
+def test_recipe_of_named_peer_wins(ambiguous):
+    offer = fetch_offer(ambiguous, ["QmA"])
+    assert accept_offer(offer).recipe.training.max_steps == 1
+    assert offer.step == 8  # the middle one of all
+
+
+@pytest.mark.parametrize("named", [[], ["QmBootstrap"], ["QmA", "QmB"]])
+def test_different_recipes_are_refused(ambiguous, named):
     with pytest.raises(RecipeMismatch, match="2 different recipes"):
-        fetch_offer(node, [], "run-1", "0" * 24)
+        fetch_offer(ambiguous, named, mark="0" * 24)
 
 
-def test_long_recipe_arrives_whole_or_fails(node):
+@pytest.mark.parametrize("named", [[], ["QmA"], ["QmB", "QmA"], ["QmBootstrap"]])
+def test_recipe_matching_invitation_wins(ambiguous, named):
+    for steps in (1, 2):
+        mark = of_steps(steps).fingerprint[:24]
+        assert accept_offer(fetch_offer(ambiguous, named, "run-1", mark)).recipe.training.max_steps == steps
+
+
+KEYS = [recipe_key("run-1", number) for number in range(3)]
+
+
+def test_long_recipe_takes_several_records(node):
     publish(node, LONG)
-    keys = [recipe_key("run-1", number) for number in range(3)]
-    assert list(node.records)[-2:] == keys[:0:-1], "the last first: who finds the first finds the rest"
-    assert [len(node.fetch(key)["QmStarter"]) for key in keys[:2]] == [MAX_RECORD_BYTES] * 2
+    assert list(node.records)[-2:] == KEYS[:0:-1]  # a reader that finds the first finds the rest
+    assert [len(node.fetch(key)["QmStarter"]) for key in KEYS[:2]] == [MAX_RECORD_BYTES] * 2
     assert accept_offer(fetch_offer(node, [])).recipe.data.chat_template == LONG.recipe.data.chat_template
-    held = [dict(node.records[key]) for key in keys]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_mixed_or_incomplete_recipe_is_not_taken(node, key):
+    publish(node, LONG)
+    another = dict(node.records[key])
     publish(node, long_recipe(seed=1))
-    for another, key in zip(held, keys, strict=True):  # one is missing, or of another recipe
-        for instead in ({}, another):
-            whole, node.records[key] = node.records[key], instead
-            with pytest.raises(NothingPublished):
-                fetch_offer(node, [])
-            node.records[key] = whole
-    node.neighbour("QmStranger").publish(RUNS_KEY, {"run_id": "run-1", "step": -1}, exchange.RECORD_TTL_S)
-    node.neighbour("QmStranger").publish(keys[1], b"x" * (MAX_RECORD_BYTES + 1), exchange.RECORD_TTL_S)
-    publish(node, RECIPE)  # a shorter recipe leaves old records behind
+    for instead in ({}, another):
+        node.records[key] = instead
+        with pytest.raises(NothingPublished):
+            fetch_offer(node, [])
+
+
+def test_shorter_recipe_replaces_long_one(node):
+    publish(node, LONG)
+    publish(node, RECIPE)
     assert fetch_offer(node, []).fingerprint == FINGERPRINT
 
 
 def test_recipe_reads_are_limited(monkeypatch):
-    node, read = FakeNode("QmStarter"), []
-    fetch = node.fetch
-    monkeypatch.setattr(node, "fetch", lambda key: read.append(key) or fetch(key))
+    node = FakeNode()
     for number in range(50):
-        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, exchange.RECORD_TTL_S)
+        node.publish(recipe_key("run-1", number), b"x" * MAX_RECORD_BYTES, 60)
     publish_status(node, Status(run_id="run-1"))
+    monkeypatch.setattr(node, "fetch", read := Mock(wraps=node.fetch))
     with pytest.raises(NothingPublished):
         fetch_offer(node, [])
-    assert len(read) - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
+    assert read.call_count - 1 == -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)
 
 
 def test_joiner_changes_only_own_fields(node):
     offer = fetch_offer(node, [])
-    assert accept_offer(offer).agreement == RECIPE.agreement
     accepted = accept_offer(offer, ["training.per_device_train_batch_size=2"])
+    assert accepted.agreement == RECIPE.agreement
     assert accepted.recipe.training.per_device_train_batch_size == 2
     with pytest.raises(RecipeMismatch, match=f"fingerprint {FINGERPRINT[:12]}"):
         accept_offer(offer, ["training.max_steps=41"])
-    shared = offer.wire["shared"]
-    del shared["training"]["weight_decay"]  # so it has the default here, and another value at the starter's
-    wire = {"v": 1, "shared": shared, "suggested": {}}
+
+
+def test_recipe_with_other_defaults_is_refused(node):
+    wire = fetch_offer(node, []).wire
+    del wire["shared"]["training"]["weight_decay"]  # so the joiner's version adds its own default
     with pytest.raises(RecipeMismatch, match="fingerprint"):
-        accept_offer(PublishedRun("run-1", fingerprint(shared), wire, step=0))
-    shared["model"] = {"model_name_or_path": "/etc"}  # a path on this machine
-    with pytest.raises(RecipeError) as refused:
-        accept_offer(PublishedRun("run-1", fingerprint(shared), wire, step=0))
-    assert refused.value.exit_code == 2
+        accept_offer(PublishedRun("run-1", fingerprint(wire["shared"]), wire, step=0))
 
 
-def test_joiner_needs_same_local_data(tmp_path):
-    """The error for a joiner without data is tested in `tests/unit/recipe/test_record.py`."""
+@pytest.fixture
+def offer(tmp_path):
+    """The offer of a run that trains on a local file."""
     (tmp_path / "chat.jsonl").write_text("1234")
+    node = FakeNode()
+    publish(node, recipe(f"data.datasets.0.path={tmp_path}/chat.jsonl"))
+    return fetch_offer(node, [])
+
+
+def test_joiner_may_have_copy_of_data(offer, tmp_path):
     (tmp_path / "copy.jsonl").write_text("1234")
-    node, own = FakeNode(), f"data.datasets.0.path={tmp_path}"
-    publish(node, recipe(f"{own}/chat.jsonl"))
-    accepted = accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
+    accepted = accept_offer(offer, [f"data.datasets.0.path={tmp_path}/copy.jsonl"])
     assert accepted.recipe.data.datasets[0].path == f"{tmp_path}/copy.jsonl"
+
+
+def test_joiner_with_other_data_is_refused(offer, tmp_path):
+    """The error for a joiner without data is tested in `tests/unit/recipe/test_record.py`."""
     (tmp_path / "copy.jsonl").write_text("123")
     said = "3 bytes, SHA-256 a665a4592042; the run has 1 file, 4 bytes, SHA-256 03ac674216f3"
     with pytest.raises(RecipeMismatch, match=said) as refused:
-        accept_offer(fetch_offer(node, []), [f"{own}/copy.jsonl"])
+        accept_offer(offer, [f"data.datasets.0.path={tmp_path}/copy.jsonl"])
     differ = {path.removeprefix("data.datasets.0.content.") for path, _, _ in refused.value.differences}
     assert differ == {"num_bytes", "sha256"}
+
+
+def test_joiner_with_data_of_hub_is_refused(offer):
     with pytest.raises(RecipeMismatch, match="'owner/data' is not .* it has no local files"):
-        accept_offer(fetch_offer(node, []), ["data.datasets.0.path=owner/data"])
+        accept_offer(offer, ["data.datasets.0.path=owner/data"])

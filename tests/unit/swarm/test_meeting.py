@@ -330,12 +330,12 @@ async def test_concurrent_meeting_is_refused(world):
 @played
 async def test_middle_tells_places_and_tokens(world):
     told = world[B].daemon.answer(ANSWER, [("5.5.5.2", 8)], True, b"more")
-    answer, end = await world.ask(A, M, SEEK, B.to_bytes(), [("5.5.5.1", 7)], TOKEN)
+    answer, _ = await world.ask(A, M, SEEK, B.to_bytes(), [("5.5.5.1", 7)], TOKEN)
     assert answer == [[world[B].daemon.public, ("5.5.5.2", 8)], True, b"more"]
     assert told == [[A.to_bytes(), [world[A].daemon.public, ("5.5.5.1", 7)], TOKEN]]
 
 
-@pytest.mark.parametrize("options", [{"m": {"relay_rate": rate}} for rate in (0, 20_000, None)])
+@pytest.mark.parametrize("options", [{"m": {"relay_rate": rate}} for rate in (0, 20_000)])
 @played
 async def test_relay_rate_limits_traffic(world, options):
     rate = options["m"]["relay_rate"]
@@ -346,10 +346,10 @@ async def test_relay_rate_limits_traffic(world, options):
     for _ in range(2):
         end.writer.write(bytes(TALK_BYTES))
         await asyncio.sleep(0.01)
-    await end.reader.read() if rate == 0 else end.writer.close()
+    end.writer.close() if rate else await end.reader.read()
     await asyncio.wait(world[B].daemon.served)
     num_bytes = len(b"".join(heard[1:]))
-    assert num_bytes == TALK_BYTES * (1 + (rate != 0))
+    assert num_bytes == TALK_BYTES * (1 + bool(rate))
     assert not rate or now() - began >= num_bytes / rate
 
 

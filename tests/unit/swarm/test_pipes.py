@@ -252,6 +252,12 @@ async def test_unexpected_knock_answer_is_retried(knocked, others):
 
 
 @virtual
+async def test_knock_closes_connection_with_other_answer(knocked):
+    _, [other, _] = await knocked(OTHER, TOKEN)
+    other.writer.close.assert_called_once()
+
+
+@virtual
 async def test_repeated_libp2p_answers_mean_listening(knocked):
     with pytest.raises(Listens, match="can be dialled"):
         await knocked(*[HELLO, OTHER] * HEARD)
@@ -271,9 +277,11 @@ async def test_dial_back_requires_libp2p(answer, error):
     async def serve(reader, writer):
         writer.write(answer)
         writer.write_eof()
-        await reader.read()
+        heard.set_result(await reader.read())
         writer.close()
 
+    heard = asyncio.get_running_loop().create_future()
     async with await asyncio.start_server(serve, HERE, 0) as server:
         with pytest.raises(error):
             await pipes.dial_back(server.sockets[0].getsockname())
+        assert await heard == HELLO

@@ -118,7 +118,7 @@ def test_join_line_stands_alone_at_end():
     [
         (
             {"join": "trahiv join --peer @/a/file", "invitation": "/a/file"},
-            "To join elsewhere, copy this private file there, chmod 600, and type with its place:\n"
+            "\n\nTo join elsewhere, copy this private file there, chmod 600, and type with its place:\n"
             "trahiv join --peer @/a/file\n",
         ),
         ({"maddrs": [], "reach": [], "join": ""}, "\n\nThis peer only dials out.\n"),

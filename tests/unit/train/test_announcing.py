@@ -29,6 +29,8 @@ from trahiv_cli.train.announcing import (
 )
 
 RUN = resolve(load_recipe("quickstart").recipe)
+OWN = "/ip4/192.168.1.7/tcp/1"
+ENTRANCE = "/ip4/5.5.5.1/tcp/1"
 
 
 @pytest.fixture
@@ -41,31 +43,32 @@ def home(monkeypatch, clock):
     return node
 
 
-def own_account():
+@pytest.fixture
+def account():
     return Account(RUN.run_id, 3, 40)
 
 
-def test_publishing_survives_dht_failures(home, monkeypatch):
-    tries, is_over, events = itertools.count(), threading.Event(), Events()
+def test_publishing_survives_dht_failures(home, account, monkeypatch):
+    tries = itertools.count()
+    is_over = threading.Event()
 
-    def publish(node, recipe):
+    def publish(*_):
         if 0 < (number := next(tries)) < 4:
             raise SwarmError("no answer")
         if number > 5:
             is_over.set()
 
     monkeypatch.setattr(announcing, "publish_recipe", publish)
-    account = own_account()
-    with published(home, RUN, account, events):
+    with published(home, RUN, account, Events()):
         account({"event": "reach"})
         assert is_over.wait(10)
     told = fetch_statuses(home).ours["QmOwn"]
     assert (told.run_id, told.step, told.max_steps, told.reached) == (RUN.run_id, 3, 40, "punched")
 
 
-def test_change_republishes_status_alone(home, monkeypatch):
+def test_change_republishes_status_alone(home, account, monkeypatch):
     monkeypatch.setattr(announcing, "PUBLISH_EVERY_S", 60.0)
-    recipes, account = [], own_account()
+    recipes = []
     monkeypatch.setattr(announcing, "publish_recipe", lambda *_: recipes.append(1))
     with published(home, RUN, account, Events()):
         account({"event": "paused"})
@@ -75,56 +78,86 @@ def test_change_republishes_status_alone(home, monkeypatch):
     assert len(recipes) == 1
 
 
-def test_copied_identity_warns_once(home):
-    told, account = queue.Queue(), own_account()
-    before = account.status.model_copy(update={"since": account.status.since - 60})
+def test_statuses_of_others_are_reported(home, account):
+    told = []
     publish_status(home.neighbour("QmOther"), Status(run_id="run-1", name="Bob"))
-    real = home.publish
-    home.publish = lambda key, value, ttl: real(key, value, ttl) if key != RUNS_KEY else None
+    with published(home, None, account, Events(told.append)):
+        pass
+    assert [one["name"] for one in told[0]["peers"] if one["peer_id"] == "QmOther"] == ["Bob"]
+
+
+def test_copied_identity_warns_once(home, account):
+    told = queue.Queue()
+    publish = home.publish
+    home.publish = lambda *_: None
+    before = account.status.model_copy(update={"since": account.status.since - 60})
 
     def stands(at):
-        real(RUNS_KEY, before.model_copy(update={"at": at}).model_dump(), 1e9)
+        publish(RUNS_KEY, before.model_copy(update={"at": at}).model_dump(), 1e9)
+
+    def hear():
+        event = told.get(timeout=10)
+        return event.get("code", event["event"])
 
     stands(account.status.since - 1)
-    with published(home, RUN, account, Events(told.put)):
-        for _ in range(3):  # the record of this peer from before its restart
-            event = told.get(timeout=10)
-            assert event["event"] == "peers"
-            assert [one["name"] for one in event["peers"] if one["peer_id"] == "QmOther"] == ["Bob"]
+    with published(home, None, account, Events(told.put)):
+        # The record of this peer from before its restart is none of a copy.
+        assert [hear() for _ in range(3)] == ["peers"] * 3
         stands(account.status.at + 60)
-        while (event := told.get(timeout=10))["event"] == "peers":
+        while (event := hear()) == "peers":
             pass
-        assert event["code"] == "copied"
-        assert told.get(timeout=10)["event"] == told.get(timeout=10)["event"] == "peers"
+        assert [event, hear(), hear()] == ["copied", "peers", "peers"]
 
 
-def test_ready_event_has_reach_and_entrance(tmp_path):
-    own, entrance = "/ip4/192.168.1.7/tcp/1", "/ip4/5.5.5.1/tcp/1"
-    node, told = SimpleNamespace(peer_id="QmPeer", standing=None, notes=lambda: ["It listens elsewhere."]), []
+@pytest.fixture
+def node():
+    """A node that others can dial at its entrance alone."""
+    node = FakeNode("QmPeer")
+    node.standing = None
     node.known_reach = lambda within_s: Reach("punched", "Hole punching works.")
-    node.own_addresses, node.entrances = lambda: [own], lambda: [entrance, own]
+    node.own_addresses = lambda: [OWN]
+    node.entrances = lambda: [ENTRANCE, OWN]
+    return node
+
+
+def test_ready_event_has_reach_and_entrance(node, tmp_path):
+    told = []
+    node.notes = lambda: ["It listens elsewhere."]
     announce(node, tmp_path, Events(told.append))
     noted, ready = told
     assert (noted["code"], noted["message"]) == ("addresses", "It listens elsewhere.")
     assert (ready["reached"], ready["reached_why"]) == ("punched", "Hole punching works.")
-    assert (ready["maddrs"], ready["reach"]) == ([own], ["local network"])
-    assert ready["join"] == f"trahiv join --peer {entrance}", "nobody can dial this peer"
+    assert (ready["maddrs"], ready["reach"]) == ([OWN], ["local network"])
+    assert ready["join"] == f"trahiv join --peer {ENTRANCE}"
+
+
+def test_run_without_recipe_is_announced(node, tmp_path, caplog):
+    told = []
+    with caplog.at_level(logging.INFO, logger="trahiv_cli"):
+        events = Events(log_event, told.append)
+        announce(node, tmp_path, events, "run-1", joined="initial_peers = [{!r}]".format, max_steps=5)
+    [ready] = told
+    assert (ready["run_id"], ready["fingerprint"], ready["max_steps"]) == ("run-1", None, 5)
+    assert ready["join"] == f"initial_peers = ['{ENTRANCE}']"
+    assert ready["join"] in caplog.text
 
 
 def test_reach_change_is_reported_once(monkeypatch):
     monkeypatch.setattr(announcing, "REACH_EVERY_S", 0.001)
-    node, told = SimpleNamespace(reach=Reach("alone", "Nobody is there.")), queue.Queue()
+    node = SimpleNamespace(reach=Reach("alone", "Nobody is there."))
+    told = queue.Queue()
     events = Events(told.put)
     with reach_told(node, events):
         for reach in (Reach("relayed", "Through a member."), Reach("direct", "It was dialled.")):
             node.reach = reach
             event = told.get(timeout=10)
-            assert event["event"] == "reach" and (event["reached"], event["reached_why"]) == reach[:2]
+            assert (event["event"], event["reached"], event["reached_why"]) == ("reach", *reach[:2])
         node.reach = Reach("direct", "Another member has dialled it.")
     assert told.empty()
 
 
-TERMINAL, FILE = io.StringIO(), io.StringIO()
+TERMINAL = io.StringIO()
+FILE = io.StringIO()
 TERMINAL.isatty = lambda: True
 
 
@@ -156,17 +189,3 @@ def test_warning_is_logged_with_hint(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "warning [round]: The round failed. (look at the link)"
     ]
-
-
-def test_run_without_recipe_is_announced(tmp_path, caplog):
-    node = FakeNode("QmOwn")
-    node.known_reach = lambda *_: Reach("direct", "")
-    address = "/ip4/192.0.2.7/tcp/4321"
-    node.own_addresses = node.entrances = lambda: [address]
-    node.standing, told = None, []
-    with caplog.at_level(logging.INFO, logger="trahiv_cli"):
-        events = Events(log_event, told.append)
-        announce(node, tmp_path, events, "run-1", joined="initial_peers = [{!r}]".format, max_steps=5)
-    [ready] = told
-    assert (ready["run_id"], ready["fingerprint"], ready["max_steps"]) == ("run-1", None, 5)
-    assert ready["join"] == f"initial_peers = ['{address}']" and ready["join"] in caplog.text

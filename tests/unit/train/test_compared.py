@@ -3,7 +3,6 @@
 import random
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, replace
-from enum import Enum
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,20 +12,20 @@ from hivemind.compression import Float16Compression
 from hivemind.utils import MSGPackSerializer
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import DataCollatorForLanguageModeling, TrainingArguments
 from trl import DPOConfig, SFTConfig
 
 from tests.kit.fakes import FakeNode
 from tests.kit.stand_ins import bert_tokenizer
 from trahiv_cli.errors import RecipeMismatch
-from trahiv_cli.recipe.schema import OWN, OptSection, SwarmSection, marks_of
+from trahiv_cli.recipe.schema import OWN, marks_of
 from trahiv_cli.swarm.node import MAX_RECORD_BYTES, likeness_key
 from trahiv_cli.train.compared import ALWAYS, MAY_DIFFER, digest_of_samples, settings_of, text_of
 from trahiv_cli.train.comparison import Comparison
 from trahiv_cli.train.trainer import SwarmTrainer
 
 SWARM = {"opt": {"run_id": "run-1", "target_batch_size": 64}}
-ONE = SimpleNamespace(peer_id="one")
 
 COMPARED = dict(
     line.split()
@@ -72,9 +71,11 @@ COMPARED = dict(
 
 @pytest.fixture
 def make(arguments, llama, samples):
-    def planned(cls=SwarmTrainer, **keywords):
-        args = {"model": llama(), "args": arguments(), "train_dataset": samples, "hivemind_config": SWARM}
-        trainer = cls(**args | keywords)
+    def planned(given=lambda model, value: {}, value=None, **keywords):
+        """Plan a run with these keywords, and the ones that `given` makes of a model and a value."""
+        model = llama()
+        keywords = {"cls": SwarmTrainer, "model": model, "args": arguments()} | keywords | given(model, value)
+        trainer = keywords.pop("cls")(**keywords, train_dataset=samples, hivemind_config=SWARM)
         trainer.plan_run()
         return trainer
 
@@ -93,19 +94,19 @@ def told(trainer, max_steps=2):
 def refused(mine, theirs):
     """Names of the differing settings, in a joiner's error; none if it is accepted."""
     node = FakeNode("me")
-    both = Comparison(node, "run", mine), Comparison(node.neighbour("one"), "run", theirs)
+    own = Comparison(node, "run", mine)
+    other = Comparison(node.neighbour("one"), "run", theirs)
+    names = set()
     try:
-        both[0].require_alike([ONE])
+        own.require_alike([SimpleNamespace(peer_id="one")])
     except RecipeMismatch as error:
-        assert both[0].schema != both[1].schema, "they must not average either"
-        return {name for name, _, _ in error.differences}
-    assert both[0].schema == both[1].schema
-    return set()
+        names = {name for name, _, _ in error.differences}
+    assert (own.schema == other.schema) is not bool(names), "they average if they are alike"
+    return names
 
 
 def another(value):
     """Another value of about the same kind."""
-    value = value.value if isinstance(value, Enum) else value
     if isinstance(value, bool):
         return not value
     return value + 1 if isinstance(value, int | float) else {"another": str(value)}
@@ -113,13 +114,12 @@ def another(value):
 
 @pytest.mark.parametrize("cls", [TrainingArguments, SFTConfig, DPOConfig])
 def test_unlike_argument_is_refused_or_listed(arguments, trainer, cls):
-    trainer.swarm_args = args = arguments(cls)
-    ours = settings_of(trainer, 2, None)
-    assert refused(ours, settings_of(trainer, 2, None)) == set()
+    args = arguments(cls)
+    trainer.swarm_args = copy(args)
+    ours = told(trainer)
     for name in (one.name for one in fields(cls)):
-        trainer.swarm_args = copy(args)
-        setattr(trainer.swarm_args, name, another(getattr(args, name)))
-        theirs = settings_of(trainer, 2, None)
+        vars(trainer.swarm_args).update(vars(args) | {name: another(getattr(args, name))})
+        theirs = told(trainer)
         assert refused(ours, theirs) == refused(theirs, ours) == {name} - MAY_DIFFER
 
 
@@ -140,48 +140,39 @@ def test_each_argument_is_decided(cls):
         ({"bf16": True}, "precision"),
     ],
 )
-def test_derived_settings_are_compared(arguments, make, samples, changes, name):
-    both = []
-    for more in ({}, changes):
-        made = make(args=arguments(**more))
-        both.append(told(made, made.swarm_settings.max_steps(made.swarm_args, samples)))
-    assert refused(*both) == {name}
+def test_derived_settings_are_compared(arguments, make, trainer, changes, name):
+    other = make(args=arguments(**changes))
+    assert refused(told(trainer), told(other, other.swarm_args.max_steps)) == {name}
 
 
 def test_passes_compare_by_resulting_steps(arguments, trainer, samples):
-    args = arguments(max_steps=-1, num_train_epochs=8)  # 8 x 16 samples, 64 a step
-    steps = trainer.swarm_settings.max_steps(args, samples)
     ours = told(trainer)
-    trainer.swarm_args = args
+    trainer.swarm_args = arguments(max_steps=-1, num_train_epochs=8)  # 8 x 16 samples, 64 a step
+    steps = trainer.swarm_settings.max_steps(trainer.swarm_args, samples)
     assert refused(ours, told(trainer, steps)) == set()
 
 
-@pytest.mark.parametrize("section", [OptSection, SwarmSection])
-def test_unlike_swarm_field_is_refused_or_own(trainer, section):
-    ours, before = told(trainer), trainer.swarm_settings
-    kind, place = ("opt", ("hivemind_config", "opt")) if section is OptSection else ("swarm", ("swarm",))
-    for name in section.model_fields:
-        held = getattr(before, kind)
-        other = held.model_copy(update={name: another(getattr(held, name))})
+@pytest.mark.parametrize(("kind", "place"), [("opt", ("hivemind_config", "opt")), ("swarm", ("swarm",))])
+def test_unlike_swarm_field_is_refused_or_own(trainer, kind, place):
+    ours = told(trainer)
+    before = trainer.swarm_settings
+    section = getattr(before, kind)
+    for name, value in section:
+        other = section.model_copy(update={name: another(value)})
         trainer.swarm_settings = replace(before, **{kind: other})
         expected = set() if OWN in marks_of((*place, name)) else {f"{kind}.{name}"}
         assert refused(ours, told(trainer)) == expected, name
 
 
-def test_averager_options_are_compared(trainer):
-    ours, before = told(trainer), trainer.swarm_settings
-    for more in ({"averager_opts": {"part_size_bytes": 8192}}, {"averager_opts": {"min_vector_size": 9}}):
-        trainer.swarm_settings = replace(before, opt=before.opt.model_copy(update=more))
-        assert refused(ours, told(trainer)) == {"opt.averager_opts"}
-
-
 def test_codecs_are_compared_by_name(trainer):
-    ours, before, codecs = told(trainer), trainer.swarm_settings, []
+    settings = [told(trainer)]
+    before = trainer.swarm_settings
     for codec in ("float16", Float16Compression()):
         opt = before.opt.model_copy(update={"grad_compression": codec})
         trainer.swarm_settings = replace(before, opt=opt)
-        codecs.append(told(trainer))
-    assert refused(*codecs) == set() and refused(ours, codecs[0]) == {"opt.grad_compression"}
+        settings.append(told(trainer))
+    assert refused(*settings[:2]) == {"opt.grad_compression"}
+    assert refused(*settings[1:]) == set()
 
 
 class OwnLoss(SwarmTrainer):
@@ -189,55 +180,52 @@ class OwnLoss(SwarmTrainer):
         return super().compute_loss(*args, **kwargs)
 
 
-class OwnOptimizer(SwarmTrainer):
-    def create_optimizer(self, model=None):
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=self.momentum)
-        return self.optimizer
+def own_optimizer(_, momentum):
+    class Mine(SwarmTrainer):
+        def create_optimizer(self, model=None):
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=momentum)
+            return self.optimizer
+
+    return {"cls": Mine}
 
 
-def test_own_optimizer_is_compared(llama, make):
-    settings = []
-    for momentum in (0.5, 0.5, 0.9):
-        OwnOptimizer.momentum = momentum
-        settings.append(told(make(OwnOptimizer)))
-    assert refused(*settings[:2]) == set() and refused(*settings[1:]) == {"optimizer"}
+def own_schedule(model, share):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"optimizers": (optimizer, LambdaLR(optimizer, lambda step: share**step))}
 
 
-def test_given_schedule_is_compared(llama, make):
-    settings = []
-    for share in (0.5, 0.5, 0.25):
-        model = llama()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda step, share=share: share**step)
-        settings.append(told(make(model=model, optimizers=(sgd, schedule))))
-    assert refused(*settings[:2]) == set() and refused(*settings[1:]) == {"schedule"}
+def masks(_, share):
+    return {"data_collator": DataCollatorForLanguageModeling(bert_tokenizer(), mlm_probability=share)}
 
 
-def test_losses_and_collators_are_compared(make, trainer):
-    ours = told(trainer)
-
-    def other(*args, **keywords):
-        return told(make(*args, **keywords))
-
-    assert refused(ours, other()) == set()
-    assert refused(ours, other(OwnLoss)) == {"loss"}
-    assert refused(ours, other(compute_loss_func=lambda *_, **__: 0)) == {"loss function"}
-    tokenizer = bert_tokenizer()
-    masks = [DataCollatorForLanguageModeling(tokenizer, mlm_probability=share) for share in (0.15, 0.15, 0.4)]
-    first, same, more = (other(data_collator=mask) for mask in masks)
-    assert refused(first, same) == set() and refused(first, more) == {"data collator"}
+def heads(model, number):
+    model.config.num_attention_heads = number
+    model.config.use_cache = number > 1
+    return {}
 
 
-def test_model_and_adapter_configs_are_compared(llama, trainer):
+def adapter(model, alpha):
+    lora = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    return {"model": get_peft_model(model, lora)}
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "ours", "theirs"),
+    [
+        ("optimizer", own_optimizer, 0.5, 0.9),
+        ("schedule", own_schedule, 0.5, 0.25),
+        ("loss", lambda _, cls: {"cls": cls}, SwarmTrainer, OwnLoss),
+        ("loss function", lambda _, function: {"compute_loss_func": function}, None, print),
+        ("data collator", masks, 0.15, 0.4),
+        ("config.num_attention_heads", heads, 2, 1),
+        ("peft.lora_alpha", adapter, 16, 32),
+    ],
+)
+def test_parts_of_trainer_are_compared(make, name, given, ours, theirs):
     """The number of heads and an adapter's scale change no shape."""
-    ours, alphas = told(trainer), []
-    trainer.model.config.num_attention_heads, trainer.model.config.use_cache = 1, False
-    assert refused(ours, told(trainer)) == {"config.num_attention_heads"}
-    for alpha in (16, 32):
-        lora = LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        trainer.model = get_peft_model(llama(), lora)
-        alphas.append(told(trainer))
-    assert refused(*alphas) == {"peft.lora_alpha"}
+    own, same, other = (told(make(given, value)) for value in (ours, ours, theirs))
+    assert refused(own, same) == set()
+    assert refused(own, other) == {name}
 
 
 @dataclass
@@ -261,10 +249,10 @@ def test_excess_settings_share_one_digest():
     node = FakeNode("me")
     Comparison(node, "run", many)
     [(record, _)] = node.records[likeness_key("run")].values()
-    assert len(MSGPackSerializer.dumps(record)) <= MAX_RECORD_BYTES and len(record) > 50
-    last = list(many)[-1]
-    assert refused(many, dict(many)) == set()
-    assert refused(many, many | {last: "x"}) == {"other settings"}
+    assert len(MSGPackSerializer.dumps(record)) <= MAX_RECORD_BYTES
+    assert len(record) > 50
+    assert refused(many, many) == set()
+    assert refused(many, many | {"a_rather_long_argument_199": "x"}) == {"other settings"}
 
 
 def rows(make):
@@ -276,32 +264,25 @@ def rows(make):
     [
         lambda number: {"input_ids": [1, number], "label": number % 2},
         lambda number: {"x": torch.full((3,), float(number)), "y": np.int64(number)},
-        lambda number: {"x": np.full((2, 2), number, dtype=np.uint8)},
+        lambda number: {"x": Image.new("L", (4, 4), number)},
+        lambda number: {"x": bytes([number])},
         lambda number: (torch.tensor([number]), f"text {number}"),
         lambda number: {"x": torch.ones(2, dtype=torch.bfloat16) * number, "deep": [{"x": None}]},
-        lambda number: str(number),
+        str,
     ],
 )
 def test_samples_of_any_kind_are_distinguished(make):
     data = rows(make)
-    assert digest_of_samples(data) == digest_of_samples(rows(make))
-    assert digest_of_samples(data[::-1]) != digest_of_samples(data) != digest_of_samples(data[:50])
+    digest = digest_of_samples(data)
+    assert digest == digest_of_samples(rows(make))
+    assert digest not in (digest_of_samples(data[::-1]), digest_of_samples(data[:50]))
 
 
 def test_sample_digest_is_machine_independent():
-    def data(home, noise):
-        return rows(
-            lambda number: {"x": torch.ones(9) * (number + 1 + noise), "file": f"{home}/{number}.wav"}
-        )
+    def digest(home, noise):
+        return digest_of_samples([{"x": torch.ones(9) * (1 + noise), "file": f"{home}/1.wav"}])
 
-    assert digest_of_samples(data("/home/a", 0)) == digest_of_samples(data("/mnt/b", 1e-6))
-
-
-def test_pictures_and_bytes_are_compared():
-    pictures = rows(lambda number: {"x": Image.new("L", (4, 4), number)})
-    darker = rows(lambda number: {"x": Image.new("L", (4, 4), number // 2)})
-    assert digest_of_samples(pictures) != digest_of_samples(darker)
-    assert digest_of_samples(rows(lambda n: {"x": b"a"})) != digest_of_samples(rows(lambda n: {"x": b"b"}))
+    assert digest("/home/a", 0) == digest("/mnt/b", 1e-6)
 
 
 def test_random_samples_are_not_digested():
@@ -312,4 +293,5 @@ def test_random_samples_are_not_digested():
 
     before = random.getstate(), torch.get_rng_state()
     assert digest_of_samples(Augmented(range(64))) == "random"
-    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])

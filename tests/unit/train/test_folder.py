@@ -16,7 +16,8 @@ from trahiv_cli.telemetry.events import PEERS_FILE, Events
 from trahiv_cli.train.folder import earlier_peers, folders_to_join, known_identity, owned_first, recorded
 
 OWNER = Owner(bytes(KEY_BYTES))
-OURS, OF_ANOTHER = OWNER.invite(), OWNER.invite()
+OURS = OWNER.invite()
+OF_ANOTHER = OWNER.invite()
 
 
 @pytest.fixture(autouse=True)
@@ -34,52 +35,65 @@ def make(name, membership, *files):
     return folder
 
 
-def taken_to_join(membership=OURS):
+def taken_to_join(membership):
     with owned_first(folders_to_join("run", membership, earlier_peers(None))) as folder:
         return folder.name
 
 
 def test_taken_folder_is_refused():
-    Path("a file").touch()
-    with pytest.raises(SetupError, match="a file can't be written"), owned(Path("a file")):
-        pass
-    with pytest.raises(ZeroDivisionError), owned(make("a", OURS, INVITATION_FILE)):
+    with owned(make("a", OURS, INVITATION_FILE)):
         for name in ("a", "../runs/a"):
             said = r"runs/.*a already \(process \d+\); nothing was changed"
             with pytest.raises(FolderTaken, match=said) as refused:
                 require_free(Path("runs", name))
             with pytest.raises(FolderTaken), owned(Path("runs", name)):
                 pass
-        assert "trahiv join --peer @" in refused.value.hint
-        assert "/invitation; for anything else" in refused.value.hint and "--output-dir" in refused.value.hint
-        with owned(Path("b")):
-            raise ZeroDivisionError
-    for name in ("runs/a", "never there"):
+        hint = refused.value.hint
+        assert "trahiv join --peer @" in hint
+        assert "/invitation; for anything else" in hint
+        assert "--output-dir" in hint
+
+
+def test_failure_frees_folders():
+    with pytest.raises(ZeroDivisionError), owned(Path("a")), owned(Path("b")):
+        raise ZeroDivisionError
+    for name in ("a", "never there"):
         require_free(Path(name))
     assert not Path("never there").exists()
 
 
+def test_folder_must_be_writable():
+    Path("a file").touch()
+    with pytest.raises(SetupError, match="a file can't be written"), owned(Path("a file")):
+        pass
+
+
 def test_concurrent_joiners_get_own_folders():
+    folders = folders_to_join("run", OURS, [])
     with ExitStack() as stack:
-        folders = folders_to_join("run", OURS, [])
         names = [stack.enter_context(owned_first(folders)).name for _ in range(3)]
     assert names == ["run", "run-2", "run-3"]
-    with pytest.raises(FolderTaken, match="elsewhere"), owned_first(folders):
+
+
+def test_joiner_passes_on_failure_within_folder():
+    with pytest.raises(FolderTaken, match="elsewhere"), owned_first([Path("run")]):
         raise FolderTaken("elsewhere")
 
 
 def test_joiner_returns_to_folder_of_invitation():
     make("run", OURS, OWNER_FILE)
-    assert taken_to_join() == taken_to_join(OF_ANOTHER) == "run", "there is no other"
+    assert taken_to_join(OURS) == taken_to_join(OF_ANOTHER) == "run", "there is no other"
     make("run-2", OF_ANOTHER, INVITED_BY_FILE)
     make("run-3", OURS, INVITED_BY_FILE)
-    assert (taken_to_join(OURS), taken_to_join(OF_ANOTHER)) == ("run-3", "run-2")
+    assert taken_to_join(OURS) == "run-3"
+    assert taken_to_join(OF_ANOTHER) == "run-2"
     with owned(Path("runs/run-3")):
         assert taken_to_join(OURS) == "run-2", "it may have got a fresh line"
 
 
 def test_visitor_avoids_identity_of_running_peer():
-    mine, owners = make("a", OURS, IDENTITY_FILE), make("b", OURS, OWNER_FILE, IDENTITY_FILE)
+    mine = make("a", OURS, IDENTITY_FILE)
+    owners = make("b", OURS, OWNER_FILE, IDENTITY_FILE)
     assert known_identity(earlier_peers(None), OURS) == mine / IDENTITY_FILE
     with owned(mine):
         assert known_identity(earlier_peers(None), OURS) == owners / IDENTITY_FILE
@@ -90,12 +104,16 @@ def test_visitor_avoids_identity_of_running_peer():
 
 def test_peer_reports_have_own_file(tmp_path):
     events = Events()
-    with pytest.raises(SetupError), recorded(tmp_path, events):
+    with recorded(tmp_path, events):
         for name in ("Ann", "Bob"):
             events.emit("peers", run_id="run-1", peers=[{"peer_id": "QmA", "name": name}])
-        raise SetupError("The disk is gone.", "look for it")
+    events.emit("peers", run_id="run-1", peers=[])  # it is over
     assert json.loads((tmp_path / PEERS_FILE).read_text())["peers"] == [{"peer_id": "QmA", "name": "Bob"}]
-    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [(event["event"], event["message"]) for event in told] == [("error", "The disk is gone.")]
-    events.emit("peers", run_id="run-1", peers=[])
-    assert "Bob" in (tmp_path / PEERS_FILE).read_text(), "it is over"
+    assert [path.name for path in tmp_path.iterdir()] == [PEERS_FILE]
+
+
+def test_error_ending_run_is_recorded(tmp_path):
+    with pytest.raises(SetupError), recorded(tmp_path, Events()):
+        raise SetupError("The disk is gone.", "look for it")
+    told = json.loads((tmp_path / "events.jsonl").read_text())
+    assert (told["event"], told["message"]) == ("error", "The disk is gone.")

@@ -25,21 +25,20 @@ from trahiv_cli.train.trainer import SwarmTrainer
 LLAMA = tiny_llama(vocab_size=384)
 HEADS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 384}
 OTHERS = {
-    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2},
+    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2, "vocab_size": 384},
     "mamba": HEADS,
     "opt": HEADS | {"ffn_dim": 32, "word_embed_proj_dim": 32},
 }
+OTHERS = {kind: {"model_type": kind, **sizes} for kind, sizes in OTHERS.items()}
 ENDLESS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Make the trainer of a recipe and its tokenizer, and collect warnings: `prepared("sft", ...)`."""
+    """Make the trainer of a recipe, with `told` and `rehearse`: `prepared("sft", ..., packing=True)`."""
 
-    def prepare(task="clm", model=LLAMA, rows=None, training=None, data=None, **sections):
-        rows = rows or [
-            {"text": f"sample {number} has some words " * (1 + number % 3)} for number in range(24)
-        ]
+    def prepare(task="clm", model=LLAMA, rows=None, data=None, **options):
+        rows = rows or [{"text": "sample of some words " * (1 + number % 3)} for number in range(24)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         source = {"model_name_or_path": str(model)}
         if isinstance(model, dict):
@@ -50,24 +49,25 @@ def prepared(tmp_path):
                 "task": task,
                 "model": source,
                 "data": {"datasets": [{"path": str(tmp_path / "rows.jsonl")}], **(data or {})},
-                "training": {"max_steps": 4, "per_device_train_batch_size": 2, **(training or {})},
+                "training": {"max_steps": 4, "per_device_train_batch_size": 2},
                 "hivemind_config": {"opt": {"run_id": "test", "target_batch_size": 8}},
-                **sections,
+                task.replace("-", "_"): {"max_length": 32} | options,
             }
         )
         splits = build_datasets(recipe, build_tokenizer(recipe), peer_seed=1)
         run = AgreedRun.of(recipe)
         arguments = training_arguments(run, tmp_path / "run")
         trainer = build_trainer(run, arguments, splits, node=FakeNode())
-        told, events = [], Events()
-        events.add(lambda event: told.append(event.get("code")))
-        return trainer, told, lambda: rehearse(trainer, recipe, events)
+        trainer.told = []
+        events = Events(lambda event: trainer.told.append(event["code"]))
+        trainer.rehearse = lambda: rehearse(trainer, recipe, events)
+        return trainer
 
     return prepare
 
 
 def test_rehearsal_leaves_trainer_unchanged(prepared):
-    trainer, _, rehearsed = prepared("sft", LLAMA | {"attention_dropout": 0.1}, sft={"max_length": 64})
+    trainer = prepared("sft", LLAMA | {"attention_dropout": 0.1})
     trainer.model.register_buffer("seen", torch.ones(2))
 
     def count_batch(model, _):
@@ -76,8 +76,9 @@ def test_rehearsal_leaves_trainer_unchanged(prepared):
     trainer.model.register_forward_pre_hook(count_batch)
     trainer.model.eval()
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    generator, figures = torch.get_rng_state(), dict(vars(trainer))
-    rehearsed()
+    generator = torch.get_rng_state()
+    figures = dict(vars(trainer))
+    trainer.rehearse()
     assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), generator)
     assert not trainer.model.training
@@ -90,9 +91,8 @@ def test_rehearsal_leaves_trainer_unchanged(prepared):
 def test_every_task_can_be_rehearsed(prepared, tmp_path, task):
     pairs = [{"prompt": "Say it", "chosen": "yes", "rejected": "no", "text": "a b c", "label": 1}] * 8
     model = write_bert(tmp_path / "model") if task in ("mlm", "seq-cls") else LLAMA
-    sections = {"seq_cls": {"labels": ["bad", "good"]}} if task == "seq-cls" else {}
-    length = {task.replace("-", "_"): {"max_length": 32, **sections.get("seq_cls", {})}}
-    prepared(task, model, pairs if task != "clm" else None, **length)[2]()
+    options = {"labels": ["bad", "good"]} if task == "seq-cls" else {}
+    prepared(task, model, pairs if task != "clm" else None, **options).rehearse()
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,13 @@ def test_every_task_can_be_rehearsed(prepared, tmp_path, task):
 )
 def test_untrainable_model_is_refused(prepared, model, message):
     with pytest.raises(AssetError, match=message):
-        prepared(model=model, clm={"max_length": 32})[2]()
+        prepared(model=model).rehearse()
 
 
-def test_out_of_memory_tries_one_sample(prepared, monkeypatch):
-    trainer, _, rehearsed = prepared(clm={"max_length": 32})
-    compute, tried = trainer.compute_loss, []
+def test_out_of_memory_tries_one_sample(prepared):
+    trainer = prepared()
+    tried = []
+    compute = trainer.compute_loss
 
     def compute_small(model, inputs):
         tried.append(len(inputs["input_ids"]))
@@ -117,87 +118,89 @@ def test_out_of_memory_tries_one_sample(prepared, monkeypatch):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return compute(model, inputs)
 
-    monkeypatch.setattr(trainer, "compute_loss", compute_small)
-    rehearsed()
+    trainer.compute_loss = compute_small
+    trainer.rehearse()
     assert tried == [2, 1]
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_packing_without_borders_is_refused(prepared, kind):
-    model = {"model_type": kind, "vocab_size": 384} | OTHERS[kind]
     assert kind in BORDERLESS
-    _, _, rehearsed = prepared("sft", model, sft={"max_length": 96, "packing": True})
     with pytest.raises(AssetError, match=f"'{kind}' have no borders"):
-        rehearsed()
+        prepared("sft", OTHERS[kind], max_length=96, packing=True).rehearse()
 
 
-@pytest.mark.parametrize("strategy", ["bfd", "wrapped"])
-def test_packing_with_borders_or_wrapped_is_allowed(prepared, strategy):
-    model = {"bfd": LLAMA, "wrapped": {"model_type": "bloom", "vocab_size": 384} | OTHERS["bloom"]}[strategy]
-    prepared("sft", model, sft={"max_length": 128, "packing": True, "packing_strategy": strategy})[2]()
+@pytest.mark.parametrize(("strategy", "model"), [("bfd", LLAMA), ("wrapped", OTHERS["bloom"])])
+def test_packing_with_borders_or_wrapped_is_allowed(prepared, strategy, model):
+    prepared("sft", model, max_length=128, packing=True, packing_strategy=strategy).rehearse()
 
 
 def test_packed_excerpt_keeps_borders():
     row = {"input_ids": list(range(10)), "labels": list(range(10)), "seq_lengths": [2, 3, 5]}
     cut = {"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "seq_lengths": [1, 3, 1]}
-    assert excerpt(row, 1, 6) == cut and excerpt(row, 0, 99) == row
+    assert excerpt(row, 1, 6) == cut
+    assert excerpt(row, 0, 99) == row
 
 
 def test_unsavable_generation_config_is_replaced(prepared, tmp_path):
     folder = write_llama(tmp_path / "model")
     wrong = {"do_sample": False, "temperature": 0.9, "eos_token_id": [2, 3]}
     (folder / "generation_config.json").write_text(json.dumps(wrong))
-    trainer, told, rehearsed = prepared(model=folder, clm={"max_length": 32})
-    rehearsed()
-    assert told == ["generation"]
+    trainer = prepared(model=folder)
+    trainer.rehearse()
+    assert trainer.told == ["generation"]
     trainer.model.save_pretrained(tmp_path / "final")
     assert trainer.model.generation_config.eos_token_id == [2, 3]
 
 
-def test_unsavable_tokenizer_is_refused(prepared, monkeypatch):
-    def save(*_):
-        raise TypeError("Object of type function is not JSON serializable")
-
-    trainer, _, rehearsed = prepared(clm={"max_length": 32})
-    monkeypatch.setattr(type(trainer.processing_class), "save_pretrained", save)
-    with pytest.raises(AssetError, match="could not be saved .* TypeError"):
-        rehearsed()
+def spoil_tokenizer(trainer):
+    trainer.processing_class.init_kwargs["bad"] = print
 
 
-@pytest.mark.parametrize("of_generation", [False, True])
-def test_unsavable_config_is_refused(prepared, of_generation):
-    trainer, _, rehearsed = prepared(clm={"max_length": 32})
-    config = trainer.model.generation_config if of_generation else trainer.model.config
-    config.id2label = {"bad": object()} if of_generation else {"bad": 0}
-    with pytest.raises(AssetError, match="could not be saved .* (Type|Value)Error"):
-        rehearsed()
+def spoil_config(trainer):
+    trainer.model.config.id2label = {"bad": 0}
 
 
-def test_memory_sharing_weights_are_refused(prepared):
-    trainer, _, rehearsed = prepared(clm={"max_length": 32})
+def spoil_generation_config(trainer):
+    trainer.model.generation_config.id2label = {"bad": object()}
+
+
+def share_memory(trainer):
     first, second = trainer.model.model.layers[:2]
-    second.mlp.up_proj.weight = torch.nn.Parameter(first.mlp.up_proj.weight.data[:-1])
-    second.mlp.down_proj.weight = torch.nn.Parameter(second.mlp.down_proj.weight.data[:, :-1].contiguous())
-    second.mlp.gate_proj.weight = torch.nn.Parameter(second.mlp.gate_proj.weight.data[:-1].contiguous())
-    with pytest.raises(AssetError, match="could not be saved .* shared"):
-        rehearsed()
+    memory = torch.randn(1 + len(first.mlp.up_proj.weight), 32)
+    first.mlp.up_proj.weight.data = memory[:-1]
+    second.mlp.up_proj.weight.data = memory[1:]
 
 
-@pytest.mark.parametrize(("template", "ends"), [(None, [2]), (ENDLESS, None)])
-def test_turn_end_token_is_listed(prepared, tmp_path, template, ends):
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (spoil_tokenizer, "TypeError"),
+        (spoil_config, "(Type|Value)Error"),
+        (spoil_generation_config, "(Type|Value)Error"),
+        (share_memory, "shared"),
+    ],
+)
+def test_unsavable_model_is_refused(prepared, spoil, why):
+    trainer = prepared()
+    spoil(trainer)
+    with pytest.raises(AssetError, match=f"could not be saved .* {why}"):
+        trainer.rehearse()
+
+
+@pytest.mark.parametrize(
+    ("data", "told", "ends"), [({}, [], [2]), ({"chat_template": ENDLESS}, ["no-end"], 2)]
+)
+def test_turn_end_token_is_listed(prepared, tmp_path, data, told, ends):
     folder = write_llama(tmp_path / "model")
     tokenizer = chat_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     tokenizer.save_pretrained(folder)
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
-    data = {"chat_template": template} if template else None
-    trainer, told, rehearsed = prepared(
-        "sft", folder, [{"messages": talk}] * 8, data=data, sft={"max_length": 64}
-    )
-    rehearsed()
-    assert told == ([] if ends else ["no-end"])
-    if ends:
-        assert trainer.model.generation_config.eos_token_id == ends
+    trainer = prepared("sft", folder, [{"messages": talk}] * 8, data, max_length=64)
+    trainer.rehearse()
+    assert trainer.told == told
+    assert trainer.model.generation_config.eos_token_id == ends
 
 
 @pytest.mark.parametrize(
@@ -210,11 +213,10 @@ def test_turn_end_token_is_listed(prepared, tmp_path, template, ends):
     ],
 )
 def test_unbuildable_optimizer_is_refused(prepared, arguments):
-    trainer, _, rehearsed = prepared(clm={"max_length": 32})
-    for name, value in arguments.items():
-        setattr(trainer.args, name, value)
+    trainer = prepared()
+    vars(trainer.args).update(arguments)
     with pytest.raises(RecipeError, match="optimizer or its schedule can't be made"):
-        rehearsed()
+        trainer.rehearse()
 
 
 def test_drop_in_tries_optimizer_before_node(llama, samples, arguments, monkeypatch):
