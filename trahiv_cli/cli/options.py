@@ -143,9 +143,10 @@ class SharedOptions:
             parser=parse_seconds,
         ),
     ] = None
-    name: Annotated[str, option("--name NAME", "A name that all in the swarm see beside this peer's id.")] = (
-        ""
-    )
+    name: Annotated[
+        str,
+        option("--name NAME", "A name that all in the swarm see beside this peer's id."),
+    ] = ""
     only_when: Annotated[
         list[Condition] | None,
         option(
