@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from trahiv_cli.cli.options import argument
-from trahiv_cli.cli.output import FormatOption, out
+from trahiv_cli.cli.output import Format, FormatOption, out
 from trahiv_cli.errors import SetupError
+from trahiv_cli.run.control import BY_ITS_USER, Request, heeds_requests, request
+from trahiv_cli.run.lock import RESOLVED, RUNS, holder_of
 
 if TYPE_CHECKING:
-    from trahiv_cli.run.control import Request
     from trahiv_cli.telemetry.events import Event
 
 ANSWER_S = 60.0
@@ -30,56 +31,43 @@ def pause(run_dir: RunArgument = None, format: FormatOption = None) -> None:
 
     It saves a checkpoint first, and stays there for others who join.
     """
-    out.use(format)
-    from trahiv_cli.run.control import BY_ITS_USER
-
-    tell(
-        run_dir,
-        "pause",
-        lambda now: now["event"] == "done" or (now["event"] == "paused" and now["why"] == BY_ITS_USER),
-        "it pauses when its present local step is over",
-    )
+    meanwhile = "it pauses when its present local step is over"
+    tell(run_dir, format, "pause", lambda now: now["event"] == "done" or was_paused(now), meanwhile)
 
 
 def resume(run_dir: RunArgument = None, format: FormatOption = None) -> None:
     """Have a paused peer train again."""
-    out.use(format)
-    from trahiv_cli.run.control import BY_ITS_USER
-
-    answer = tell(
-        run_dir,
-        None,
-        lambda now: now["event"] != "paused" or now["why"] != BY_ITS_USER,
-        "it goes on soon",
-    )
-    if answer == "paused":
+    if tell(run_dir, format, None, lambda now: not was_paused(now), "it goes on soon") == "paused":
         out.hint("a condition keeps it paused; to train anyway, start it again without --only-when")
 
 
 def finish(run_dir: RunArgument = None, format: FormatOption = None) -> None:
     """Have a running peer leave, with a checkpoint, at the next round."""
-    out.use(format)
-    tell(
-        run_dir,
-        "finish",
-        lambda now: now["event"] == "done",
-        "it leaves when the swarm has taken its present step",
-    )
+    meanwhile = "it leaves when the swarm has taken its present step"
+    tell(run_dir, format, "finish", lambda now: now["event"] == "done", meanwhile)
+
+
+def was_paused(now: Event) -> bool:
+    """Return whether an event says that its user has paused the peer."""
+    return now["event"] == "paused" and now["why"] == BY_ITS_USER
 
 
 def tell(
-    run_dir: Path | None, what: Request | None, is_answer: Callable[[Event], bool], meanwhile: str
+    run_dir: Path | None,
+    format: Format | None,
+    what: Request | None,
+    is_answer: Callable[[Event], bool],
+    meanwhile: str,
 ) -> str | None:
     """Send a control request (None: train) to a peer, wait for its answer, and show it.
 
     Returns the name of the event that is the answer. Without an answer within `ANSWER_S`, shows `meanwhile`
     and returns None; SetupError if the peer has ended.
     """
-    from trahiv_cli.run.control import request
-    from trahiv_cli.run.lock import holder_of
     from trahiv_cli.telemetry.events import EVENT_FILE, newest_events
     from trahiv_cli.telemetry.lines import line
 
+    out.use(format)
     folder = run_dir or running_folder()
     request(folder, what)
     deadline = time.monotonic() + ANSWER_S
@@ -99,11 +87,7 @@ def tell(
 
 def running_folder() -> Path:
     """Find the newest folder in `runs` whose peer runs or has a control request; SetupError if none does."""
-    from trahiv_cli.run.control import requested
-    from trahiv_cli.run.lock import RESOLVED, RUNS, holder_of
-
-    there = [path.parent for path in RUNS.glob(f"*/{RESOLVED}")]
-    running = [one for one in there if holder_of(one) is not None or requested(one) is not None]
+    running = [path.parent for path in RUNS.glob(f"*/{RESOLVED}") if heeds_requests(path.parent)]
     if not running:
         raise SetupError(
             f"No peer trains in {RUNS}/ here.",

@@ -194,7 +194,7 @@ def agreed(
         run = sound(run.recipe, document)
     options = replace(options, **changes)
     if options.output_dir is None:
-        folders = folders_to_join(run.run_id, invitation.membership, earlier)
+        folders = folders_to_join(run.run_id, options.invitation.membership, earlier)
         options = replace(options, folders=tuple(folders))
     return run, options
 

@@ -23,11 +23,9 @@ BY_ITS_USER = "its user paused it"
 def request(folder: Path, what: Request | None) -> None:
     """Request `what` of the peer that trains in a folder; None requests that it trains.
 
-    Raises SetupError if no peer trains there, or the folder can't be written; nothing was changed. If an
-    earlier request exists, the peer may be restarting; it reads the new request then.
+    Raises SetupError if no peer trains there, or the folder can't be written; nothing was changed.
     """
-    is_there = holder_of(folder) is not None or requested(folder) is not None
-    if not (is_there and (folder / RESOLVED).exists()):
+    if not heeds_requests(folder):
         raise SetupError(
             f"No peer trains in {folder}; nothing was changed.",
             hint="name the run's folder: trahiv pause RUN_DIR; to stop a program of your own, press Ctrl-C",
@@ -42,6 +40,12 @@ def request(folder: Path, what: Request | None) -> None:
             f"{folder} can't be written: {error.strerror or error}; nothing was changed.",
             hint="free some space; Ctrl-C in the peer's own terminal has it leave with a checkpoint",
         ) from error
+
+
+def heeds_requests(folder: Path) -> bool:
+    """Return whether a peer trains in a folder; with an earlier request, it may be restarting."""
+    is_there = holder_of(folder) is not None or requested(folder) is not None
+    return is_there and (folder / RESOLVED).exists()
 
 
 def requested(folder: Path) -> Request | None:

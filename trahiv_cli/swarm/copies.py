@@ -26,11 +26,11 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto.dht_pb2 import StoreRequest
-from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.swarm.links import close_dead
 from trahiv_cli.swarm.records import owner_of
+from trahiv_cli.wire import packed
 
 LOOK_EVERY_S = 1.0  # between checks of the connected peers, and of records that end soon
 COMPARE_EVERY_S = 5.0  # between comparisons in rotation, and between tries with a silent peer
@@ -56,7 +56,7 @@ class Record(NamedTuple):
     @property
     def digest(self) -> bytes:
         """Hash of this version of the record, which two peers compare."""
-        version = MSGPackSerializer.dumps([self.key.to_bytes(), self.place, self.ends_at])
+        version = packed([self.key.to_bytes(), self.place, self.ends_at])
         return hashlib.sha256(version).digest()[:DIGEST_BYTES]
 
 
@@ -64,24 +64,11 @@ def _owners(places: Iterable[bytes]) -> set[PeerID]:
     return {PeerID.from_base58(owner) for place in places if (owner := owner_of(place))}
 
 
-class _Outbox:
-    """The newest versions of the records that wait to be sent to one peer."""
+class _Outbox(NamedTuple):
+    """The newest versions of the records that wait to be sent to one peer, and whether it has taken them."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[tuple[DHTID, bytes], Record] = {}
-        self._is_sent: asyncio.Future[bool] = asyncio.Future()
-
-    def add(self, record: Record) -> asyncio.Future[bool]:
-        """Add a record; return a future: whether the peer has taken it, or a later version."""
-        self._waiting[record.key, record.place] = record
-        return self._is_sent
-
-    def take(self) -> tuple[list[Record], asyncio.Future[bool]]:
-        """Take all records out, with the future to set once they are sent."""
-        taken = list(self._waiting.values())
-        is_sent = self._is_sent
-        self._waiting, self._is_sent = {}, asyncio.Future()
-        return taken, is_sent
+    waiting: dict[tuple[DHTID, bytes], Record]
+    is_sent: asyncio.Future[bool]
 
 
 class Copies:
@@ -143,7 +130,7 @@ class Copies:
             self._is_member = True
             self._start(self._run())
             await self._protocol.serve_always()
-        parts = key.to_bytes(), MSGPackSerializer.dumps(place)
+        parts = key.to_bytes(), packed(place)
         signed = self._protocol.record_validator.sign_value(DHTRecord(*parts, value, ends_at))
         if not self._protocol._validate_record(*parts, signed, ends_at):
             return False
@@ -156,32 +143,31 @@ class Copies:
         return True
 
     def _send(self, peer: PeerID, record: Record) -> asyncio.Future[bool]:
-        if is_new := peer not in self._outboxes:
-            self._outboxes[peer] = _Outbox()
-        is_sent = self._outboxes[peer].add(record)
-        if is_new:
-            self._start(self._empty(peer, self._outboxes[peer]))
+        """Send a record soon; return a future: whether the peer has taken it, or a later version."""
+        if peer not in self._outboxes:
+            self._outboxes[peer] = _Outbox({}, asyncio.Future())
+            self._start(self._empty(peer))
+        waiting, is_sent = self._outboxes[peer]
+        waiting[record.key, record.place] = record
         return is_sent
 
-    async def _empty(self, peer: PeerID, box: _Outbox) -> None:
+    async def _empty(self, peer: PeerID) -> None:
         """Send the records in an outbox until there are none, or the peer takes none."""
-        is_sent: asyncio.Future[bool] = asyncio.Future()
+        sending = self._outboxes[peer]
         try:
-            while True:
-                records, is_sent = box.take()
-                if not records:
-                    return
-                keys, places, values, ends = zip(*records, strict=True)
+            while sending.waiting:
+                self._outboxes[peer] = _Outbox({}, asyncio.Future())
+                keys, places, values, ends = zip(*sending.waiting.values(), strict=True)
                 does_answer = await self._protocol.call_store(peer, keys, values, ends, places) is not None
-                is_sent.set_result(does_answer)
+                sending.is_sent.set_result(does_answer)
                 self._note(peer, does_answer=does_answer)
                 if not does_answer:
-                    _, is_sent = box.take()
                     return
+                sending = self._outboxes[peer]
         finally:
-            del self._outboxes[peer]
-            if not is_sent.done():
-                is_sent.set_result(False)
+            for box in (sending, self._outboxes.pop(peer)):
+                if not box.is_sent.done():
+                    box.is_sent.set_result(False)
 
     def _note(self, peer: PeerID, *, does_answer: bool) -> None:
         if does_answer:
@@ -253,7 +239,7 @@ class Copies:
             if size > MAX_ANSWER_BYTES:
                 break
             answer.keys.append(record.key.to_bytes())
-            answer.subkeys.append(MSGPackSerializer.dumps(record.place))
+            answer.subkeys.append(packed(record.place))
             answer.values.append(record.value)
             answer.expiration_time.append(record.ends_at)
         if gives_all:
