@@ -79,9 +79,7 @@ class Member:
         self.is_changed = False  # whether a failed attempt changed its tensors
         interest = JoinerActivity()
         interest.note()
-        self.service = RoundService(
-            "run", self.averages, (), RoundRules(), OPTIONS, interest, is_client=False
-        )
+        self.service = RoundService("run", False, self.averages, (), RoundRules(), OPTIONS, interest)
         p2p = network.p2p_of(self.id)
         dht: Any = SimpleNamespace(signing_key=key_of(self.name), tensors_lock=self.averages.lock)
         await self.service.start(dht, p2p, None)

@@ -45,6 +45,7 @@ from trahiv_cli.assets import export
 from trahiv_cli.optim import leases
 from trahiv_cli.optim.ledger import Spans
 from trahiv_cli.swarm import host_copies, service
+from trahiv_cli.swarm.borrowed import crypto
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 
@@ -198,6 +199,7 @@ class World:
             (asyncio, "create_task", keep_tasks(asyncio.create_task)),
             (P2P, "receive_protobuf", staticmethod(streams.receive_protobuf)),
             (RSAPublicKey, "verify", _verify),
+            (crypto.RSAPublicKey, "verify", _verify),
             # Without these, forty peers take twice as long.
             (base58, "b58encode", once(base58.b58encode)),
             (base58, "b58decode", once(base58.b58decode)),
