@@ -52,8 +52,8 @@ SetOption = Annotated[
 ]
 
 
-def told(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Let a function that parses an option tell the user the message of its `ValueError`."""
+def or_usage_error(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Turn a `ValueError` of a function that parses an option into a usage error with its message."""
 
     def parsed(text: str) -> Any:
         try:
@@ -133,7 +133,11 @@ class SharedOptions:
     ] = None
     budget: Annotated[
         Budget | None,
-        option("--budget B", "Stop cleanly after B: 2h, 500 samples or 20 steps.", parser=told(Budget.parse)),
+        option(
+            "--budget B",
+            "Stop cleanly after B: 2h, 500 samples or 20 steps.",
+            parser=or_usage_error(Budget.parse),
+        ),
     ] = None
     wait: Annotated[
         float | None,
@@ -152,7 +156,7 @@ class SharedOptions:
         option(
             "--only-when CONDITION",
             "Pause unless it holds, like idle or 22:00-07:00. Can be repeated.",
-            parser=told(parse_condition),
+            parser=or_usage_error(parse_condition),
         ),
     ] = None
     max_upload: Annotated[

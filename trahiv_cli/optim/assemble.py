@@ -13,6 +13,7 @@ from typing import Any
 import hivemind
 import torch
 from hivemind import compression
+from hivemind.averaging import DecentralizedAverager
 from pydantic import ConfigDict, ValidatorFunctionWrapHandler, field_validator
 
 from trahiv_cli.errors import RecipeError
@@ -168,10 +169,16 @@ def _keywords(options: OptSection, run: RunSettings) -> dict[str, Any]:
         # own optimizer state, which may be rounded.
         of_optimizer = EightBitStatistics() if run.pace.has_local_steps else compression.NoCompression()
         of_state = compression.RoleAdaptiveCompression(parameter=of_state, optimizer=of_optimizer)
+    averager_opts = own.get("averager_opts", {})
+    for key in averager_opts.keys() - inspect.signature(DecentralizedAverager).parameters.keys():
+        raise RecipeError(
+            f"hivemind_config.opt.averager_opts.{key}: hivemind's averagers have no such keyword.",
+            hint="remove it",
+        )
     request_timeout = min(3.0, 0.5 * options.matchmaking_time)
     return own | {
         "load_state_compression": of_state,
-        "averager_opts": {"request_timeout": request_timeout} | own.get("averager_opts", {}),
+        "averager_opts": {"request_timeout": request_timeout} | averager_opts,
         "tracker_opts": TRACKER_OPTIONS | options.tracker_opts,
         "delay_state_averaging": False,  # without effect: weights are never averaged
     }

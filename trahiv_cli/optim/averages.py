@@ -18,19 +18,18 @@ class Averages:
     """
 
     def __init__(self, shapes: Sequence[torch.Size], lock: AbstractContextManager[Any]) -> None:
-        self._shapes = tuple(shapes)
-        self._block = shared_bytes(sum(4 * shape.numel() for shape in shapes)).view(torch.float32)
+        block = shared_bytes(sum(4 * shape.numel() for shape in shapes)).view(torch.float32)
+        self.__setstate__((tuple(shapes), block))
         self.lock = lock
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_shapes": self._shapes, "_block": self._block}
+    def __getstate__(self) -> tuple[tuple[torch.Size, ...], torch.Tensor]:
+        return self._shapes, self._block
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
+    def __setstate__(self, state: tuple[tuple[torch.Size, ...], torch.Tensor]) -> None:
+        self._shapes, self._block = state
+        parts = self._block.split([shape.numel() for shape in self._shapes])  # type: ignore[no-untyped-call]
+        self.tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         """The tensors; hold the lock while you read or write them."""
-        sizes = [shape.numel() for shape in self._shapes]
-        parts = self._block.split(sizes)  # type: ignore[no-untyped-call]
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     @contextmanager
     def locked(self) -> Iterator[list[torch.Tensor]]:

@@ -128,17 +128,14 @@ class SwarmOptimizer(hivemind.Optimizer):
 
     def _make_parts(self, settings: RunSettings, options: dict[str, Any]) -> Parts:
         interest = JoinerActivity()
-        names = {field.name for field in fields(RoundOptions)}
         silence_s: Any = options.get("sender_timeout", self.next_chunk_timeout)
+        limits = {"sender_timeout": silence_s, "reducer_timeout": 2 * silence_s} | options
+        names = {field.name for field in fields(RoundOptions)}
         round_options = RoundOptions(
-            **{
-                "compression": self._codec,
-                "min_matchmaking_time": self.matchmaking_time,
-                "sender_timeout": silence_s,
-                "reducer_timeout": 2 * silence_s,
-                "allreduce_timeout": self.allreduce_timeout,
-            }
-            | {name: value for name, value in options.items() if name in names}
+            compression=self._codec,
+            min_matchmaking_time=self.matchmaking_time,
+            allreduce_timeout=self.allreduce_timeout,
+            **{name: value for name, value in limits.items() if name in names},
         )
         gradients, state = self.grad_averager, self.state_averager
         round_service = RoundService(

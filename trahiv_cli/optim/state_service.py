@@ -45,9 +45,8 @@ COPY_S = 30.0  # limit for a donor's training process to copy its state
 REPORT_EVERY_S = 0.25
 ANSWER_S = 10.0  # the DHT's process may be silent this much longer than its three waits together
 
-Copy = tuple[
-    dict[str, Any], torch.Tensor, list[CompressionInfo]
-]  # metadata, one buffer, infos of its tensors
+Copy = tuple[dict[str, Any], torch.Tensor, list[CompressionInfo]]
+"""Metadata of a state, its tensors in one buffer, and their infos; see `PeerState.copy`."""
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Literal, NamedTuple
 
 import psutil
@@ -225,6 +225,17 @@ def knock_at_all(addresses: Iterable[str]) -> dict[str, OSError | None]:
 def answering_of(addresses: Iterable[str]) -> list[str]:
     """Knock at all addresses; return the addresses where `knock` finds no error."""
     return [address for address, trouble in knock_at_all(addresses).items() if trouble is None]
+
+
+def are_refused(addresses: Iterable[str]) -> bool:
+    """Knock at all addresses at once; return whether all refuse connections, as soon as that is known."""
+    tried = dict.fromkeys(addresses)
+    pool = ThreadPoolExecutor(max_workers=len(tried) or 1)
+    knocks = [pool.submit(knock, address) for address in tried]
+    try:
+        return all(isinstance(done.result(), ConnectionRefusedError) for done in as_completed(knocks))
+    finally:
+        pool.shutdown(wait=False)
 
 
 def unreachable(troubles: Mapping[str, OSError | None]) -> Unreachable:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.swarm import roll
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.addresses import knock_at_all, require_peer_address, unreachable
+from trahiv_cli.swarm.addresses import are_refused, knock_at_all, require_peer_address, unreachable
 from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity, id_bytes
 from trahiv_cli.swarm.invitation import (
     Invitation,
@@ -237,10 +238,8 @@ def visiting(
     """
     for address in peers:
         require_peer_address(address)
-    troubles = knock_at_all(peers)
-    if peers and _are_refusals(troubles):
-        if _are_refusals(knock_at_all(maddr for maddrs in met.addresses.values() for maddr in maddrs)):
-            raise unreachable(troubles)
+    if peers and are_refused([*peers, *chain.from_iterable(met.addresses.values())]):
+        raise unreachable(knock_at_all(peers))
     from trahiv_cli.recipe.schema import DhtSection
     from trahiv_cli.swarm.node import Node
 
@@ -251,10 +250,6 @@ def visiting(
         identity = identity or Path(passing, "identity.key")
         with Node(section, identity, tuple(peers), met=met, standing=standing, is_visitor=True) as node:
             yield node
-
-
-def _are_refusals(troubles: Mapping[str, OSError | None]) -> bool:
-    return all(isinstance(trouble, ConnectionRefusedError) for trouble in troubles.values())
 
 
 def own_folder(file: str = OWNER_FILE) -> Path:

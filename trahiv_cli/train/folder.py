@@ -62,9 +62,11 @@ class Earlier:
 
 def earlier_peers(output_dir: Path | None) -> list[Earlier]:
     """List `output_dir`, or the free folders in `runs`, the newest first; swarms started here come last."""
+    if output_dir:
+        return [Earlier(output_dir)]
     free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
     free.sort(key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
-    return list(map(Earlier, [output_dir] if output_dir else free))
+    return [*map(Earlier, free)]
 
 
 def known_run(earlier: Sequence[Earlier], addresses: Sequence[str] | None) -> Earlier | None:

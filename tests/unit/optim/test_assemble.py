@@ -131,6 +131,7 @@ def test_managed_options_are_refused_unless_off(keywords_for, key):
     ("options", "message", "hint"),
     [
         ({"target_batchsize": 64}, "target_batchsize: hivemind.Optimizer has no", "remove it"),
+        ({"averager_opts": {"timeout": 1}}, "averager_opts.timeout: hivemind's averagers", "remove it"),
         ({"grad_compression": BY_SIZE, "settings": AUTO}, "can't reckon with SizeAdaptive", "'overlap'"),
         ({"settings": AUTO, "offload_optimizer": True}, "wait for the CPU", "sync"),
         ({"settings": {"pace": Pace("diloco")}, "offload_optimizer": True}, "wait for the CPU", "sync"),

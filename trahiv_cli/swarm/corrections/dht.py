@@ -76,11 +76,7 @@ class CorrectedDHT(hivemind.DHT):
         await super()._shutdown()
 
     def host(self, work: Callable[[CorrectedDHT, Any], None]) -> Any:
-        """Do some work in this DHT's process, in a thread of its own; return this end of a pipe to it.
-
-        averaging/averager.py:150 forks a process for each averager, which keeps the model of that moment in
-        memory.
-        """
+        """Do some work in this DHT's process, in a thread of its own; return this end of a pipe to it."""
         ours, theirs = multiprocessing.Pipe()
         self._outer_pipe.send(("_host", [work, theirs], {}))
         theirs.close()

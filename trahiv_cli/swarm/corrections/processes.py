@@ -90,8 +90,8 @@ def return_freed_memory() -> None:
 def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
     """Wrap `asyncio.create_task` so that tasks are referenced until they are done.
 
-    The event loop refers to a task weakly, and dht/dht.py:133 and averaging/averager.py:322 drop theirs: a
-    task that waits for an object without other references is collected, and its caller waits forever.
+    The event loop refers to a task weakly, and dht/dht.py:133 drops its own: a task that waits for an object
+    without other references is collected, and its caller waits forever.
     """
     held: set[asyncio.Task[Any]] = set()
 
@@ -134,8 +134,8 @@ def require_start(
 ) -> None:
     """Wait until the DHT's process reports that it is ready; raise the error that it reports instead.
 
-    dht/dht.py:144 and averaging/averager.py:339 wait forever for a process that was killed or has stalled.
-    This function raises SwarmError if the process has ended, and after `timeout_s` (None: `START_S`).
+    dht/dht.py:144 waits forever for a process that was killed or has stalled. This function raises SwarmError
+    if the process has ended, and after `timeout_s` (None: `START_S`).
     """
     until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
     is_starting = True
