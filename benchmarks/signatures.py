@@ -14,10 +14,9 @@ import time
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.claims import Claim, Measured
 from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.rounds import Claim
 from trahiv_cli.swarm.records import peer_of, sign, verified
 
 CLAIM = Claim(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import time
 from typing import Any
 
 import torch
+
+KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
 
 
 def shared_bytes(num_bytes: int) -> torch.Tensor:
@@ -32,3 +36,26 @@ class SharedNumber:
     @value.setter
     def value(self, value: float) -> None:
         self._memory[0] = value
+
+
+class JoinerActivity:
+    """The time of the last request from, or transfer to, another peer; shared by all processes of this peer.
+
+    `SwarmOptimizer` makes one for its services.
+    """
+
+    def __init__(self) -> None:
+        self._noted_at = SharedNumber(-math.inf)  # in `time.monotonic`, which all processes here share
+
+    def note(self) -> None:
+        """Record that another peer sends a request, or receives data, now."""
+        self._noted_at.value = time.monotonic()
+
+    def was_there_since(self, when: float) -> bool:
+        """Whether another peer has sent a request, or received data, since then."""
+        return bool(self._noted_at.value >= when)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the last one was within `KEEP_S`, so that its peer may come back for more."""
+        return self.was_there_since(time.monotonic() - KEEP_S)

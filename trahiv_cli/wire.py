@@ -7,6 +7,7 @@ import hashlib
 import msgpack
 
 DIGEST_BYTES = 16
+FEW_BYTES = 2**20  # margin of encoded tensors over twice their stored size: codecs have headers
 TUPLE = 0x40  # MessagePack's extension type with which hivemind marks a tuple
 
 

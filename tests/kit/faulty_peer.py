@@ -36,6 +36,7 @@ from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, OptKeywords, build_optimizer
 from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of
+from trahiv_cli.optim.claims import Outcome, Round
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import Leases
@@ -43,7 +44,7 @@ from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.optim.pace import Pace, RoundRules
 from trahiv_cli.optim.parts import RunSettings
 from trahiv_cli.optim.round_service import RoundService
-from trahiv_cli.optim.rounds import Log, Outcome, Round
+from trahiv_cli.optim.rounds import Log
 from trahiv_cli.optim.state_service import StateService
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections.processes import die_with_parent

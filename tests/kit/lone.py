@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.kit.fakes import FakeNode
+from trahiv_cli.optim.committed import StateLock
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.method import OwnSteps
-from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.train import hooks
 
 

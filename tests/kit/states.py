@@ -16,7 +16,7 @@ from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.gradients import GradientBuffer
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.local_steps import OuterState
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.state import PeerState
 from trahiv_cli.optim.state_service import StateExchange

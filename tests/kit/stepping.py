@@ -17,6 +17,7 @@ from tests.kit.states import gradient_buffer, peer_state
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import NotCommitted
 from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.claims import Outcome
 from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import initialize_state
@@ -26,11 +27,10 @@ from trahiv_cli.optim.parts import Parts, RunSettings
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
 from trahiv_cli.optim.round_service import RoundInProgress
-from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import GroupSeeker
 from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.alive import Alive
-from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Event, Events
 
 SETTINGS = RunSettings(

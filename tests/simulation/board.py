@@ -22,9 +22,9 @@ from trahiv_cli.swarm.addresses import Listening
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.policy_book import Credentials
 from trahiv_cli.swarm.reach import Reach
 from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
-from trahiv_cli.swarm.roll import Credentials
 
 OWNER = Owner(bytes(KEY_BYTES))
 INVITED = OWNER.invite()

@@ -20,7 +20,7 @@ from hivemind.utils import MSGPackSerializer
 from tests.simulation.network import Message
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim.ballot import Call, Vote
-from trahiv_cli.optim.rounds import Claim
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.swarm.records import sign
 
 SHARES = {

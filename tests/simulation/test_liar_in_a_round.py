@@ -34,13 +34,13 @@ from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim import group_finder
 from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.ballot import Call, Vote, digest_of_statement
+from trahiv_cli.optim.claims import Claim, Exchange, Outcome
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.round_service import RoundOptions, RoundService
-from trahiv_cli.optim.rounds import Claim, Exchange, Outcome
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.corrections import streams
 from trahiv_cli.swarm.records import content_of, sign
-from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.wire import unpacked
 
 AVERAGING_TIMEOUT_S, CHUNK_S = 60.0, 10.0

@@ -37,11 +37,12 @@ from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.addresses import is_address_of
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol
 from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
+from trahiv_cli.swarm.keys import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.swarm.membership import mark_of
-from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
+from trahiv_cli.swarm.policy_book import Credentials, PolicyBook
 from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
 from trahiv_cli.swarm.reunion import Reunion
-from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, Credentials, MemberList, PolicyBook, read_members
+from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, MemberList, read_members
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison
 
@@ -266,10 +267,10 @@ def test_false_recipes_leave_offer_intact(nodes, caplog):
 def test_false_addresses_are_ignored(nodes, caplog, tmp_path, clock):
     key = ADDRESSES_KEY
     for name in (*HONEST, LIAR):
-        Reunion(nodes[name], key, Acquaintances(None), clock=clock).turn()
+        Reunion(nodes[name], nodes[name].own_addresses, Acquaintances(None), clock=clock).turn()
     for number, (what, _) in enumerate(published(nodes, key, caplog)):
         met = Acquaintances(tmp_path / f"{number}.json")
-        Reunion(nodes[NEWCOMER], key, met, clock=clock).turn()
+        Reunion(nodes[NEWCOMER], nodes[NEWCOMER].own_addresses, met, clock=clock).turn()
         for name in HONEST:
             assert met.addresses[id_of(name)] == tuple(nodes[name].own_addresses()), what
         assert all(is_address_of(id_of(LIAR), one) for one in met.addresses.get(id_of(LIAR), ())), what

@@ -24,7 +24,7 @@ from trahiv_cli.swarm.invitation import read_invitation, read_owner
 from trahiv_cli.swarm.meeting import ANSWER, LOOK, MEASURE, SEEK
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.roll import Credentials
+from trahiv_cli.swarm.policy_book import Credentials
 
 pytestmark = pytest.mark.timeout(300)
 

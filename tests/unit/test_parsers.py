@@ -31,11 +31,12 @@ from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import AssetError, NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.files import write_private
 from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.optim.reports import Past, PeerProgress, Report
-from trahiv_cli.optim.rounds import Claim, Header, decoded
+from trahiv_cli.optim.rounds import Header, decoded
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.files import read_rows
 from trahiv_cli.recipe.load import load_recipe

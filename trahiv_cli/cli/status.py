@@ -94,7 +94,7 @@ def seen_lately(folder: Path) -> dict[str, Status]:
 def show_all(node: Node) -> None:
     """Show each run of a swarm, and the peers that are in none of them."""
     from trahiv_cli.clock import swarm_time
-    from trahiv_cli.swarm.node import ADDRESSES_KEY
+    from trahiv_cli.swarm.keys import ADDRESSES_KEY
     from trahiv_cli.swarm.status import fetch_statuses
 
     (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()

@@ -25,8 +25,9 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import addresses
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.invitation import Invitation, passing_standing
+from trahiv_cli.swarm.keys import ADDRESSES_KEY
 from trahiv_cli.swarm.meeting import FAILED
-from trahiv_cli.swarm.node import ADDRESSES_KEY, REACH_KNOWN_S, Node
+from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
 from trahiv_cli.swarm.reach import Reach, servers_of
 from trahiv_cli.telemetry.events import short_name
 

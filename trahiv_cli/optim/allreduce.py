@@ -30,7 +30,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
 from trahiv_cli.optim.buffers import are_usable
-from trahiv_cli.optim.rounds import Claim
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.swarm.codecs import Codec, Verbatim, read_tensor
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.wire import digest_of_bytes

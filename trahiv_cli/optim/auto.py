@@ -14,22 +14,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
+from trahiv_cli.optim.claims import RECENT, Measured, Outcome, usual_rate
 from trahiv_cli.optim.pace import Pace
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.swarm.snapshot import JoinerActivity
-
-if TYPE_CHECKING:
-    from trahiv_cli.optim.rounds import Outcome
 
 LADDER = (10, 20, 50, 100, 200, 500, 1000)  # local steps to choose from; no study has measured more
 CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
@@ -37,13 +32,7 @@ START_CODEC = "uniform8"  # in mode overlap, before anything was measured: it do
 
 FITS = 0.9  # share of the available time that an exchange may take
 FITS_EASILY = 0.6  # the same for a heavier pace: one exchange's figures are accurate to a third
-RECENT = 3
-"""Last exchanges, of which even the slowest must leave room for a heavier pace. With one alone a swarm would
-go back and forth: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs
-one."""
 
-ROUND_TRIPS_S = 0.5  # round trips of an exchange on a distant link, of any size; at most half of it
-WINDOW_BYTES = 14_600  # TCP's initial window (RFC 6928): up to this size any link takes as long
 OVERSHOOT = 2
 """Samples of a round beyond this many times the due number do not make its steps look shorter: they were
 trained while there was no group, or only claimed."""
@@ -62,57 +51,6 @@ KNOWN_AT_LEAST = 3  # members that must have figures, if there are as many: of t
 SAMPLE_VALUES = 2**20  # number of values whose encoded bytes give a codec's bytes per value
 BATCHES_MEASURED = 20  # this peer's speed is their median: an evaluation between two does not count
 DISTURBED_AT_MOST = 50  # rounds in a row that are not measured, because of another peer's download
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A peer's measurements of its own pace and link; 0 means not known yet."""
-
-    samples_per_second: float = 0.0  # that it trains, without waits
-    exchange_s: float = 0.0  # of its last exchange, without matchmaking
-    bytes_sent: int = 0  # of encoded parts, in that exchange
-    bytes_received: int = 0
-    lowest_rate: float = 0.0  # the lowest `rate` of its last `RECENT` exchanges
-
-    @property
-    def is_known(self) -> bool:
-        """Whether both the speed and an exchange were measured."""
-        return self.samples_per_second > 0 and self.exchange_s > 0 and self.bytes_each_way > 0
-
-    @property
-    def bytes_each_way(self) -> int:
-        """Bytes of the last exchange in the direction that had more."""
-        return max(self.bytes_sent, self.bytes_received)
-
-    @property
-    def is_of_link(self) -> bool:
-        """Whether the last exchange was large enough to measure the speed of the link."""
-        return self.is_known and self.bytes_each_way > WINDOW_BYTES
-
-    @property
-    def round_trips_s(self) -> float:
-        """Approximate seconds that the last exchange would have taken with nothing to send."""
-        return min(ROUND_TRIPS_S, self.exchange_s / 2)
-
-    @property
-    def rate(self) -> float:
-        """Bytes a second, each way, of the last exchange without its round trips."""
-        return self.bytes_each_way / (self.exchange_s - self.round_trips_s)
-
-    def to_wire(self) -> list[float]:
-        """Return it as a list that MessagePack carries."""
-        return [float(value) for value in astuple(self)]
-
-    @classmethod
-    def from_wire(cls, data: object) -> Measured:
-        """Decode the result of `to_wire`, or raise `ValueError`."""
-        match data:
-            case [float(), float(), float(), float(), float()] if all(
-                math.isfinite(value) and 0 <= value < 1e15 for value in data
-            ):
-                speed, seconds, sent, received, lowest = data
-                return cls(speed, seconds, int(sent), int(received), lowest)
-        raise ValueError("not a measurement")
 
 
 class Adaptation:
@@ -235,11 +173,6 @@ class Adaptation:
             f"{8 * rate / 1e6:.1f} Mbit/s each way. Mode {best.mode}, codec {best.codec}{local}: "
             f"an exchange of {takes_s:.1f} s every {every} step(s)."
         )
-
-
-def usual_rate(measured: Iterable[Measured]) -> float:
-    """Return the median of the known rates, the lower one of two, in bytes a second; 0 if none is known."""
-    return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
 
 
 def idle_members(outcome: Outcome) -> set[str]:

@@ -20,11 +20,11 @@ from hivemind.utils import get_logger
 
 from trahiv_cli.background import in_background
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.optim.claims import Outcome
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.majority import count_backers
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
-from trahiv_cli.optim.rounds import Outcome
 from trahiv_cli.optim.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.download import MAX_DONORS, Report

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from trahiv_cli.errors import TrahivError
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.swarm.host_copies import StateLock
+
+Changes = Mapping[torch.device, torch.cuda.Event]
+"""Per GPU, an event that fires when the queued writes are done. GPUs without writes are absent."""
+
+NO_CHANGES: Changes = MappingProxyType({})
+
+
+class StateLock:
+    """A reentrant lock over tensors that records when the GPU writes queued under it will be done.
+
+    The thread that made the lock continues with its next batches before these writes are done. A thread that
+    copies the tensors waits for `changes`, but not for those batches.
+    """
+
+    def __init__(self) -> None:
+        self.devices: frozenset[torch.device] = frozenset()  # the GPUs that the tensors are on
+        self.changes = NO_CHANGES  # queued before the thread that made the lock last released it
+        self.is_torn = False  # whether a failure has left the tensors partly changed
+        self._lock = threading.RLock()
+        self._maker = threading.get_ident()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if threading.get_ident() == self._maker:
+                self.changes = {one: torch.cuda.current_stream(one).record_event() for one in self.devices}
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock while the tensors change; a `TrahivError` in the block means that they have not."""
+        with self:
+            self.is_torn = True
+            try:
+                yield
+            except TrahivError:
+                self.is_torn = False
+                raise
+            self.is_torn = False
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.rounds import Claim
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import peer_from, sign, verified
 

@@ -19,21 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from trahiv_cli.background import in_background
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.optim.ledger import SHARD, Ledger, Spans
-from trahiv_cli.optim.rounds import USELESS_AT_MOST
+from trahiv_cli.optim.ledger import MOST_LEASES, SHARD, USELESS_AT_MOST, Ledger, Spans
+from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.swarm.records import disbelieve
-
-if TYPE_CHECKING:
-    from trahiv_cli.optim.progress import SwarmTracker
 
 T = TypeVar("T")
 
-MOST_LEASES = 32
-"""The most spans of positions in a report, which stays below a page with them."""
 
 FREE_LEASES = MOST_LEASES // 2
 """A peer with this number of spans adds only whole blocks, each of which doubles its positions."""

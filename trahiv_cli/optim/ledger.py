@@ -26,6 +26,11 @@ MAX_POSITION = 2**62
 SHARD = 2**32
 """The number of positions of one shard of a stream. No data that is not streamed has as many samples."""
 
+USELESS_AT_MOST = 1024  # positions claimed beyond the samples: their gradients were not finite
+
+MOST_LEASES = 32
+"""The most spans of positions in a report, which stays below a page with them."""
+
 
 @dataclass(frozen=True)
 class Spans:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hivemind
 import torch
@@ -42,13 +42,10 @@ from trahiv_cli.optim.seeker import SCHEMA_BYTES, GroupSeeker
 from trahiv_cli.optim.state import PeerState
 from trahiv_cli.optim.state_service import StateExchange, StateService
 from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.alive import Alive
-from trahiv_cli.swarm.snapshot import JoinerActivity
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
-
 
 LAST_ANSWERS_S = 0.7  # in which services answer the last requests: measured, 12 of 12 times
 

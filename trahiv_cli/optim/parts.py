@@ -15,17 +15,17 @@ import torch
 from trahiv_cli.errors import NotFinite
 from trahiv_cli.optim.auto import Adaptation
 from trahiv_cli.optim.ballot import digest_of, joint_digest
+from trahiv_cli.optim.claims import are_finite, state_to_adopt
 from trahiv_cli.optim.gradients import GradientBuffer
 from trahiv_cli.optim.leases import Work
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace, RoundRules
 from trahiv_cli.optim.progress import SwarmTracker
 from trahiv_cli.optim.round_service import Rounds
-from trahiv_cli.optim.rounds import are_finite, state_to_adopt
 from trahiv_cli.optim.state import PeerState, common_digest
 from trahiv_cli.optim.state_service import StateExchange
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.alive import Alive
 from trahiv_cli.swarm.host_copies import host_values
-from trahiv_cli.swarm.snapshot import JoinerActivity
 from trahiv_cli.telemetry.events import Events
 
 STATE_DIGEST_BYTES = 8

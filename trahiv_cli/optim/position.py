@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from trahiv_cli.optim.claims import Outcome
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.leases import MOST_ROUNDS
 from trahiv_cli.optim.ledger import Ledger
@@ -14,7 +15,6 @@ from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.method import SharedGradients
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.optim.parts import Parts
-from trahiv_cli.optim.rounds import Outcome
 
 MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
 """A member may bring samples this number of rounds beyond the last trained position: it may have leased them

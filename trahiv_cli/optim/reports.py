@@ -24,8 +24,7 @@ from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
 from trahiv_cli.clock import LATEST_S
 from trahiv_cli.optim.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
-from trahiv_cli.optim.leases import MOST_LEASES
-from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.optim.ledger import MOST_LEASES, Spans
 from trahiv_cli.swarm.records import disbelieve, owner_of
 
 MARK_BYTES = 8

@@ -32,15 +32,17 @@ from trahiv_cli.clock import swarm_time
 from trahiv_cli.optim.allreduce import ExactAllReduce
 from trahiv_cli.optim.averages import Averages
 from trahiv_cli.optim.ballot import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
+from trahiv_cli.optim.claims import Claim, Exchange, Outcome, judge
 from trahiv_cli.optim.group_finder import GroupFinder
 from trahiv_cli.optim.pace import RoundRules
-from trahiv_cli.optim.rounds import STATES_KEPT, Claim, Exchange, Header, Log, Outcome, decoded, judge
+from trahiv_cli.optim.rounds import STATES_KEPT, Header, Log, decoded
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.streams import UNREACHABLE
 from trahiv_cli.swarm.records import content_of, peer_from
 from trahiv_cli.swarm.service import Service, ServiceHandle
-from trahiv_cli.swarm.snapshot import FEW_BYTES, JoinerActivity
+from trahiv_cli.wire import FEW_BYTES
 
 logger = get_logger(__name__)
 

@@ -20,10 +20,10 @@ from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.ballot import NotCommitted
+from trahiv_cli.optim.claims import Claim, Exchange, Outcome, Round
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
 from trahiv_cli.optim.round_service import RoundInProgress
-from trahiv_cli.optim.rounds import Claim, Exchange, Outcome, Round
 from trahiv_cli.telemetry.events import short_name
 
 logger = get_logger(__name__)

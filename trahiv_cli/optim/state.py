@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
@@ -24,13 +24,11 @@ from trahiv_cli.optim.committed import Committed, CommittedCell
 from trahiv_cli.optim.history import MOST_STEPS, History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.shared_memory import shared_bytes
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, is_plain, views_of
-
-if TYPE_CHECKING:
-    from trahiv_cli.optim.local_steps import OuterState
 
 Groups = Sequence[dict[str, Any]]
 

@@ -22,14 +22,12 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.state import PeerState
-from trahiv_cli.shared_memory import SharedNumber
+from trahiv_cli.shared_memory import JoinerActivity, SharedNumber
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.service import Service, ServiceHandle
 from trahiv_cli.swarm.snapshot import (
-    FEW_BYTES,
-    JoinerActivity,
     Rank,
     Snapshot,
     SnapshotCache,
@@ -39,7 +37,7 @@ from trahiv_cli.swarm.snapshot import (
     read_state,
     views_of,
 )
-from trahiv_cli.wire import unpacked
+from trahiv_cli.wire import FEW_BYTES, unpacked
 
 COPY_S = 30.0  # limit for a donor's training process to copy its state
 REPORT_EVERY_S = 0.25

@@ -21,10 +21,10 @@ from trahiv_cli.background import in_background
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim.auto import idle_members
 from trahiv_cli.optim.catch_up import CatchUp
+from trahiv_cli.optim.claims import Outcome, Round
 from trahiv_cli.optim.lateness import Lateness, Moment
 from trahiv_cli.optim.parts import Parts
 from trahiv_cli.optim.position import Position
-from trahiv_cli.optim.rounds import Outcome, Round
 from trahiv_cli.optim.seeker import POLL_S, Attempt, GroupSeeker
 from trahiv_cli.telemetry.events import short_name
 

@@ -7,45 +7,22 @@ kernel reports it as stopped.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
-
-import psutil
+from collections.abc import Callable
+from typing import Any
 
 from trahiv_cli.errors import PeerBroken
+from trahiv_cli.swarm.corrections.processes import effort_of
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
 
 LOOK_EVERY_S = 0.5
 PULSE_EVERY_S = 1.5  # between two requests for a sign of life
 # Successive looks that find no answer and no use of processor time. A sleeping machine takes no looks.
 STILL_AFTER_LOOKS = 8
 SLOW_AFTER_S = 60.0  # a process that does not answer within this time has failed, however busy it is
-
-
-def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
-    """Return the processor time of processes, in seconds, and whether one is stopped or a zombie.
-
-    Processes that are gone add none. A process that waits for a disk counts as busy.
-    """
-    used = 0.0
-    is_stopped = False
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            process = psutil.Process(pid)
-            times = process.cpu_times()
-            status = process.status()
-            used += times.user + times.system
-            standing = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE
-            is_stopped = is_stopped or status in standing
-            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
-    return used, is_stopped
 
 
 class Alive:

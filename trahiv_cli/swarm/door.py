@@ -40,7 +40,7 @@ from trahiv_cli.swarm.membership import (
     Role,
     certified,
 )
-from trahiv_cli.swarm.roll import PolicyBook
+from trahiv_cli.swarm.policy_book import PolicyBook
 
 logger = get_logger(__name__)
 

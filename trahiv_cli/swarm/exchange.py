@@ -17,7 +17,8 @@ from typing import Any
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import AgreedRun, differences, fingerprint, resolve
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
-from trahiv_cli.swarm.node import MAX_RECORD_BYTES, Node, recipe_key
+from trahiv_cli.swarm.keys import MAX_RECORD_BYTES, recipe_key
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.records import disbelieve
 from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
 

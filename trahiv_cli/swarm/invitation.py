@@ -21,7 +21,7 @@ from trahiv_cli.swarm.addresses import is_address_of, reach_of
 from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
 from trahiv_cli.swarm.identity import id_bytes
 from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
-from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
+from trahiv_cli.swarm.policy_book import POLICY_FILE, Credentials, PolicyBook
 from trahiv_cli.wire import packed, unpacked
 
 Secret = TypeVar("Secret")

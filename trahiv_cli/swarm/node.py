@@ -6,7 +6,7 @@
    this peer's certificate and passes on the owner's policy (`roll`). Another thread finds out how other peers
    reach this one (`reach`).
 
-Every key that we put into the DHT comes from this module or from `roll`.
+Every key that we put into the DHT comes from `keys` or from `roll`.
 """
 
 from __future__ import annotations
@@ -18,60 +18,44 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import hivemind
 import psutil
 from hivemind.dht import DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
-from hivemind.utils import ValueWithExpiration
 
-from trahiv_cli.clock import swarm_time
-from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError, TrahivError, Unreachable
+from trahiv_cli.errors import NotAdmitted, SetupError, TrahivError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import addresses, corrections
 from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.alive import effort_of
 from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.nodes import node_id_of
+from trahiv_cli.swarm.corrections.processes import effort_of
+from trahiv_cli.swarm.dht import Dht
 from trahiv_cli.swarm.door import Door, not_admitted
 from trahiv_cli.swarm.identity import ensure_identity, id_bytes, read_signing_key
+from trahiv_cli.swarm.policy_book import Credentials
 from trahiv_cli.swarm.reach import Reach, ReachFinder, ReachRules, visible_maddrs
-from trahiv_cli.swarm.records import own_place, owner_of
+from trahiv_cli.swarm.records import own_place
 from trahiv_cli.swarm.reunion import Reunion, known_peers
-from trahiv_cli.swarm.roll import Credentials, MemberList
+from trahiv_cli.swarm.roll import MemberList
 from trahiv_cli.swarm.router import Router
 
 logger = logging.getLogger(__name__)
 
 MET_TRIED = 8  # known peers that a node tries when it starts; it calls the others later
-RECORD_TIMEOUT_S = 10.0
 RETRY_WITHIN_S = 12.0  # p2pd waits 5 s for an address of this machine or its network, longer for others
 LIFE_EVERY_S = 0.1  # between checks of an event loop that does not answer: it may have ended
 REACH_KNOWN_S = 10.0  # by then it should be known how others reach this peer
 GRACE_S = 3.0  # for the DHT's process to end by itself
 CHORES_EVERY_S = 2.0
-# The longest value of a record. With its signature it fits into `records.MAX_RECORD_BYTES`.
-MAX_RECORD_BYTES = 3200
-RUNS_KEY = "trahiv_runs"  # under it each peer of a DHT publishes a `status.Status` of its run
-ADDRESSES_KEY = "trahiv_addresses"  # under it each node publishes its multiaddrs
 
 
-def recipe_key(run_id: str, number: int = 0) -> str:
-    """Return the DHT key of part `number` of a run's packed recipe; each peer can have a record there."""
-    return f"{run_id}_recipe_{number}" if number else f"{run_id}_recipe"
-
-
-def likeness_key(run_id: str) -> str:
-    """Return the DHT key of each peer's digests, by name, of the parts that it loaded for a run."""
-    return f"{run_id}_likeness"
-
-
-class Node(contextlib.AbstractContextManager["Node"]):
+class Node(Dht, contextlib.AbstractContextManager["Node"]):
     """A running DHT peer. A training peer has one (`train.folder.start_node`) until it ends.
 
     Close it last: the services of an optimizer work in its process.
@@ -93,8 +77,7 @@ class Node(contextlib.AbstractContextManager["Node"]):
         Unreachable: no peer answered, and the message has the result for each of `initial_peers`; or one of
             these is not the multiaddr of a peer.
         SwarmError: the DHT's process ended while it started, or did not start within a minute.
-        In each case no process is left. Later, methods that ask the DHT raise SwarmError if its process does
-        not answer within 10 s, or if p2pd has ended.
+        In each case no process is left. For the errors of later calls see `Dht`.
     """
 
     def __init__(
@@ -113,9 +96,8 @@ class Node(contextlib.AbstractContextManager["Node"]):
             addresses.require_peer_address(address)
         self._listening = addresses.read_listening(settings.host_maddrs, settings.announce_maddrs)
         addresses.require_free_ports(self._listening.hosts)
-        self.peer_id = ensure_identity(identity)  # base58
-        self.standing = standing
-        self._id = id_bytes(self.peer_id)
+        peer_id = ensure_identity(identity)
+        self._id = id_bytes(peer_id)
         signing_key = read_signing_key(identity)
         certificate = standing.membership.certify(self._id) if standing else b""
         self._met = met or Acquaintances(None)
@@ -136,13 +118,13 @@ class Node(contextlib.AbstractContextManager["Node"]):
             ),
         )
         self._entered_by = initial_peers[:1]
-        self.dht = self._entered(start, initial_peers, must_reach=must_reach)
+        super().__init__(peer_id, self._entered(start, initial_peers, must_reach=must_reach), standing)
         with contextlib.ExitStack() as undo:
             undo.callback(self.dht.shutdown)
-            self._finder = ReachFinder(self, reach, Router(), is_visitor=is_visitor)
+            self._finder = ReachFinder(self.run, reach, Router(), is_visitor=is_visitor)
             undo.callback(self._finder.close)
             self._note_ports(self._listening.hosts)
-            reunion = Reunion(self, ADDRESSES_KEY, self._met, also=initial_peers, is_visitor=is_visitor)
+            reunion = Reunion(self, self.own_addresses, self._met, also=initial_peers, is_visitor=is_visitor)
             chores = [reunion.turn]
             if standing is not None and not is_visitor:
                 chores.append(MemberList(self, standing).turn)
@@ -231,10 +213,6 @@ class Node(contextlib.AbstractContextManager["Node"]):
         if objection := self.standing.book.policy.objection(self._id, self.standing.membership.grant):
             raise not_admitted(objection)
 
-    def is_out(self, peer_id: str) -> bool:
-        """Return whether the swarm's owner has removed a peer (its id, base58)."""
-        return self.standing is not None and self.standing.book.policy.is_out(id_bytes(peer_id))
-
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer: the furthest reach first, TCP before QUIC."""
         maddrs = {str(maddr) for maddr in self.run(visible_maddrs)}
@@ -268,49 +246,9 @@ class Node(contextlib.AbstractContextManager["Node"]):
             *self.own_addresses(),
         ]
 
-    def publish(self, key: str, value: Any, ttl_s: float) -> bool:
-        """Store a value (MessagePack) under a key, signed by this peer, for `ttl_s` seconds.
-
-        Return whether this node keeps it. Nodes refuse records that live longer than `records.MAX_TTL_S`.
-        """
-        options = {"expiration_time": swarm_time() + ttl_s, "subkey": self.dht.place, "return_future": True}
-        return bool(self._wait(self.dht.store(key, value, **options)))
-
-    def fetch(self, key: str) -> dict[str, Any]:
-        """Return the values under a key by the ids (base58) of their owners, without removed peers."""
-        found = self._wait(self.dht.get(key, latest=True, return_future=True))
-        if found is None or not isinstance(found.value, dict):
-            return {}
-        entries = [entry for entry in found.value.items() if isinstance(entry[1], ValueWithExpiration)]
-        records = {owner_of(place): entry.value for place, entry in entries}
-        return {owner: value for owner, value in records.items() if owner and not self.is_out(owner)}
-
-    def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
-        """Run a coroutine in the DHT's process, and return its result."""
-        return self._wait(self.dht.run_coroutine(coroutine, return_future=True))
-
-    def _wait(self, future: Any) -> Any:
-        try:
-            return future.result(timeout=RECORD_TIMEOUT_S)
-        except (OSError, EOFError, P2PDaemonError) as error:  # from p2pd's socket, or a `TimeoutError`
-            raise SwarmError(
-                f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",
-                hint="start again with the same command",
-            ) from error
-
-    def is_alive(self) -> bool:
-        """Return whether the DHT's process runs."""
-        return bool(self.dht.is_alive())
-
     def pulse(self) -> Any:
         """Run `show_life` in the DHT's process; return its future."""
         return self.dht.run_coroutine(show_life, return_future=True)
-
-    def pids(self) -> list[int]:
-        """Return the ids of the DHT's process and of p2pd."""
-        with contextlib.suppress(psutil.Error):
-            return [self.dht.pid, *(child.pid for child in psutil.Process(self.dht.pid).children())]
-        return []
 
     def close(self) -> None:
         """End the DHT process and its daemon. Safe to call twice."""

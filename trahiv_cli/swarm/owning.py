@@ -31,7 +31,7 @@ from trahiv_cli.swarm.invitation import (
     read_owner,
 )
 from trahiv_cli.swarm.membership import Grant, Policy, Role
-from trahiv_cli.swarm.roll import POLICY_FILE, Credentials, PolicyBook
+from trahiv_cli.swarm.policy_book import POLICY_FILE, Credentials, PolicyBook
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node

@@ -15,10 +15,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import hivemind
 import psutil
@@ -39,9 +39,6 @@ from trahiv_cli.swarm.pipes import (
     places_of,
 )
 from trahiv_cli.swarm.router import LEASE_S, Forwarded, Router
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
 
 Kind = Literal["direct", "punched", "relayed", "dials-out", "alone"]
 Wanted = Literal["auto", "direct", "relay", "dial-out"]
@@ -76,21 +73,22 @@ class ReachRules:
 
 
 class ReachFinder:
-    """Finds out how others can reach a node, which creates and closes it; `clock` is in monotonic seconds.
+    """Finds out how others can reach a node, which creates and closes it.
 
-    `is_known` is set once `reach` is found out for the first time.
+    `run` runs a coroutine in the DHT's process (`Dht.run`); `clock` returns monotonic seconds. `is_known` is
+    set once `reach` is found out for the first time.
     """
 
     def __init__(
         self,
-        node: Node,
+        run: Callable[[Callable[..., Awaitable[Any]]], Any],
         rules: ReachRules,
         router: Router,
         *,
         is_visitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node = node
+        self._run = run
         self._wanted = rules.wanted
         self._router = router
         self._clock = clock
@@ -100,12 +98,12 @@ class ReachFinder:
         self._own: list[Multiaddr] = []
         self._forwarded = Forwarded("", "")
         self._look_at = self._ask_at = -math.inf
-        node.run(partial(open_meetings, rules))
+        run(partial(open_meetings, rules))
 
     def turn(self) -> None:
         """Look every `LOOK_EVERY_S`, more often while no member answers, and when own addresses change."""
         now = self._clock()
-        own = self._node.run(visible_maddrs)
+        own = self._run(visible_maddrs)
         if own != self._own:
             self._own = own
             self._look_at = now
@@ -113,14 +111,14 @@ class ReachFinder:
         if now < self._look_at:
             return
         look = partial(find_reach, self._wanted, self._is_visitor)
-        reach: Reach = self._node.run(look)
+        reach: Reach = self._run(look)
         port = self._port_behind_router() if self._wanted == "auto" else None
         is_lost = self.reach.kind == "direct" != reach.kind  # the router may have been restarted
         if port and (now >= self._ask_at or is_lost) and (reach.kind != "direct" or self._forwarded.host):
             self._ask_at = now + LEASE_S / 2
             self._forwarded = self._router.forward(port)
             if self._forwarded.host:
-                reach = self._node.run(look)
+                reach = self._run(look)
         if reach.kind != "direct":
             said = self._forwarded.why
             if self._forwarded.host and reach.looks:
@@ -131,7 +129,7 @@ class ReachFinder:
         self.reach = reach
         self._look_at = now + (LOOK_EVERY_ALONE_S if reach.kind == "alone" else LOOK_EVERY_S)
         if not self.is_known.is_set():
-            self._node.run(let_relay)
+            self._run(let_relay)
             self.is_known.set()
 
     def _port_behind_router(self) -> int | None:

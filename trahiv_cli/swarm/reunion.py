@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import hivemind
 from hivemind.dht import DHTNode
@@ -24,10 +23,9 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.swarm.acquaintances import Acquaintances, read_addresses
 from trahiv_cli.swarm.addresses import NOT_A_MULTIADDR, reach_of
+from trahiv_cli.swarm.dht import Dht
+from trahiv_cli.swarm.keys import ADDRESSES_KEY
 from trahiv_cli.swarm.reach import servers_of
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
 
 logger = get_logger(__name__)
 
@@ -49,7 +47,7 @@ _calling: set[asyncio.Task[None]] = set()
 
 
 class Reunion:
-    """Keeps a node, which creates it, in touch with the peers that it knows, through a key of the DHT.
+    """Keeps a node, which creates it, in touch with the peers that it knows.
 
     `also` has more multiaddrs to call. A visitor publishes nothing, so no peer calls it. `clock` returns
     monotonic seconds.
@@ -57,16 +55,16 @@ class Reunion:
 
     def __init__(
         self,
-        node: Node,
-        key: str,
+        dht: Dht,
+        own_addresses: Callable[[], list[str]],
         met: Acquaintances,
         *,
         also: Sequence[str] = (),
         is_visitor: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node = node
-        self._key = key
+        self._dht = dht
+        self._own_addresses = own_addresses
         self._met = met
         self._clock = clock
         self._also: dict[str, list[str]] = {}  # by peer id
@@ -81,18 +79,18 @@ class Reunion:
     def turn(self) -> None:
         """Publish this node's addresses if that is due, read others', call peers, and save."""
         now = self._clock()
-        own = self._node.own_addresses()
+        own = self._own_addresses()
         if own and not self._is_visitor and (own != self._published or now >= self._publish_at):
-            self._node.publish(self._key, own, ADDRESSES_TTL_S)
+            self._dht.publish(ADDRESSES_KEY, own, ADDRESSES_TTL_S)
             self._published, self._publish_at = own, now + PUBLISH_EVERY_S
-        nodes, connected = self._node.run(peers_there)
+        nodes, connected = self._dht.run(peers_there)
         self._read({*nodes, *connected})
         self._call(set(nodes), now)
         self._met.save()
 
     def _read(self, there: set[str]) -> None:
         written = self._met.addresses  # at most `MAX_PEERS`: in a larger swarm some peers are never stored
-        found = self._node.fetch(self._key)
+        found = self._dht.fetch(ADDRESSES_KEY)
         self._told = {peer: read_addresses(peer, record) for peer, record in found.items()}
         for peer_id, record in sorted(found.items(), key=lambda entry: entry[0] not in written):
             if peer_id in there:  # known peers come first, so that no new peer replaces a present one
@@ -109,13 +107,13 @@ class Reunion:
         for peer in sorted(known, key=lambda peer: self._calls.get(peer, (-math.inf, 0.0))[0]):
             maddrs = known[peer]
             called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / LONGER))
-            is_missing = peer not in nodes and peer != self._node.peer_id
+            is_missing = peer not in nodes and peer != self._dht.peer_id
             longest = LONGEST_PAUSE_LATELY_S if peer in soon else LONGEST_PAUSE_S
             if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
                 due[peer] = maddrs
                 self._calls[peer] = now, min(LONGER * pause, LONGEST_PAUSE_S)
         if due:
-            self._node.run(partial(greet, due, self._is_visitor))
+            self._dht.run(partial(greet, due, self._is_visitor))
 
 
 async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:

@@ -2,7 +2,7 @@
 
 1. Each member publishes its certificate, and passes on the owner's policy: through the DHT (`MemberList`),
    and with each refusal of a call that the policy causes. So the policy takes effect within seconds, whether
-   or not the owner's peer runs. A copy in each run's folder serves all processes of a peer (`PolicyBook`).
+   or not the owner's peer runs.
 2. The owner's peer records which peer joined with which invitation (`write_down`). It lets peers stay that
    joined with an invitation that expires or is for one peer (`synchronize`).
 3. The owner's commands are changes from one policy to the next: `closing`, `without`.
@@ -10,15 +10,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,21 +26,18 @@ from trahiv_cli.swarm.membership import (
     CERTIFICATE_BYTES,
     MAX_MARKS,
     Grant,
-    Membership,
-    Owner,
     Policy,
     certified,
     mark_of,
 )
+from trahiv_cli.swarm.policy_book import Credentials
 from trahiv_cli.swarm.records import disbelieve
 
 if TYPE_CHECKING:
-    from trahiv_cli.swarm.node import Node
+    from trahiv_cli.swarm.dht import Dht
 
 MEMBERS_KEY = "trahiv_members"  # where members publish their certificates
 POLICY_KEY = "trahiv_policy"  # where they publish the owner's policy
-POLICY_FILE = "policy"  # in a run's folder
-POLICY_LOOK_EVERY_S = 0.5  # a process reads that file again at this interval
 ROLL_FILE = "members.json"  # in the owner's folder
 VERSION = 1
 # Peers of one invitation that stay when it expires: ids that a member makes up must leave room for peers with
@@ -60,114 +54,6 @@ POLICY_TTL_S = 120.0  # a member that finds no record of its policy stores one
 Roll = Mapping[str, Grant]
 
 
-@dataclass(frozen=True)
-class Credentials:
-    """A peer's membership in a closed swarm, from its folder or an invitation."""
-
-    membership: Membership
-    owner: Owner | None = None  # if this peer's user started the swarm
-    folder: Path | None = None  # the run's, which has the policy; None: a visitor, which stores nothing
-
-    @cached_property
-    def book(self) -> PolicyBook:
-        """The owner's policy."""
-        return PolicyBook(self.membership.owner, self.folder and self.folder / POLICY_FILE)
-
-
-# -- the owner's policy ----------------------------------------------------------------------------
-
-
-class PolicyBook:
-    """The newest policy that this peer knows.
-
-    All processes of the peer share its file; without a file, the policy is only in memory.
-    """
-
-    def __init__(self, owner: bytes, path: Path | None = None) -> None:
-        self._owner = owner
-        self._path = path
-        self._looked_at = -POLICY_LOOK_EVERY_S
-        self._policy = Policy()
-        self._wire = b""
-        self._kept = b""  # the file's content when it was last read
-        self._seen = Policy()  # the policy, with the decisions of all that it has replaced
-
-    @property
-    def policy(self) -> Policy:
-        """The newest known policy; an empty one if there is none."""
-        self._look()
-        return self._policy
-
-    @property
-    def wire(self) -> bytes:
-        """The same policy, packed and signed by the owner; empty if there is none."""
-        self._look()
-        return self._wire
-
-    def offer(self, wire: object) -> None:
-        """Take a policy over if the owner signed it and it is newer.
-
-        If writing it fails with OSError, it counts in this process all the same, and the next offer writes
-        it.
-        """
-        self._look()
-        self._take(wire)
-        if self._path is not None and wire == self._wire != self._kept:
-            with _locked(self._path.parent):
-                self._look(at_once=True)  # another process may have written it, or a newer one, by now
-                if wire == self._wire != self._kept:
-                    write_private(self._path, self._wire)
-
-    def decide(self, owner: Owner, change: Callable[[Policy], Policy]) -> bytes:
-        """Change, number and sign the policy in the owner's folder; return it packed.
-
-        It first adds decisions from other copies of the folder that this book was offered. Raises SetupError
-        if the policy becomes too long, OSError if the file can't be written; nothing was changed then.
-        """
-        assert self._path is not None
-        with _locked(self._path.parent):
-            self._look(at_once=True)
-            changed = change(self._policy.with_those_of(self._seen))
-            if changed != self._policy:
-                wire = replace(changed, serial=self._policy.serial + 1).to_bytes(owner)
-                write_private(self._path, wire)
-                self._take(wire)
-            return self._wire
-
-    def _take(self, wire: object) -> None:
-        with contextlib.suppress(ValueError):
-            policy = Policy.parse(wire, self._owner)
-            older, newer = sorted((policy, self._seen), key=lambda one: one.serial)
-            self._seen = newer.with_those_of(older)
-            if policy.serial > self._policy.serial:
-                assert isinstance(wire, bytes)
-                self._policy = policy
-                self._wire = wire
-
-    def _look(self, *, at_once: bool = False) -> None:
-        """Reread the file if due, or `at_once`: another process of this peer may have changed it."""
-        now = time.monotonic()
-        if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
-            return
-        self._looked_at = now
-        with contextlib.suppress(OSError):
-            if (kept := self._path.read_bytes()) != self._kept:
-                self._kept = kept
-                self._take(kept)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder against changes by other processes that use this lock."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
-
-
 # -- exchange between members ----------------------------------------------------------------------
 
 
@@ -177,8 +63,8 @@ class MemberList:
     `Node` makes one in a closed swarm, and calls `turn` every few seconds as long as it runs.
     """
 
-    def __init__(self, node: Node, standing: Credentials, now: Callable[[], float] = time.monotonic) -> None:
-        self._node = node
+    def __init__(self, dht: Dht, standing: Credentials, now: Callable[[], float] = time.monotonic) -> None:
+        self._dht = dht
         self._standing = standing
         self._now = now
         self._publish_at = self._look_at = 0.0
@@ -187,28 +73,28 @@ class MemberList:
         """Publish, fetch and decide as far as due; raise SetupError if the policy becomes too long."""
         now = self._now()
         if now >= self._publish_at:
-            certificate = self._standing.membership.certify(id_bytes(self._node.peer_id))
-            self._node.publish(MEMBERS_KEY, certificate, CERTIFICATE_TTL_S)
+            certificate = self._standing.membership.certify(id_bytes(self._dht.peer_id))
+            self._dht.publish(MEMBERS_KEY, certificate, CERTIFICATE_TTL_S)
             self._publish_at = now + PUBLISH_EVERY_S
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY_S
-            synchronize(self._node, self._standing)
+            synchronize(self._dht, self._standing)
 
 
-def synchronize(node: Node, standing: Credentials) -> bool:
+def synchronize(dht: Dht, standing: Credentials) -> bool:
     """Fetch the owner's policy and pass it on; with the owner's key, also decide which new members stay.
 
     Returns whether a peer of the DHT has the policy, if there is one. Raises SetupError if it becomes too
     long.
     """
     book = standing.book
-    found = list(node.fetch(POLICY_KEY).values())
+    found = list(dht.fetch(POLICY_KEY).values())
     for wire in found:
         book.offer(wire)
     if standing.owner is not None and standing.folder is not None:
-        roll = write_down(standing.folder, read_members(node, standing.owner.public))
+        roll = write_down(standing.folder, read_members(dht, standing.owner.public))
         book.decide(standing.owner, partial(_with_those_who_came, roll))
-    return not book.wire or book.wire in found or node.publish(POLICY_KEY, book.wire, POLICY_TTL_S)
+    return not book.wire or book.wire in found or dht.publish(POLICY_KEY, book.wire, POLICY_TTL_S)
 
 
 # -- decisions of the owner ------------------------------------------------------------------------
@@ -265,10 +151,10 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 # -- the member list -------------------------------------------------------------------------------
 
 
-def read_members(node: Node, owner: bytes) -> dict[str, Grant]:
+def read_members(dht: Dht, owner: bytes) -> dict[str, Grant]:
     """Fetch the grants, by peer id, of members that were present within the last ten minutes."""
     grants: dict[str, Grant] = {}
-    for peer, entry in node.fetch(MEMBERS_KEY).items():
+    for peer, entry in dht.fetch(MEMBERS_KEY).items():
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
         grant = certified(owner, id_bytes(peer), shown)
         if grant is None:

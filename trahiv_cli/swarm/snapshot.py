@@ -27,16 +27,15 @@ from hivemind.proto import runtime_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.shared_memory import SharedNumber
+from trahiv_cli.optim.committed import NO_CHANGES, Changes
+from trahiv_cli.shared_memory import KEEP_S
 from trahiv_cli.swarm.codecs import MAX_DIMENSIONS, read_tensor
-from trahiv_cli.swarm.host_copies import NO_CHANGES, Changes, aligned, host_values
+from trahiv_cli.swarm.host_copies import aligned, host_values
 from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, unpacked
 
 CHUNK_BYTES = 256 * 1024  # lost when a stream breaks off: 0.1 s at 20 Mbit/s
 MAX_RANK = 2**62
 MAX_TIE_BYTES = 32
-FEW_BYTES = 2**20  # margin of encoded tensors over twice their stored size: codecs have headers
-KEEP_S = 45.0  # how long a snapshot is kept for a peer whose stream broke off
 MAX_SNAPSHOTS = 2  # kept by one peer at a time; each is as large as its encoded state
 SHARE_S = 5.0  # all joiners share a snapshot up to this age: they may not know how far this peer is
 # After a snapshot, the next one may begin only after `RESTS` times the time that it took. This is not a fixed
@@ -79,29 +78,6 @@ def views_of(flat: torch.Tensor, infos: Iterable[CompressionInfo]) -> list[torch
         views.append(flat[start : start + length].view(dtype).view(shape))
         start += aligned(length)
     return views
-
-
-class JoinerActivity:
-    """The time of the last request from, or transfer to, another peer; shared by all processes of this peer.
-
-    `SwarmOptimizer` makes one for its services.
-    """
-
-    def __init__(self) -> None:
-        self._noted_at = SharedNumber(-math.inf)  # in `time.monotonic`, which all processes here share
-
-    def note(self) -> None:
-        """Record that another peer sends a request, or receives data, now."""
-        self._noted_at.value = time.monotonic()
-
-    def was_there_since(self, when: float) -> bool:
-        """Whether another peer has sent a request, or received data, since then."""
-        return bool(self._noted_at.value >= when)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the last one was within `KEEP_S`, so that its peer may come back for more."""
-        return self.was_there_since(time.monotonic() - KEEP_S)
 
 
 # -- a snapshot -----------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.builtin import how_to_install, version
-from trahiv_cli.swarm.node import RUNS_KEY, Node
+from trahiv_cli.swarm.keys import RUNS_KEY
+from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.records import disbelieve
 

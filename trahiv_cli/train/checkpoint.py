@@ -42,22 +42,21 @@ from trahiv_cli.optim.buffers import moving_buffers
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.inner import adopt_optimizer_state
 from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.local_steps import LocalSteps, OuterState
+from trahiv_cli.optim.local_steps import LocalSteps
 from trahiv_cli.optim.method import OwnSteps
 from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
 from trahiv_cli.recipe.rows import listed
 from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, views_of
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.folder import MANIFEST, saved_in
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 OUTER = "outer.safetensors"
 OWN = "own.safetensors"
-MANIFEST = "manifest.json"
-CHECKPOINTS = "checkpoints"
-"""Name of the checkpoints' folder in a run's folder."""
 
 UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
 """Exceptions that reading a damaged file raises."""
@@ -268,9 +267,7 @@ class Checkpoints:
 
     def all(self) -> list[Checkpoint]:
         """Return the complete checkpoints, the oldest first, without checking them for damage."""
-        names = (path.parent.name.removeprefix("step-") for path in self.folder.glob(f"step-*/{MANIFEST}"))
-        steps = sorted(int(name) for name in names if name.isdigit())
-        return [Checkpoint(self.folder / f"step-{step}", step) for step in steps]
+        return [Checkpoint(*one) for one in saved_in(self.folder)]
 
     def newest(self) -> Checkpoint | None:
         """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones."""
@@ -334,11 +331,6 @@ class Checkpoints:
             return None
         self._events.emit("checkpoint", step=step, path=str(path))
         return path
-
-
-def saved_in(run: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints in a run's folder, the oldest first."""
-    return Checkpoints(run / CHECKPOINTS).all()
 
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:

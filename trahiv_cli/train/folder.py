@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
 from trahiv_cli.files import INVITED_BY_FILE, OWNER_FILE, write_whole
@@ -27,8 +28,8 @@ from trahiv_cli.swarm.invitation import Invitation, find_standing, passing_stand
 from trahiv_cli.swarm.membership import Membership
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.owning import visiting
+from trahiv_cli.swarm.policy_book import Credentials
 from trahiv_cli.swarm.reach import ReachRules
-from trahiv_cli.swarm.roll import Credentials
 from trahiv_cli.telemetry.events import (
     EVENT_FILE,
     PEERS_FILE,
@@ -38,10 +39,30 @@ from trahiv_cli.telemetry.events import (
     RotatingFile,
     to_json,
 )
-from trahiv_cli.train.checkpoint import saved_in
 
 MAX_FOLDERS_OF_A_RUN = 100
+CHECKPOINTS = "checkpoints"
+"""Name of the checkpoints' folder in a run's folder."""
+
+MANIFEST = "manifest.json"
+"""Name of the file that is written last into a checkpoint."""
+
 ANOTHER_PLACE = "choose another place with --output-dir DIR, or move that folder away"
+
+
+class Saved(NamedTuple):
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+
+def saved_in(checkpoints: Path) -> list[Saved]:
+    """Return the complete checkpoints in a folder, the oldest first, without checking them for damage."""
+    folders = [manifest.parent for manifest in checkpoints.glob(f"step-*/{MANIFEST}")]
+    steps = {path: path.name.removeprefix("step-") for path in folders}
+    found = [Saved(path, int(step)) for path, step in steps.items() if step.isdigit()]
+    return sorted(found, key=lambda one: one.step)
 
 
 # -- a joiner's choice ------------------------------------------------------------------------------
@@ -74,7 +95,7 @@ def known_run(earlier: Sequence[Earlier], addresses: Sequence[str] | None) -> Ea
     named = {address.rpartition("/p2p/")[2] for address in addresses or ()}
     for one in earlier:
         is_meant = addresses is None or named & Acquaintances(one.folder / FILE).addresses.keys()
-        if is_meant and saved_in(one.folder):
+        if is_meant and saved_in(one.folder / CHECKPOINTS):
             return one
     return None
 
@@ -172,7 +193,7 @@ def warn_of_edited_data(run: AgreedRun, events: Events) -> None:
         other = path.parent
         with contextlib.suppress(SetupError):  # a folder of another version
             fields, files = what_changed(read_run(other), run)
-            if fields or not files or not (saved := saved_in(other)):
+            if fields or not files or not (saved := saved_in(other / CHECKPOINTS)):
                 continue
             names = " and ".join(files)
             differ = "differ from those" if files[1:] else "differs from the one"
@@ -291,7 +312,7 @@ def start_node(
         identity or Path(section.identity_path or folder / IDENTITY_FILE),
         invitation.addresses,
         met=Acquaintances(folder / FILE),
-        must_reach=not saved_in(folder),
+        must_reach=not saved_in(folder / CHECKPOINTS),
         standing=find_standing(folder, invitation, is_public=is_public),
         reach=reach,
     )

@@ -30,17 +30,12 @@ from trahiv_cli.optim.assemble import build_optimizer
 from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
-from trahiv_cli.train.checkpoint import (
-    CHECKPOINTS,
-    Checkpoint,
-    Checkpoints,
-    derive_peer_seed,
-    set_random_states,
-)
+from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints, derive_peer_seed, set_random_states
 from trahiv_cli.train.compared import compared_by
 from trahiv_cli.train.comparison import Comparison
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
+from trahiv_cli.train.folder import CHECKPOINTS
 from trahiv_cli.train.inner import (
     change_to_float32,
     copied,

@@ -42,13 +42,15 @@ from trahiv_cli.swarm.reunion import known_peers
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.account import Account, given_in
 from trahiv_cli.train.announcing import announce, progress_told, published, reach_told
-from trahiv_cli.train.checkpoint import derive_peer_seed, saved_in
+from trahiv_cli.train.checkpoint import derive_peer_seed
 from trahiv_cli.train.conditions import Condition
 from trahiv_cli.train.folder import (
+    CHECKPOINTS,
     keep_recipe,
     log_to,
     owned_first,
     recorded,
+    saved_in,
     start_node,
     warn_of_edited_data,
 )
@@ -200,7 +202,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.given = given_in(self.folder)
-        self.saved = next(reversed(saved_in(self.folder)), None)
+        self.saved = next(reversed(saved_in(self.folder / CHECKPOINTS)), None)
         self.account = Account(
             self.run.run_id,
             max(self.options.reached_step, self.saved.step if self.saved else 0),

@@ -39,9 +39,8 @@ from trahiv_cli.train.announcing import (
 )
 from trahiv_cli.train.batches import Batches
 from trahiv_cli.train.callbacks import SwarmCallback
-from trahiv_cli.train.checkpoint import CHECKPOINTS, saved_in
 from trahiv_cli.train.failing import leaving_a_checkpoint
-from trahiv_cli.train.folder import recorded, start_node
+from trahiv_cli.train.folder import CHECKPOINTS, recorded, saved_in, start_node
 from trahiv_cli.train.hooks import put_in_swarm, require_no_replaced
 from trahiv_cli.train.inner import GivenOptimizer
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
@@ -301,7 +300,7 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
     settings = trainer.swarm_settings
     folder = Path(trainer.swarm_args.output_dir)
     max_steps = trainer._max_steps
-    saved = saved_in(folder)
+    saved = saved_in(folder / CHECKPOINTS)
     given = given_in(folder)
     account = Account(settings.opt.run_id, saved[-1].step if saved else 0, max_steps, given=given)
     events.add(account)
@@ -322,5 +321,5 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
     step = trainer.swarm_optimizer.local_epoch
     early = leaving.reason or ("budget" if trainer.swarm_callback.has_spent_budget else "finish")
     reason = "max_steps" if step >= max_steps else early
-    path = next((str(saved.path) for saved in saved_in(folder) if saved.step == step), None)
+    path = next((str(saved.path) for saved in saved_in(folder / CHECKPOINTS) if saved.step == step), None)
     events.emit("done", step=step, path=path, reason=reason, resume=None, had_ended=False)

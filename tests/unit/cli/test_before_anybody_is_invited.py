@@ -28,7 +28,8 @@ from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.status import PROTOCOL, Status, publish_status
 from trahiv_cli.telemetry import events as telemetry
 from trahiv_cli.train import folder, peer
-from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
+from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints, State
+from trahiv_cli.train.folder import CHECKPOINTS, saved_in
 from trahiv_cli.train.leaving import Left
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -116,7 +117,7 @@ def test_edited_data_starts_another_run(events, monkeypatch):
     assert said["hint"] == f"bring the old text.txt back and type the same command to go on with {run}"
     assert bytes_of(run) == kept
     [another] = {*Path("runs").iterdir()} - {run}
-    assert not saved_in(another), "it begins anew"
+    assert not saved_in(another / CHECKPOINTS), "it begins anew"
 
 
 def test_named_run_refuses_edited_data(events, without_daemon):

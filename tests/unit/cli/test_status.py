@@ -19,7 +19,7 @@ from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.run.lock import owned
 from trahiv_cli.swarm import owning
 from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.node import ADDRESSES_KEY, RUNS_KEY
+from trahiv_cli.swarm.keys import ADDRESSES_KEY, RUNS_KEY
 from trahiv_cli.swarm.reach import Kind
 from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
 from trahiv_cli.telemetry.events import PEERS_FILE

@@ -20,7 +20,7 @@ from trahiv_cli.optim.allreduce import (
     message_of,
     weighted_mean,
 )
-from trahiv_cli.optim.rounds import Claim
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.swarm.codecs import CODECS
 
 PEERS = {name: id_of(name) for name in "ABC"}

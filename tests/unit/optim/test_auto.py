@@ -6,19 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.kit.stepping import commits, of_one_weight, with_b
-from trahiv_cli.optim.auto import (
-    DISTURBED_AT_MOST,
-    LADDER,
-    ROUND_TRIPS_S,
-    START_CODEC,
-    Adaptation,
-    Measured,
-    idle_members,
-    usual_rate,
-)
+from trahiv_cli.optim.auto import DISTURBED_AT_MOST, LADDER, START_CODEC, Adaptation, idle_members
+from trahiv_cli.optim.claims import ROUND_TRIPS_S, Measured, Outcome, usual_rate
 from trahiv_cli.optim.pace import Pace, divide
-from trahiv_cli.optim.rounds import Outcome
-from trahiv_cli.swarm.snapshot import JoinerActivity
+from trahiv_cli.shared_memory import JoinerActivity
 
 START = Pace(mode="overlap", codec=START_CODEC)
 LIGHTEST = replace(START, codec="blockwise4")

@@ -14,9 +14,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from tests.kit.states import giving_state, state_of
 from tests.kit.stepping import Peer, commits, fails, sgd, with_b
 from trahiv_cli.optim.buffers import Buffers, moving_buffers, persistent_buffers
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.rounds import Claim
 
 torch.set_num_threads(1)
 

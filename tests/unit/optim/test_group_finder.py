@@ -18,8 +18,8 @@ from tests.kit.identities import id_of, key_of
 from tests.simulation.network import Network, VirtualLoop
 from trahiv_cli.optim import group_finder
 from trahiv_cli.optim.ballot import Vote
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.optim.group_finder import MISSED_AFTER_ONE, MOST_EXCLUDED_S, SUSPECT_S, Blame
-from trahiv_cli.optim.rounds import Claim
 
 LONG_S = 60.0  # longer than any test: a search that ends did not wait for it
 SHORT_S, TINY_S, LIMIT_S = 0.1, 0.025, 5.0

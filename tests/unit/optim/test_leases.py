@@ -12,11 +12,11 @@ import pytest
 
 from trahiv_cli.background import in_background
 from trahiv_cli.optim import leases
+from trahiv_cli.optim.claims import Claim
 from trahiv_cli.optim.history import History
-from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, MOST_LEASES, Leases, Work
-from trahiv_cli.optim.ledger import MAX_POSITION, SHARD, Ledger, Spans
+from trahiv_cli.optim.leases import AHEAD_S, FREE_LEASES, Leases, Work
+from trahiv_cli.optim.ledger import MAX_POSITION, MOST_LEASES, SHARD, USELESS_AT_MOST, Ledger, Spans
 from trahiv_cli.optim.reports import PeerProgress
-from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim
 from trahiv_cli.swarm.records import disbelieve
 
 SAMPLES = 1000

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from tests.kit import stepping
 from tests.kit.stepping import sgd
 from trahiv_cli.optim import method as methods
-from trahiv_cli.optim.local_steps import OuterState
 from trahiv_cli.optim.method import NORM_VALUES, OwnSteps
+from trahiv_cli.optim.outer import OuterState
 from trahiv_cli.optim.pace import Pace
 
 torch.set_num_threads(1)

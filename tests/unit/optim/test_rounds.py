@@ -16,12 +16,12 @@ from hivemind.utils import MSGPackSerializer
 from tests.kit.identities import id_of, key_of
 from tests.kit.states import averages_of
 from trahiv_cli.optim import rounds
-from trahiv_cli.optim.auto import Measured
 from trahiv_cli.optim.ballot import Call, Vote
-from trahiv_cli.optim.ledger import Spans
+from trahiv_cli.optim.claims import Claim, Measured, Round, outliers, state_to_adopt
+from trahiv_cli.optim.ledger import USELESS_AT_MOST, Spans
 from trahiv_cli.optim.pace import RoundRules
 from trahiv_cli.optim.round_service import RoundOptions, RoundService, patience_s
-from trahiv_cli.optim.rounds import USELESS_AT_MOST, Claim, Header, Log, Round, decoded
+from trahiv_cli.optim.rounds import Header, Log, decoded
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.swarm.codecs import CODECS
 from trahiv_cli.swarm.records import sign
@@ -53,17 +53,17 @@ MANY = [Measured(10.0, 10.5, round(rate * 1.25e6), 0, 0.0) for rate in (*[100] *
     ],
 )
 def test_outlier_norms_are_left_out(norms, limit, found):
-    left_out = rounds.outliers({f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}, limit)
+    left_out = outliers({f"p{number}": Claim(norm=norm) for number, norm in enumerate(norms)}, limit)
     assert left_out.keys() == found.keys() and all(words in left_out[peer] for peer, words in found.items())
 
 
 def test_majority_state_wins_and_lot_breaks_ties():
     for states in ("xxy", "xxxyz", "xxx", "xxyz"):
         held = dict(zip("ABCDE", map(str.encode, states), strict=False))
-        assert {rounds.state_to_adopt(held, bytes([lot])) for lot in range(20)} == {b"x"}
+        assert {state_to_adopt(held, bytes([lot])) for lot in range(20)} == {b"x"}
     held = {"A": b"x", "B": b"y", "C": b"z"}
-    drawn = [rounds.state_to_adopt(held, bytes([lot])) for lot in range(200)]
-    assert drawn == [rounds.state_to_adopt(dict(reversed(held.items())), bytes([lot])) for lot in range(200)]
+    drawn = [state_to_adopt(held, bytes([lot])) for lot in range(200)]
+    assert drawn == [state_to_adopt(dict(reversed(held.items())), bytes([lot])) for lot in range(200)]
     assert all(40 < drawn.count(state) < 100 for state in held.values())
 
 

@@ -10,11 +10,11 @@ from hivemind.compression import CompressionInfo, TensorRole
 from tests.kit.states import giving_state, state_of
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.optim import state as module
+from trahiv_cli.optim.committed import StateLock
 from trahiv_cli.optim.history import History
 from trahiv_cli.optim.ledger import Ledger, Spans
 from trahiv_cli.optim.pace import Pace
 from trahiv_cli.swarm.codecs import EightBitStatistics, read_tensor
-from trahiv_cli.swarm.host_copies import StateLock
 from trahiv_cli.swarm.snapshot import views_of
 
 torch.set_num_threads(1)

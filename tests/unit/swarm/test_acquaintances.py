@@ -17,10 +17,11 @@ from hivemind.utils.multiaddr import Multiaddr
 from tests.kit.fakes import FakeNode
 from trahiv_cli.swarm import reunion as acq
 from trahiv_cli.swarm.acquaintances import LATELY_S, MAX_ADDRESSES, MAX_PEERS, Acquaintances
+from trahiv_cli.swarm.keys import ADDRESSES_KEY
 from trahiv_cli.swarm.node import CHORES_EVERY_S
 from trahiv_cli.swarm.reunion import Reunion
 
-KEY, OPEN = "addresses", "/ip4/0.0.0.0/tcp/0"
+OPEN = "/ip4/0.0.0.0/tcp/0"
 
 
 def peer_id(number):
@@ -122,7 +123,7 @@ class Network(FakeNode):
         self.calls = []
         self.addresses = [address(0)]
         self.met = Acquaintances(None, clock)
-        self.reunion = Reunion(self, KEY, self.met, clock=clock)
+        self.reunion = Reunion(self, self.own_addresses, self.met, clock=clock)
 
     def turn(self, seconds=0.0):
         """Take a turn now, and then one every `CHORES_EVERY_S` for some seconds."""
@@ -133,7 +134,7 @@ class Network(FakeNode):
 
     def tell(self, number, port=1):
         """Have a peer publish an address."""
-        self.neighbour(peer_id(number)).publish(KEY, [address(number, port)], 3600.0)
+        self.neighbour(peer_id(number)).publish(ADDRESSES_KEY, [address(number, port)], 3600.0)
 
     def own_addresses(self):
         return self.addresses
@@ -160,16 +161,16 @@ def network(clock):
 def test_address_changes_are_published_at_once(network, clock):
     for network.addresses in ([address(0)], [address(0, port=2)]):
         network.turn()
-        assert network.fetch(KEY) == {ME: network.addresses}
+        assert network.fetch(ADDRESSES_KEY) == {ME: network.addresses}
         network.turn(acq.PUBLISH_EVERY_S)
         clock.now += acq.ADDRESSES_TTL_S - 1.0
-        assert network.fetch(KEY) == {ME: network.addresses}  # it was published again
+        assert network.fetch(ADDRESSES_KEY) == {ME: network.addresses}  # it was published again
 
 
 def test_peer_without_addresses_publishes_nothing(network):
     network.addresses = []
     network.turn()
-    assert network.fetch(KEY) == {}
+    assert network.fetch(ADDRESSES_KEY) == {}
 
 
 def test_newcomer_is_saved_with_newest_address(network):
@@ -224,7 +225,7 @@ def test_calls_to_missing_peer_back_off(network, clock):
 
 def test_join_line_addresses_are_called(network, clock):
     also = [address(), address(0), address(port=2)]
-    Reunion(network, KEY, network.met, also=also, clock=clock).turn()
+    Reunion(network, network.own_addresses, network.met, also=also, clock=clock).turn()
     assert network.called() == [{PEER: [address(), address(port=2)]}]
 
 
@@ -239,8 +240,10 @@ def test_lone_node_calls_often_in_small_groups(network):
 
 
 def test_visitor_calls_peers_but_publishes_nothing(network, clock):
-    Reunion(network, KEY, network.met, also=[address()], is_visitor=True, clock=clock).turn()
-    assert network.fetch(KEY) == {}
+    Reunion(
+        network, network.own_addresses, network.met, also=[address()], is_visitor=True, clock=clock
+    ).turn()
+    assert network.fetch(ADDRESSES_KEY) == {}
     assert network.calls == [(0.0, {PEER: [address()]}, True)]
 
 

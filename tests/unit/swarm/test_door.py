@@ -14,7 +14,7 @@ from trahiv_cli.swarm import door as doors
 from trahiv_cli.swarm.corrections.streams import LINGER_S
 from trahiv_cli.swarm.door import INTRODUCE, REFUSAL, Door, NotAMember, Refused
 from trahiv_cli.swarm.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Policy, Role, mark_of
-from trahiv_cli.swarm.roll import PolicyBook
+from trahiv_cli.swarm.policy_book import PolicyBook
 
 OWNER = Owner(bytes(KEY_BYTES))
 OTHER_OWNER = Owner(b"\1" * KEY_BYTES)

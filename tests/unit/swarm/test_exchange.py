@@ -14,7 +14,7 @@ from trahiv_cli.recipe.agreement import fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES
 from trahiv_cli.swarm.exchange import PublishedRun, accept_offer, fetch_offer, publish_recipe
-from trahiv_cli.swarm.node import MAX_RECORD_BYTES, recipe_key
+from trahiv_cli.swarm.keys import MAX_RECORD_BYTES, recipe_key
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.announcing import PUBLISH_EVERY_S
 

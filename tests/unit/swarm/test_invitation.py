@@ -11,7 +11,7 @@ from trahiv_cli.swarm import invitation as invitations
 from trahiv_cli.swarm.identity import ensure_identity
 from trahiv_cli.swarm.invitation import Invitation, find_standing, passing_standing, read_invitation
 from trahiv_cli.swarm.membership import KEY_BYTES, Owner, Role
-from trahiv_cli.swarm.roll import Credentials
+from trahiv_cli.swarm.policy_book import Credentials
 
 PEER = "QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
 HOME, AWAY = f"/ip4/192.168.1.20/tcp/38211/p2p/{PEER}", f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"

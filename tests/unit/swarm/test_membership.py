@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from trahiv_cli.errors import SetupError
-from trahiv_cli.swarm import membership, roll
+from trahiv_cli.swarm import membership, policy_book
 from trahiv_cli.swarm.membership import (
     CLOSED,
     KEY_BYTES,
@@ -26,7 +26,7 @@ from trahiv_cli.swarm.membership import (
     certified,
     mark_of,
 )
-from trahiv_cli.swarm.roll import PolicyBook
+from trahiv_cli.swarm.policy_book import PolicyBook
 
 OWNER = Owner(bytes(range(KEY_BYTES)))
 OTHER = Owner(bytes(KEY_BYTES))
@@ -103,7 +103,7 @@ def also_out(peer):
 @pytest.fixture
 def books(tmp_path, monkeypatch):
     """The policy books of two processes of a peer, which read the file on every access."""
-    monkeypatch.setattr(roll, "POLICY_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(policy_book, "POLICY_LOOK_EVERY_S", 0.0)
     return [PolicyBook(OWNER.public, tmp_path / "policy") for _ in range(2)]
 
 
@@ -123,13 +123,13 @@ def test_processes_share_newest_valid_policy(tmp_path, books):
 def test_failed_policy_write_is_retried(books, monkeypatch):
     first, second = books
     with monkeypatch.context() as full:
-        full.setattr(roll, "write_private", Mock(side_effect=OSError))
+        full.setattr(policy_book, "write_private", Mock(side_effect=OSError))
         with pytest.raises(OSError):
             first.offer(wire(1))
     assert (first.wire, second.wire) == (wire(1), b"")
     first.offer(wire(1))
     assert second.wire == wire(1)
-    monkeypatch.setattr(roll, "write_private", Mock(side_effect=AssertionError("once is enough")))
+    monkeypatch.setattr(policy_book, "write_private", Mock(side_effect=AssertionError("once is enough")))
     for book in books:
         book.offer(wire(1))
 

@@ -25,9 +25,10 @@ from psutil import Process
 
 from trahiv_cli.errors import NotAdmitted, PeerBroken, SetupError, SwarmError, Unreachable
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import addresses, alive, node
+from trahiv_cli.swarm import addresses, alive, dht, node
 from trahiv_cli.swarm.acquaintances import Acquaintances
 from trahiv_cli.swarm.alive import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
+from trahiv_cli.swarm.corrections.processes import effort_of
 from trahiv_cli.swarm.meeting import Seen
 from trahiv_cli.swarm.node import Node, do_chores
 from trahiv_cli.swarm.owning import visiting
@@ -201,7 +202,7 @@ def test_records_are_read_by_owner(start):
 
 @pytest.mark.parametrize("answer", [concurrent.futures.Future(), done(ConnectionRefusedError("refused"))])
 def test_silent_dht_raises_error(monkeypatch, start, answer):
-    monkeypatch.setattr(node, "RECORD_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(dht, "RECORD_TIMEOUT_S", 0.0)
     one = start(dht_of(answer))
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
         with pytest.raises(SwarmError, match="does not answer"):
@@ -463,8 +464,8 @@ def test_busy_process_is_given_time(clock, answers, is_busy, is_stopped, least_s
 
 
 def test_missing_process_uses_no_time():
-    used_s, is_stopped = alive.effort_of([os.getpid(), 2**22 + 1])
-    assert used_s > 0 and not is_stopped and alive.effort_of([2**22 + 1]) == (0.0, False)
+    used_s, is_stopped = effort_of([os.getpid(), 2**22 + 1])
+    assert used_s > 0 and not is_stopped and effort_of([2**22 + 1]) == (0.0, False)
 
 
 def test_failed_or_kicked_peer_stops_training():

@@ -14,7 +14,8 @@ from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
 from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation, read_invitation
 from trahiv_cli.swarm.membership import TAKEN_OUT, Policy, Role, mark_of
 from trahiv_cli.swarm.owning import OwnedSwarm, list_members, own_folder
-from trahiv_cli.swarm.roll import LOOK_EVERY_S, MAX_MEMBERS, MAX_STAYING, Credentials, read_members, read_roll
+from trahiv_cli.swarm.policy_book import Credentials
+from trahiv_cli.swarm.roll import LOOK_EVERY_S, MAX_MEMBERS, MAX_STAYING, read_members, read_roll
 from trahiv_cli.telemetry.events import short_name
 
 

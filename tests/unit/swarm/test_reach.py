@@ -222,7 +222,7 @@ def box():
 
 @pytest.fixture
 def finder(world, box, clock):
-    return ReachFinder(world, ReachRules(), box, clock=clock)
+    return ReachFinder(world.run, ReachRules(), box, clock=clock)
 
 
 @pytest.fixture
@@ -311,7 +311,7 @@ def test_lone_peer_announces_forwarded_address(turn, box, finder):
 
 def test_peer_that_wants_relay_asks_no_router(world, box):
     world.members(SEEN)
-    ReachFinder(world, ReachRules("relay"), box).turn()
+    ReachFinder(world.run, ReachRules("relay"), box).turn()
     assert not box.forward.called
 
 
@@ -339,13 +339,13 @@ def test_address_change_triggers_new_look(world, turn):
     ],
 )
 def test_meeting_follows_reach_rules(world, box, rules, rate, punches):
-    ReachFinder(world, rules, box)
+    ReachFinder(world.run, rules, box)
     assert world.made == ([LOOPBACK, HOME], rate, punches)
 
 
 def test_peer_that_listens_nowhere_meets_none(world, box):
     world.listens = []
-    ReachFinder(world, ReachRules(), box)
+    ReachFinder(world.run, ReachRules(), box)
     assert world.meeting is None
 
 

@@ -10,7 +10,7 @@ from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe.builtin import version
 from trahiv_cli.swarm import status as module
-from trahiv_cli.swarm.node import RUNS_KEY
+from trahiv_cli.swarm.keys import RUNS_KEY
 from trahiv_cli.swarm.status import (
     MAX_TEXT,
     PROTOCOL,

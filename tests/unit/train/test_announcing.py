@@ -14,7 +14,7 @@ from tests.kit.fakes import FakeNode
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.swarm.node import RUNS_KEY
+from trahiv_cli.swarm.keys import RUNS_KEY
 from trahiv_cli.swarm.reach import Reach
 from trahiv_cli.swarm.status import Status, fetch_statuses, publish_status
 from trahiv_cli.telemetry.events import Events

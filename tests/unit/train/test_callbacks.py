@@ -11,8 +11,8 @@ from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from tests.unit.train.conftest import Hearer
+from trahiv_cli.optim.claims import Round
 from trahiv_cli.optim.method import OwnSteps
-from trahiv_cli.optim.rounds import Round
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.batches import BatchWeight

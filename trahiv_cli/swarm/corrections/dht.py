@@ -8,7 +8,7 @@ import multiprocessing
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hivemind
 from hivemind.dht.crypto import RSASignatureValidator
@@ -17,10 +17,8 @@ from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import ControlPipe, become_child, die_with_parent, require_start
+from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.records import OwnersOnly, Readable
-
-if TYPE_CHECKING:
-    from trahiv_cli.swarm.door import Door
 
 HOSTING_END_S = 1.0  # for the thread of a service, or a process that failed to start, to end
 

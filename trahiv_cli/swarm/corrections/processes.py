@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -220,3 +220,22 @@ def _sweep(folder: Path, pid: int) -> None:
     for memory in Path("/dev/shm").glob(f"torch_{pid}_*"):  # lib/libshm/alloc_info.h
         with contextlib.suppress(OSError):  # it is gone, or another user's
             memory.unlink()
+
+
+def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
+    """Return the processor time of processes, in seconds, and whether one is stopped or a zombie.
+
+    Processes that are gone add none. A process that waits for a disk counts as busy.
+    """
+    used = 0.0
+    is_stopped = False
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            times = process.cpu_times()
+            status = process.status()
+            used += times.user + times.system
+            standing = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE
+            is_stopped = is_stopped or status in standing
+            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
+    return used, is_stopped
