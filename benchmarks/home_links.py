@@ -57,7 +57,7 @@ from benchmarks.kit.cells import Scenario, add_options, cells_of, run_cells
 from benchmarks.kit.paced_peers import LORA, POLL_S, SIDES
 from benchmarks.kit.tables import blocked_s, calls_in, counted, median_of, reasons_of, spread, table
 from tests.kit.figures import Adapted, Joint, Told, find_joint, find_window, utilisation
-from trahiv_cli.swarm.codecs import CODECS
+from trahiv_cli.rounds.codecs import CODECS
 
 PATIENCE_S = 60.0
 

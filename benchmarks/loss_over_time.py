@@ -53,7 +53,7 @@ from benchmarks.kit.paced_peers import GO, OURS, Entry, OurPeer, Peers, Side, Wo
 from benchmarks.kit.tables import counted, median_of, reasons_of, spread, table
 from tests.kit.figures import PeerEnded
 from tests.kit.wan import PROCESSES
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.progress.pace import Pace
 from trahiv_cli.recipe.load import load_recipe
 
 RATE_MBIT = 20.0

@@ -47,7 +47,7 @@ from benchmarks.kit.processes import cpu_s, memory_bytes
 from benchmarks.kit.tables import blocked_s, calls_in, counted, reasons_of, table
 from tests.kit.figures import PeerEnded, find_joint, find_window, utilisation
 from tests.kit.wan import PROCESSES
-from trahiv_cli.swarm.codecs import CODECS
+from trahiv_cli.rounds.codecs import CODECS
 
 SHAPES = ((256, 256),) * 16  # 1,048,576 values
 SAMPLES_A_STEP = 20
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=240, help="least length of the window")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
-    PROCESSES.set_forkserver_preload(["trahiv_cli.optim.assemble"])  # or each would import torch anew
+    PROCESSES.set_forkserver_preload(["trahiv_cli.step.build"])  # or each would import torch anew
     cells = cells_of(options.peers, options.side, options.pace, options.seconds)
     results = run_cells(cells, options.json)
     reasons = (counted(f"{one.peers} peers", one.reasons) for one in results)

@@ -14,10 +14,10 @@ import time
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.claims import Claim, Measured
-from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.swarm.records import peer_of, sign, verified
+from trahiv_cli.members.records import peer_of, sign, verified
+from trahiv_cli.progress.ledger import Spans
+from trahiv_cli.rounds.claims import Claim, Measured
+from trahiv_cli.rounds.vote import Vote
 
 CLAIM = Claim(
     samples=64,

@@ -31,10 +31,10 @@ from hivemind.utils import MPFuture
 from benchmarks.kit.processes import tree_of
 from tests.kit.figures import LEARNING_RATE, Adapted, Committed, News, PeerEnded, Sample, Told
 from tests.kit.wan import PROCESSES, address_of
-from trahiv_cli.optim.assemble import OptKeywords, build_optimizer
-from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.parts import RunSettings
+from trahiv_cli.progress.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.step.build import OptKeywords, build_optimizer
+from trahiv_cli.step.parts import RunSettings
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 

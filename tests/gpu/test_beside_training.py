@@ -11,13 +11,13 @@ import torch
 
 from tests.kit.states import peer_state
 from trahiv_cli.background import in_background
-from trahiv_cli.optim.ballot import digest_of
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.parts import Equality
-from trahiv_cli.swarm import host_copies
-from trahiv_cli.swarm.host_copies import host_values
-from trahiv_cli.swarm.snapshot import views_of
+from trahiv_cli.progress.history import History
+from trahiv_cli.rounds.vote import digest_of
+from trahiv_cli.state import host_copies
+from trahiv_cli.state.host_copies import host_values
+from trahiv_cli.state.snapshot import views_of
+from trahiv_cli.step.optimizer import SwarmOptimizer
+from trahiv_cli.step.parts import Equality
 
 pytestmark = [
     pytest.mark.gpu,

@@ -32,21 +32,21 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.allreduce import ExactAllReduce
-from trahiv_cli.optim.assemble import METADATA_EXPIRATION_S, OptKeywords, build_optimizer
-from trahiv_cli.optim.auto import Adaptation
-from trahiv_cli.optim.ballot import digest_of
-from trahiv_cli.optim.claims import Outcome, Round
-from trahiv_cli.optim.group_finder import GroupFinder
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.leases import Leases
-from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.parts import RunSettings
-from trahiv_cli.optim.round_service import RoundService
-from trahiv_cli.optim.rounds import Log
-from trahiv_cli.optim.state_service import StateService
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.leases import Leases
+from trahiv_cli.progress.pace import Pace, RoundRules
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.rounds.allreduce import ExactAllReduce
+from trahiv_cli.rounds.claims import Outcome, Round
+from trahiv_cli.rounds.matchmaking import GroupFinder
+from trahiv_cli.rounds.replay_log import Log
+from trahiv_cli.rounds.round_service import RoundService
+from trahiv_cli.rounds.vote import digest_of
+from trahiv_cli.state.state_service import StateService
+from trahiv_cli.step.auto import Adaptation
+from trahiv_cli.step.build import METADATA_EXPIRATION_S, OptKeywords, build_optimizer
+from trahiv_cli.step.optimizer import SwarmOptimizer
+from trahiv_cli.step.parts import RunSettings
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events

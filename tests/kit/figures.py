@@ -25,7 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.progress.pace import Pace
 
 LEARNING_RATE = 1e-3
 

@@ -15,10 +15,10 @@ from tests.kit.nat import UDP
 from tests.kit.wan import Wan, routers_of
 from trahiv_cli import clock
 from trahiv_cli.doctor.network import connections
+from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.acquaintances import Acquaintances
+from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reach import ReachRules
 
 KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "public": [],

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.p2p import PeerID
 from hivemind.utils.crypto import RSAPrivateKey
 
-from trahiv_cli.swarm.records import peer_of
+from trahiv_cli.members.records import peer_of
 
 
 @lru_cache

@@ -9,10 +9,10 @@ from typing import Any
 from google.protobuf.message import Message
 
 from trahiv_cli.clock import EARLIEST_S, LATEST_S
-from trahiv_cli.optim.history import MOST_SAMPLES, MOST_STEPS
-from trahiv_cli.optim.ledger import MAX_POSITION, SHARD
-from trahiv_cli.optim.pace import MOST_RATE
-from trahiv_cli.swarm.snapshot import MAX_RANK
+from trahiv_cli.progress.history import MOST_SAMPLES, MOST_STEPS
+from trahiv_cli.progress.ledger import MAX_POSITION, SHARD
+from trahiv_cli.progress.pace import MOST_RATE
+from trahiv_cli.state.snapshot import MAX_RANK
 
 BOUNDS = {MOST_SAMPLES, MOST_STEPS, MAX_POSITION, SHARD, MOST_RATE, EARLIEST_S, LATEST_S, MAX_RANK, 2**31}
 """Of fields: the largest number that is taken, or the smallest."""

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.kit.fakes import FakeNode
-from trahiv_cli.optim.committed import StateLock
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.method import OwnSteps
+from trahiv_cli.progress.committed import StateLock
+from trahiv_cli.progress.history import History
+from trahiv_cli.step.method import OwnSteps
 from trahiv_cli.train import hooks
 
 

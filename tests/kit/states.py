@@ -10,17 +10,17 @@ import torch
 from hivemind.compression import CompressionBase, NoCompression
 from torch.optim.lr_scheduler import LambdaLR
 
-from trahiv_cli.optim.averages import Averages
-from trahiv_cli.optim.buffers import Buffers
-from trahiv_cli.optim.committed import Committed, CommittedCell
-from trahiv_cli.optim.gradients import GradientBuffer
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.state import PeerState
-from trahiv_cli.optim.state_service import StateExchange
-from trahiv_cli.swarm.snapshot import views_of
+from trahiv_cli.progress.committed import Committed, CommittedCell
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.ledger import Ledger, Spans
+from trahiv_cli.progress.pace import Pace
+from trahiv_cli.rounds.averages import Averages
+from trahiv_cli.rounds.buffers import Buffers
+from trahiv_cli.state.outer import OuterState
+from trahiv_cli.state.peer_state import PeerState
+from trahiv_cli.state.snapshot import views_of
+from trahiv_cli.state.state_service import StateExchange
+from trahiv_cli.step.gradients import GradientBuffer
 
 
 def averages_of(weights: Sequence[torch.Tensor]) -> Averages:

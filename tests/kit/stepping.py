@@ -15,22 +15,22 @@ import torch
 
 from tests.kit.states import gradient_buffer, peer_state
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.ballot import NotCommitted
-from trahiv_cli.optim.catch_up import CatchUp
-from trahiv_cli.optim.claims import Outcome
-from trahiv_cli.optim.committed import Committed, CommittedCell
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.inner import initialize_state
-from trahiv_cli.optim.majority import Doubts, Standing
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.parts import Parts, RunSettings
-from trahiv_cli.optim.position import Position
-from trahiv_cli.optim.reports import Past, PeerProgress, Report
-from trahiv_cli.optim.round_service import RoundInProgress
-from trahiv_cli.optim.seeker import GroupSeeker
-from trahiv_cli.optim.stepper import Stepper
+from trahiv_cli.progress.committed import Committed, CommittedCell
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.reports import Past, PeerProgress, Report
+from trahiv_cli.progress.trust import Doubts, Standing
+from trahiv_cli.rounds.claims import Outcome
+from trahiv_cli.rounds.round_service import RoundInProgress
+from trahiv_cli.rounds.vote import NotCommitted
 from trahiv_cli.shared_memory import JoinerActivity
-from trahiv_cli.swarm.alive import Alive
+from trahiv_cli.state.inner_optimizer import initialize_state
+from trahiv_cli.step.catch_up import CatchUp
+from trahiv_cli.step.parts import Parts, RunSettings
+from trahiv_cli.step.position import Position
+from trahiv_cli.step.seeker import GroupSeeker
+from trahiv_cli.step.stepper import Stepper
+from trahiv_cli.swarm.watchdog import Alive
 from trahiv_cli.telemetry.events import Event, Events
 
 SETTINGS = RunSettings(

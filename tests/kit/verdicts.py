@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trahiv_cli.optim.ledger import Ledger
+from trahiv_cli.progress.ledger import Ledger
 
 Event = dict[str, Any]
 

@@ -33,10 +33,10 @@ PROOFS = {
     "its codec raises": ("simulation/test_failures.py::test_codec_error_fails_round_quickly",),
     "its gradient is not finite": (
         "simulation/test_failures.py::test_nonfinite_gradient_is_dropped",
-        "unit/optim/test_stepper.py::test_nonfinite_gradients_are_dropped_and_counted",
+        "unit/step/test_stepper.py::test_nonfinite_gradients_are_dropped_and_counted",
     ),
     "its *weights* are not finite": (
-        "unit/optim/test_stepper.py::test_nonfinite_weights_end_training_before_sending",
+        "unit/step/test_stepper.py::test_nonfinite_weights_end_training_before_sending",
     ),
     "its gradient is far from the group's": (
         "simulation/test_failures.py::test_outlier_gradient_is_left_out",
@@ -49,13 +49,13 @@ PROOFS = {
         "simulation/test_failures.py::test_group_continues_despite_cut_link",
         FAILS_ALWAYS,
     ),
-    "a connection that dies": ("unit/swarm/test_links.py::test_peer_of_dead_connection_is_disconnected",),
+    "a connection that dies": ("unit/net/test_links.py::test_peer_of_dead_connection_is_disconnected",),
     "all of its links, for a while": ("simulation/test_failures.py::test_isolated_peer_catches_up",),
     "nobody can be reached, others are alive": (
         "simulation/test_failures.py::test_isolated_peers_follow_solo_rules",
     ),
     "a newcomer's link breaks while it loads": (
-        "unit/optim/test_catch_up.py::test_joiner_waits_for_peers_behind_broken_link",
+        "unit/step/test_catch_up.py::test_joiner_waits_for_peers_behind_broken_link",
     ),
     "the swarm is cut in two": ("simulation/test_failures.py::test_minority_takes_no_step_during_partition",),
 }

@@ -1,10 +1,11 @@
 """Imports flow one way, rooms keep to their libraries, and nothing goes in circles.
 
-    cli > train | doctor | watch > optim | assets > run > swarm > recipe > telemetry > ground > errors
+    cli > train | doctor | watch > step | run | assets > state > rounds > swarm > reach | progress > members
+        > net > recipe > telemetry > ground > errors
 
 The ground is several modules, each a room of its own.
 
-An upper room may import a lower one; rooms on one line never import each other. Imports for the type checker
+An upper room may import a lower one; rooms on one level never import each other. Imports for the type checker
 alone do not count; imports inside functions do. Loaded modules decide what is light, not a clock.
 """
 
@@ -23,32 +24,36 @@ from typing import NamedTuple
 import pytest
 
 from trahiv_cli.files import INVITATION_FILE
-from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
-from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.members.identity import IDENTITY_FILE, ensure_identity
+from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.swarm.known_peers import FILE, Acquaintances
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "trahiv_cli"
 FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
 
 GROUND = ("background", "clock", "files", "shared_memory", "wire")
-LOWER = (("errors",), GROUND, ("telemetry",), ("recipe",), ("swarm",), ("run",))
-UPWARDS = (*LOWER, ("optim", "assets"), ("train", "doctor", "watch"), ("cli",))
-LEVELS = {room: level for level, rooms in enumerate(UPWARDS) for room in rooms}
+LOWER = (("errors",), GROUND, ("telemetry",), ("recipe",), ("net",), ("members",), ("reach", "progress"))
+MIDDLE = (("swarm",), ("rounds",), ("state",), ("step", "run", "assets"))
+UPPER = (("train", "doctor", "watch"), ("cli",))
+LEVELS = {room: level for level, rooms in enumerate(LOWER + MIDDLE + UPPER) for room in rooms}
 
 NEVER = {
     "cli": {"click"},  # typer brings its own; a second one would not be the one that typer uses
     "train": {"typer"},
     "doctor": {"transformers", "datasets", "typer", "rich"},
     "watch": {"torch", "transformers", "datasets", "typer", "rich"},
-    "optim": {"transformers", "datasets", "yaml"},
     "assets": {"hivemind", "typer", "rich"},
     "telemetry": {"torch", "transformers"},
-    "run": {"torch", "hivemind", "transformers", "datasets", "typer", "rich"},
-    "swarm": {"transformers", "datasets", "typer", "rich"},
+    "run": {"torch", "hivemind", "datasets", "typer", "rich"},
     "recipe": {"torch", "hivemind", "transformers", "rich"},
     "shared_memory": {"hivemind", "transformers"},
-} | {room: {"torch", "hivemind", "transformers"} for room in ("background", "clock", "files", "wire")}
+}
+NEVER |= {room: {"torch", "hivemind", "transformers"} for room in ("background", "clock", "files", "wire")}
+NEVER |= {
+    room: {"transformers", "datasets", "yaml", "typer", "rich"}
+    for room in ("net", "members", "reach", "progress", "swarm", "rounds", "state", "step")
+}
 
 
 class Import(NamedTuple):
@@ -161,8 +166,8 @@ FORBIDDEN = [
     ("trahiv_cli.recipe.load", "from ..train import peer"),
     ("trahiv_cli.recipe.load", "from trahiv_cli import SwarmTrainer"),
     ("trahiv_cli.recipe.load", "def f():\n    import torch.nn"),
-    ("trahiv_cli.optim.rounds", "from trahiv_cli.assets import data"),
-    ("trahiv_cli.optim.rounds", "if not TYPE_CHECKING:\n    import datasets"),
+    ("trahiv_cli.rounds.replay_log", "from trahiv_cli.assets import data"),
+    ("trahiv_cli.rounds.replay_log", "if not TYPE_CHECKING:\n    import datasets"),
     ("trahiv_cli.errors", "import yaml"),
     ("trahiv_cli.wire", "from hivemind.utils import MSGPackSerializer"),
     ("trahiv_cli.wire", "from trahiv_cli import shared_memory"),
@@ -212,7 +217,7 @@ print(json.dumps([*sys.modules]), file=sys.stderr)
     "words",
     [
         "import trahiv_cli",
-        "import trahiv_cli.swarm.owning trahiv_cli.swarm.records trahiv_cli.swarm.acquaintances",
+        "import trahiv_cli.swarm.owner trahiv_cli.members.records trahiv_cli.swarm.known_peers",
         "--help",
         "init --help",
         "join --help",

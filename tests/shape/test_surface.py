@@ -22,9 +22,9 @@ NAMES_THAT_SAY_NOTHING = {"utils", "helpers", "common", "misc"}
 MAY_CATCH_EVERYTHING = (
     "trahiv_cli/cli/app.py",  # the last resort: a bug of ours becomes a message and an exit code
     "trahiv_cli/telemetry/",  # telemetry must never stop training
-    "trahiv_cli/optim/round_service.py",  # any failure of an exchange is reported to the group in the vote
+    "trahiv_cli/rounds/round_service.py",  # any failure of an exchange is reported to the group in the vote
     "trahiv_cli/swarm/service.py",  # hands an error of one process to the waiting caller in the other
-    "trahiv_cli/swarm/router.py",  # miniupnpc raises nothing narrower
+    "trahiv_cli/reach/upnp.py",  # miniupnpc raises nothing narrower
     "trahiv_cli/train/rehearsal.py",  # any error of a library there is about the user's model or data
     "trahiv_cli/background.py",  # hands an error of its thread to the waiting caller
 )

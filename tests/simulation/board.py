@@ -18,13 +18,13 @@ from hivemind.utils.crypto import RSAPrivateKey
 from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.clock import swarm_time
-from trahiv_cli.swarm.addresses import Listening
+from trahiv_cli.members.membership import KEY_BYTES, Owner
+from trahiv_cli.members.policy_book import Credentials
+from trahiv_cli.members.records import OwnersOnly, Readable, own_place, owner_of
+from trahiv_cli.net.addresses import Listening
+from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
-from trahiv_cli.swarm.membership import KEY_BYTES, Owner
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.policy_book import Credentials
-from trahiv_cli.swarm.reach import Reach
-from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
 
 OWNER = Owner(bytes(KEY_BYTES))
 INVITED = OWNER.invite()

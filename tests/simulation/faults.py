@@ -19,9 +19,9 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.simulation.network import Message
 from trahiv_cli.clock import swarm_time
-from trahiv_cli.optim.ballot import Call, Vote
-from trahiv_cli.optim.claims import Claim
-from trahiv_cli.swarm.records import sign
+from trahiv_cli.members.records import sign
+from trahiv_cli.rounds.claims import Claim
+from trahiv_cli.rounds.vote import Call, Vote
 
 SHARES = {
     "kill": 6, "late": 1, "cut": 3, "halve": 1, "stall": 3, "slow": 1,

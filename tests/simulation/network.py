@@ -18,7 +18,7 @@ from typing import Any
 
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 
-from trahiv_cli.swarm.door import Door
+from trahiv_cli.members.door import Door
 
 DIAL_S = 5.0  # within this time p2pd says that somebody can't be reached
 LOOK_S = 0.25  # how often what was held up looks whether it can go on

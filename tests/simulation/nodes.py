@@ -16,13 +16,13 @@ from hivemind.p2p import PeerID
 from tests.simulation.board import key_of
 from tests.simulation.network import Message, Network, VirtualLoop, with_the_swarm_s_time
 from trahiv_cli import clock
+from trahiv_cli.members.records import OwnersOnly, Readable, own_place, owner_of
 from trahiv_cli.swarm.corrections.nodes import (
     CorrectedNode,
     CorrectedProtocol,
     RememberingValidator,
     node_id_of,
 )
-from trahiv_cli.swarm.records import OwnersOnly, Readable, own_place, owner_of
 
 
 class Member:

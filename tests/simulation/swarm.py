@@ -30,7 +30,7 @@ from tests.simulation.faults import Fault, Lie, claim, vote_twice
 from tests.simulation.network import Message, Tamper, VirtualLoop
 from tests.simulation.strands import Strand
 from tests.simulation.world import DELAY_S, OWNER, Dht, World
-from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 from trahiv_cli.wire import digest_of_bytes
 

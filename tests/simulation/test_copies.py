@@ -9,7 +9,7 @@ from hivemind.proto.dht_pb2 import StoreRequest
 
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.nodes import Member, Traffic, virtual_time
-from trahiv_cli.optim.progress import REPORT_EVERY_S, REPORT_EVERY_S_A_PEER
+from trahiv_cli.progress.tracker import REPORT_EVERY_S, REPORT_EVERY_S_A_PEER
 from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S, LOOK_EVERY_S
 
 KEY, LIFE_S, DELAY_S = "key", 20.0, 0.05

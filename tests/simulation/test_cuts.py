@@ -7,7 +7,7 @@ import pytest
 from tests.kit.faulty_peer import BATCH, Settings
 from tests.simulation.faults import Fault
 from tests.simulation.swarm import Plan, simulate
-from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.progress.pace import RoundRules
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 

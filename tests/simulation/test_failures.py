@@ -21,9 +21,9 @@ from tests.kit.faulty_peer import AVERAGING_TIMEOUT_S, CHUNK_TIMEOUT_S, MODES_BE
 from tests.simulation import world
 from tests.simulation.faults import Fault, Lie, claim, fall_silent, never_come, poison, send_slowly
 from tests.simulation.swarm import Plan, Run, simulate
-from trahiv_cli.optim import progress
-from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.round_service import MOST_PATIENCE_S, SLOWEST_PATIENCE_S, RoundService
+from trahiv_cli.progress import tracker as progress
+from trahiv_cli.progress.pace import Pace, RoundRules
+from trahiv_cli.rounds.round_service import MOST_PATIENCE_S, SLOWEST_PATIENCE_S, RoundService
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 

@@ -31,16 +31,16 @@ from tests.kit.identities import id_of, key_of
 from tests.kit.lies import lies, message_edits, tree_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.clock import swarm_time
-from trahiv_cli.optim import group_finder
-from trahiv_cli.optim.averages import Averages
-from trahiv_cli.optim.ballot import Call, Vote, digest_of_statement
-from trahiv_cli.optim.claims import Claim, Exchange, Outcome
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.pace import RoundRules
-from trahiv_cli.optim.round_service import RoundOptions, RoundService
+from trahiv_cli.members.records import content_of, sign
+from trahiv_cli.net import streams
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.pace import RoundRules
+from trahiv_cli.rounds import matchmaking as group_finder
+from trahiv_cli.rounds.averages import Averages
+from trahiv_cli.rounds.claims import Claim, Exchange, Outcome
+from trahiv_cli.rounds.round_service import RoundOptions, RoundService
+from trahiv_cli.rounds.vote import Call, Vote, digest_of_statement
 from trahiv_cli.shared_memory import JoinerActivity
-from trahiv_cli.swarm.corrections import streams
-from trahiv_cli.swarm.records import content_of, sign
 from trahiv_cli.wire import unpacked
 
 AVERAGING_TIMEOUT_S, CHUNK_S = 60.0, 10.0

@@ -23,26 +23,26 @@ from tests.kit.lies import VALUES, lies, message_edits
 from tests.simulation.board import INVITED, OWNER, Board, Dht, InMemory, id_of, key_of
 from tests.simulation.network import Message, Network, Tamper, VirtualLoop
 from trahiv_cli.clock import swarm_time
-from trahiv_cli.optim import leases as leasing
-from trahiv_cli.optim.committed import Committed, CommittedCell
-from trahiv_cli.optim.leases import Leases
-from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.majority import CREDIT_MARGIN, FORK_S, Doubts, Fork
-from trahiv_cli.optim.position import MOST_ROUNDS_AHEAD
-from trahiv_cli.optim.progress import ALONE_EVERY_S, SwarmTracker
+from trahiv_cli.members.membership import mark_of
+from trahiv_cli.members.policy_book import Credentials, PolicyBook
+from trahiv_cli.members.records import MAX_RECORD_BYTES, disbelieve
+from trahiv_cli.net.addresses import is_address_of
+from trahiv_cli.net.keys import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
+from trahiv_cli.progress import leases as leasing
+from trahiv_cli.progress.committed import Committed, CommittedCell
+from trahiv_cli.progress.leases import Leases
+from trahiv_cli.progress.ledger import Ledger, Spans
+from trahiv_cli.progress.tracker import ALONE_EVERY_S, SwarmTracker
+from trahiv_cli.progress.trust import CREDIT_MARGIN, FORK_S, Doubts, Fork
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import to_wire
-from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.addresses import is_address_of
+from trahiv_cli.step.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol
-from trahiv_cli.swarm.exchange import fetch_offer, publish_recipe
-from trahiv_cli.swarm.keys import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
-from trahiv_cli.swarm.membership import mark_of
-from trahiv_cli.swarm.policy_book import Credentials, PolicyBook
-from trahiv_cli.swarm.records import MAX_RECORD_BYTES, disbelieve
-from trahiv_cli.swarm.reunion import Reunion
-from trahiv_cli.swarm.roll import MEMBERS_KEY, POLICY_KEY, MemberList, read_members
+from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.member_list import MEMBERS_KEY, POLICY_KEY, MemberList, read_members
+from trahiv_cli.swarm.published_run import fetch_offer, publish_recipe
+from trahiv_cli.swarm.reconnector import Reunion
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.kit.faulty_peer import BATCH, Settings
 from tests.simulation.swarm import Plan, simulate
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.progress.pace import Pace
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 

@@ -17,15 +17,15 @@ from tests.kit.states import Giving, giving_state, state_of
 from tests.kit.stepping import reported
 from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.majority import Standing
-from trahiv_cli.optim.pace import Pace
-from trahiv_cli.optim.reports import Past
-from trahiv_cli.swarm import download
-from trahiv_cli.swarm.download import Downloader, NobodyHas, StateRequest
-from trahiv_cli.swarm.records import disbelieve
-from trahiv_cli.swarm.snapshot import (
+from trahiv_cli.members.records import disbelieve
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.ledger import Ledger
+from trahiv_cli.progress.pace import Pace
+from trahiv_cli.progress.reports import Past
+from trahiv_cli.progress.trust import Standing
+from trahiv_cli.state import download
+from trahiv_cli.state.download import Downloader, NobodyHas, StateRequest
+from trahiv_cli.state.snapshot import (
     Manifest,
     StateOffer,
     build_snapshot,

@@ -13,7 +13,7 @@ from tests.kit.faulty_peer import Settings
 from tests.simulation.__main__ import explain
 from tests.simulation.faults import Fault, draw, shortest
 from tests.simulation.swarm import Plan, Run, Wrong, simulate
-from trahiv_cli.optim.pace import Mode, Pace
+from trahiv_cli.progress.pace import Mode, Pace
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 

@@ -42,11 +42,12 @@ from tests.simulation.network import Network, VirtualLoop, with_the_swarm_s_time
 from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
 from trahiv_cli import clock
 from trahiv_cli.assets import export
-from trahiv_cli.optim import leases
-from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.swarm import host_copies, service
-from trahiv_cli.swarm.borrowed import crypto
-from trahiv_cli.swarm.corrections import streams
+from trahiv_cli.net import streams
+from trahiv_cli.net.borrowed import crypto
+from trahiv_cli.progress import leases
+from trahiv_cli.progress.ledger import Spans
+from trahiv_cli.state import host_copies
+from trahiv_cli.swarm import service
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 
 OWNER: contextvars.ContextVar[Any] = contextvars.ContextVar("owner", default=None)

@@ -17,14 +17,14 @@ from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 from tests.kit.commands import LOOPBACK, Peer, Workplace
 from tests.kit.recipes import write_tiny
 from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.members.door import REFUSAL
+from trahiv_cli.members.identity import ensure_identity
+from trahiv_cli.members.invitation import read_invitation, read_owner
+from trahiv_cli.members.membership import KEY_BYTES, Membership, Owner, Role
+from trahiv_cli.members.policy_book import Credentials
+from trahiv_cli.reach.hole_punching import ANSWER, LOOK, MEASURE, SEEK
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.door import REFUSAL
-from trahiv_cli.swarm.identity import ensure_identity
-from trahiv_cli.swarm.invitation import read_invitation, read_owner
-from trahiv_cli.swarm.meeting import ANSWER, LOOK, MEASURE, SEEK
-from trahiv_cli.swarm.membership import KEY_BYTES, Membership, Owner, Role
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.policy_book import Credentials
 
 pytestmark = pytest.mark.timeout(300)
 

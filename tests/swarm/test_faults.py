@@ -27,8 +27,8 @@ from tests.kit.faulty_peer import (
     stay_away,
 )
 from tests.kit.verdicts import find_broken_promises, find_lost_steps
-from trahiv_cli.optim.group_finder import SUSPECT_S
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.progress.pace import Pace
+from trahiv_cli.rounds.matchmaking import SUSPECT_S
 
 pytestmark = pytest.mark.timeout(240)
 

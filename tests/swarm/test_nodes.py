@@ -25,13 +25,13 @@ from hivemind.utils.multiaddr import Multiaddr
 from tests.kit.commands import wait_until
 from trahiv_cli import clock
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
+from trahiv_cli.members.door import Door
+from trahiv_cli.net.addresses import socket_of
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.addresses import socket_of
 from trahiv_cli.swarm.corrections import dht, processes
-from trahiv_cli.swarm.door import Door
+from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reunion import known_peers
+from trahiv_cli.swarm.reconnector import known_peers
 from trahiv_cli.swarm.service import Service, ServiceHandle
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from tests.kit.commands import LOOPBACK, Peer, left_by, wait_until
 from tests.kit.recipes import write_tiny
 from tests.kit.verdicts import furthest_of
-from trahiv_cli.optim.ledger import SHARD
-from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
+from trahiv_cli.progress.ledger import SHARD
+from trahiv_cli.swarm.known_peers import FILE, Acquaintances
 
 pytestmark = pytest.mark.timeout(240)
 

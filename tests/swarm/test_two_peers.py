@@ -39,7 +39,7 @@ def test_peers_join_at_start_and_midway(start_paced, tmp_path):
     assert ready["maddrs"][0].endswith(f"/p2p/{ready['peer_id']}")
 
     pasted = [*shlex.split(ready["join"])[1:], *LOOPBACK]
-    second = start_paced(*pasted, "--yes")  # the choice of folders is in tests/unit/train/test_folder.py
+    second = start_paced(*pasted, "--yes")  # the choice of folders is in tests/unit/run/test_folder.py
     assert second.wait_for("ready", timeout=60)["fingerprint"] == ready["fingerprint"]
     second.wait_for("joined", timeout=60)
     first.wait_for_group(peers=2)

@@ -30,26 +30,26 @@ from tests.kit.lies import lies
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import AssetError, NotAdmitted, RecipeError, SetupError, Unreachable
 from trahiv_cli.files import write_private
-from trahiv_cli.optim.ballot import Vote
-from trahiv_cli.optim.claims import Claim
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
-from trahiv_cli.optim.reports import Past, PeerProgress, Report
-from trahiv_cli.optim.rounds import Header, decoded
+from trahiv_cli.members.invitation import Invitation, read_invitation
+from trahiv_cli.members.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
+from trahiv_cli.members.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.ledger import Ledger, Spans
+from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.reports import Past, PeerProgress, Report
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.files import read_rows
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import from_wire, pack, to_wire, unpack
 from trahiv_cli.recipe.upstream import mistake_in
-from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.codecs import CODECS
-from trahiv_cli.swarm.invitation import Invitation, read_invitation
-from trahiv_cli.swarm.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
-from trahiv_cli.swarm.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of
-from trahiv_cli.swarm.roll import read_roll
-from trahiv_cli.swarm.snapshot import Manifest, StateOffer
-from trahiv_cli.train.folder import read_run
+from trahiv_cli.rounds.claims import Claim
+from trahiv_cli.rounds.codecs import CODECS
+from trahiv_cli.rounds.replay_log import Header, decoded
+from trahiv_cli.rounds.vote import Vote
+from trahiv_cli.run.folder import read_run
+from trahiv_cli.state.snapshot import Manifest, StateOffer
+from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.member_list import read_roll
 from trahiv_cli.wire import unpacked
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ import pytest
 from trahiv_cli.cli.watch import deeds_of
 from trahiv_cli.errors import SetupError, TrahivError
 from trahiv_cli.files import INVITATION_FILE
-from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
-from trahiv_cli.swarm.roll import write_down
+from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.swarm.member_list import write_down
 
 MEMBER = "QmaoLhCedeDYXDFCXFXNqnSzAB7VEdVeeY2bG2QAvF7Jbp"
 

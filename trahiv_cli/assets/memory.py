@@ -37,7 +37,7 @@ LIBRARIES_BYTES = 800 * 2**20
 """Python, torch, transformers, the DHT's process and p2pd, measured with a model of 0.1M weights."""
 
 REPLAYED_COPIES = 3
-"""Averages that are kept at most for a joiner to replay (`optim/rounds.py`), in copies of the weights."""
+"""Most averages kept for a joiner to replay (`rounds/replay_log.py`), in copies of the weights."""
 
 CPU_FRAGMENTS = 1.4
 """Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
@@ -224,7 +224,7 @@ def add_up(
 def mode_copies(mode: str, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, int]:
     """Count the float32 copies of the trained weights that a mode keeps, with the model and in RAM.
 
-    Source: `optim/method.py` and `optim/rounds.py`. Gradients of a GPU go to RAM through pinned memory of
+    Source: `step/method.py` and `rounds/replay_log.py`. Gradients of a GPU go to RAM through pinned memory of
     their own. When `auto` changes to local steps, the copies of `overlap` are freed.
     """
     pinned = int(on_gpu)

@@ -23,8 +23,8 @@ from trahiv_cli.cli.output import FormatOption, out
 if TYPE_CHECKING:
     from trahiv_cli.doctor.checks import Check
     from trahiv_cli.doctor.network import Network
+    from trahiv_cli.members.invitation import Invitation
     from trahiv_cli.recipe.schema import DhtSection, Recipe
-    from trahiv_cli.swarm.invitation import Invitation
 
 CODES = {"memory": 6, "members": 4, "swarm": 4, "membership": 5}
 """Failed check -> exit code (docs/exit-codes.md); for all others it is 3."""
@@ -44,8 +44,8 @@ def doctor(
     """Look whether this machine can train, and how it is reached."""
     out.use(format)
     from trahiv_cli.doctor.checks import Check
+    from trahiv_cli.members.invitation import read_invitation
     from trahiv_cli.recipe.load import load_recipe
-    from trahiv_cli.swarm.invitation import read_invitation
 
     loaded = None if recipe is None else load_recipe(recipe, overrides or ()).recipe
     invitation = read_invitation(taken_peers(peer))

@@ -14,10 +14,10 @@ from trahiv_cli.assets.memory import Estimate
 from trahiv_cli.cli.output import Format, out
 from trahiv_cli.cli.preview import look
 from trahiv_cli.errors import Finding
-from trahiv_cli.optim.auto import CODECS_BY_LOSS
-from trahiv_cli.optim.pace import Pace
+from trahiv_cli.progress.pace import Pace
 from trahiv_cli.recipe.schema import EvalSection, Recipe
-from trahiv_cli.swarm.codecs import CODECS
+from trahiv_cli.rounds.codecs import CODECS
+from trahiv_cli.step.auto import CODECS_BY_LOSS
 
 MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 TRAFFIC_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}

@@ -20,8 +20,8 @@ import typer
 
 from trahiv_cli.cli.output import FormatOption
 from trahiv_cli.recipe.pasted import INVITATION, INVITATION_PREFIX, peers_in
-from trahiv_cli.train.conditions import Condition, parse_condition
-from trahiv_cli.train.leaving import Budget
+from trahiv_cli.run.conditions import Condition, parse_condition
+from trahiv_cli.run.leaving import Budget
 
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
@@ -85,7 +85,7 @@ def parse_seconds(text: str) -> float:
 
 def parse_multiaddr(text: str) -> str:
     """Check a multiaddr, on which a peer can listen or which it can announce, and return it unchanged."""
-    from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
+    from trahiv_cli.net.borrowed.multiaddr import Multiaddr
 
     try:
         Multiaddr(text)

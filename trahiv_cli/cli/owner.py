@@ -13,9 +13,9 @@ from trahiv_cli.cli.output import FormatOption, out
 from trahiv_cli.errors import Unreachable
 
 if TYPE_CHECKING:
-    from trahiv_cli.swarm.invitation import Invitation
-    from trahiv_cli.swarm.membership import Grant
-    from trahiv_cli.swarm.owning import OwnedSwarm
+    from trahiv_cli.members.invitation import Invitation
+    from trahiv_cli.members.membership import Grant
+    from trahiv_cli.swarm.owner import OwnedSwarm
 
 FolderOption = Annotated[
     Path | None, option("--output-dir DIR", "The run's folder. Default: the newest in runs/.")
@@ -40,9 +40,9 @@ def invite(
     if watch and once:
         said = "who watches leaves no trace: give a time, --expires 1d"
         raise typer.BadParameter(said, param_hint="--once")
+    from trahiv_cli.members.membership import Role
     from trahiv_cli.recipe.pasted import join_by
-    from trahiv_cli.swarm.membership import Role
-    from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
+    from trahiv_cli.swarm.owner import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(output_dir or own_folder())
     if close is not None:
@@ -69,8 +69,8 @@ def members(
     """List the members of a closed swarm and its open invitations."""
     out.use(format)
     from trahiv_cli.files import MEMBER_FILE
-    from trahiv_cli.swarm.invitation import read_owner
-    from trahiv_cli.swarm.owning import OwnedSwarm, list_members
+    from trahiv_cli.members.invitation import read_owner
+    from trahiv_cli.swarm.owner import OwnedSwarm, list_members
 
     folder, invitation = swarm_named(peer, output_dir, MEMBER_FILE)
     listed = list_members(folder, invitation)
@@ -87,8 +87,8 @@ def swarm_named(peer: list[str] | None, output_dir: Path | None, file: str) -> t
 
     The folder is `output_dir`, or without any invitation the newest in `runs` that holds `file`.
     """
-    from trahiv_cli.swarm.invitation import read_invitation
-    from trahiv_cli.swarm.owning import own_folder
+    from trahiv_cli.members.invitation import read_invitation
+    from trahiv_cli.swarm.owner import own_folder
 
     texts = taken_peers(peer)
     invitation = read_invitation(texts)
@@ -102,7 +102,7 @@ def kick(
 ) -> None:
     """Remove a peer from your swarm, and close its invitation."""
     out.use(format)
-    from trahiv_cli.swarm.owning import OwnedSwarm, own_folder
+    from trahiv_cli.swarm.owner import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(output_dir or own_folder())
     found, is_closed, text = remove(swarm, peer)

@@ -13,7 +13,7 @@ from typing import NoReturn
 import psutil
 
 from trahiv_cli.errors import PeerBroken
-from trahiv_cli.train.leaving import Budget
+from trahiv_cli.run.leaving import Budget
 
 RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 """Environment variable with the times of this process's restarts after failures, in seconds since 1970."""

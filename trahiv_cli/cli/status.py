@@ -40,10 +40,10 @@ def status(
 ) -> None:
     """Show who is in a swarm, how far it is and how each is reached."""
     out.use(format)
+    from trahiv_cli.members.invitation import passing_standing
     from trahiv_cli.run.lock import holder_of
-    from trahiv_cli.swarm.acquaintances import FILE
-    from trahiv_cli.swarm.invitation import passing_standing
-    from trahiv_cli.swarm.owning import looking_in
+    from trahiv_cli.swarm.known_peers import FILE
+    from trahiv_cli.swarm.owner import looking_in
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     try:
@@ -94,7 +94,7 @@ def seen_lately(folder: Path) -> dict[str, Status]:
 def show_all(node: Node) -> None:
     """Show each run of a swarm, and the peers that are in none of them."""
     from trahiv_cli.clock import swarm_time
-    from trahiv_cli.swarm.keys import ADDRESSES_KEY
+    from trahiv_cli.net.keys import ADDRESSES_KEY
     from trahiv_cli.swarm.status import fetch_statuses
 
     (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()

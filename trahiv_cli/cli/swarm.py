@@ -26,7 +26,7 @@ from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spe
 from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
 from trahiv_cli.recipe.builtin import how_to_install
 from trahiv_cli.recipe.pasted import peers_in
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.agreement import AgreedRun
@@ -105,8 +105,8 @@ def join(
     if recipe is not None:
         loaded = load_recipe(recipe, shared.overrides or (), shared.files)
         run = sound(loaded.recipe, loaded.document)
+    from trahiv_cli.members.invitation import read_invitation
     from trahiv_cli.run.lock import require_free
-    from trahiv_cli.swarm.invitation import read_invitation
 
     invitation = read_invitation(peer)
     options = options_of(shared, loaded, invitation=invitation, was_line_hidden=bool(hidden))
@@ -150,8 +150,7 @@ def agreed(
     from trahiv_cli.recipe.content import with_copies
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.record import SOURCE
-    from trahiv_cli.swarm.exchange import accept_offer
-    from trahiv_cli.train.folder import (
+    from trahiv_cli.run.folder import (
         earlier_peers,
         folders_to_join,
         known_identity,
@@ -160,6 +159,7 @@ def agreed(
         require_same_agreement,
         scout,
     )
+    from trahiv_cli.swarm.published_run import accept_offer
 
     invitation = options.invitation
     identity = options.identity
@@ -235,9 +235,9 @@ def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, loa
 
     Without a run it is a bootstrap node. The run's recipe is the swarm's, or is `loaded` from the user's.
     """
+    from trahiv_cli.run.leaving import Leaving
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.telemetry.notifier import Notifier
-    from trahiv_cli.train.leaving import Leaving
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
     events = Events()

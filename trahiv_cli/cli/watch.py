@@ -169,8 +169,8 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         return deed
 
     def invite(wanted: dict[str, Any]) -> dict[str, Any]:
-        from trahiv_cli.swarm.membership import Role
-        from trahiv_cli.swarm.owning import OwnedSwarm
+        from trahiv_cli.members.membership import Role
+        from trahiv_cli.swarm.owner import OwnedSwarm
 
         is_watcher = wanted.get("watch") is True
         is_once = wanted.get("once") is True
@@ -185,7 +185,7 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         return {"message": f"It is {words_of(grant)}.", "line": line_in(path)}
 
     def kick(wanted: dict[str, Any]) -> dict[str, Any]:
-        from trahiv_cli.swarm.owning import OwnedSwarm
+        from trahiv_cli.swarm.owner import OwnedSwarm
 
         swarm = OwnedSwarm(folder)
         _, _, text = remove(swarm, str(wanted.get("peer")))

@@ -21,14 +21,14 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.clock import ahead_s
 from trahiv_cli.doctor.checks import Check
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError
+from trahiv_cli.members.invitation import Invitation, passing_standing
+from trahiv_cli.net import addresses
+from trahiv_cli.net.keys import ADDRESSES_KEY
+from trahiv_cli.reach.hole_punching import FAILED
+from trahiv_cli.reach.reachability import Reach, servers_of
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import addresses
-from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.invitation import Invitation, passing_standing
-from trahiv_cli.swarm.keys import ADDRESSES_KEY
-from trahiv_cli.swarm.meeting import FAILED
+from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
-from trahiv_cli.swarm.reach import Reach, servers_of
 from trahiv_cli.telemetry.events import short_name
 
 MEASURE_S = 8.0  # a measurement at 2 Mbit/s takes this long

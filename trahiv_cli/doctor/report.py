@@ -18,9 +18,9 @@ from pathlib import Path
 from trahiv_cli.doctor.machine import examine_machine
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE, write_whole
+from trahiv_cli.members.identity import IDENTITY_FILE
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX, without_secrets
-from trahiv_cli.swarm.identity import IDENTITY_FILE
-from trahiv_cli.swarm.owning import GIVEN_FOLDER
+from trahiv_cli.swarm.owner import GIVEN_FOLDER
 from trahiv_cli.telemetry.events import EVENT_FILE
 
 TOLD = ("recipe.yaml", "recipe.json", f"{EVENT_FILE}*", "trahiv.log*")

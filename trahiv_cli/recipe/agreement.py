@@ -27,7 +27,7 @@ _RUN_ID = "hivemind_config.opt.run_id"
 class AgreedRun:
     """A run, as all of its peers agree on it.
 
-    The command line makes one of the user's recipe, and `swarm/exchange.py` one of a swarm's recipe.
+    The command line makes one of the user's recipe, and `swarm/published_run.py` one of a swarm's recipe.
     """
 
     recipe: Recipe

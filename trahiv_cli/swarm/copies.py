@@ -28,8 +28,8 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.proto.dht_pb2 import StoreRequest
 
 from trahiv_cli.clock import swarm_time
-from trahiv_cli.swarm.links import close_dead
-from trahiv_cli.swarm.records import owner_of
+from trahiv_cli.members.records import owner_of
+from trahiv_cli.net.links import close_dead
 from trahiv_cli.wire import packed
 
 LOOK_EVERY_S = 1.0  # between checks of the connected peers, and of records that end soon

@@ -14,10 +14,10 @@ from hivemind.utils import ValueWithExpiration
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SwarmError
+from trahiv_cli.members.identity import id_bytes
+from trahiv_cli.members.policy_book import Credentials
+from trahiv_cli.members.records import owner_of
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.identity import id_bytes
-from trahiv_cli.swarm.policy_book import Credentials
-from trahiv_cli.swarm.records import owner_of
 
 RECORD_TIMEOUT_S = 10.0
 

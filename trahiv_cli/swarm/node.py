@@ -28,22 +28,23 @@ from hivemind.dht import DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 from trahiv_cli.errors import NotAdmitted, SetupError, TrahivError, Unreachable
+from trahiv_cli.members.door import Door, not_admitted
+from trahiv_cli.members.identity import ensure_identity, id_bytes, read_signing_key
+from trahiv_cli.members.policy_book import Credentials
+from trahiv_cli.members.records import own_place
+from trahiv_cli.net import addresses
+from trahiv_cli.net.borrowed.multiaddr import Multiaddr
+from trahiv_cli.reach.reachability import Reach, ReachFinder, ReachRules, visible_maddrs
+from trahiv_cli.reach.upnp import Router
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import addresses, corrections
-from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.borrowed.multiaddr import Multiaddr
+from trahiv_cli.swarm import corrections
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.nodes import node_id_of
 from trahiv_cli.swarm.corrections.processes import effort_of
 from trahiv_cli.swarm.dht import Dht
-from trahiv_cli.swarm.door import Door, not_admitted
-from trahiv_cli.swarm.identity import ensure_identity, id_bytes, read_signing_key
-from trahiv_cli.swarm.policy_book import Credentials
-from trahiv_cli.swarm.reach import Reach, ReachFinder, ReachRules, visible_maddrs
-from trahiv_cli.swarm.records import own_place
-from trahiv_cli.swarm.reunion import Reunion, known_peers
-from trahiv_cli.swarm.roll import MemberList
-from trahiv_cli.swarm.router import Router
+from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.member_list import MemberList
+from trahiv_cli.swarm.reconnector import Reunion, known_peers
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
+from trahiv_cli.members.records import disbelieve
+from trahiv_cli.net.keys import RUNS_KEY
+from trahiv_cli.reach.reachability import Kind
 from trahiv_cli.recipe.builtin import how_to_install, version
-from trahiv_cli.swarm.keys import RUNS_KEY
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reach import Kind
-from trahiv_cli.swarm.records import disbelieve
 
 PROTOCOL = 3
 STATUS_TTL_S = 120.0

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.train.account import NOTHING_GIVEN, Given
+from trahiv_cli.background import every
+from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Left
+from trahiv_cli.run.own_status import NOTHING_GIVEN, Given
+from trahiv_cli.step.optimizer import SwarmOptimizer
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Left
 
 OVERFLOWS_IN_A_ROW = 20
 
@@ -304,3 +307,32 @@ class SwarmEvents(CallbackHandler):
             if not control.should_training_stop:
                 control = super().call_event("on_epoch_begin", args, state, control, **more)
         return control
+
+
+@contextmanager
+def progress_told(trainer: Trainer, events: Events) -> Iterator[None]:
+    """While the block runs, emit `progress` twice a second: the samples of each peer for the next step."""
+
+    def tell() -> None:
+        if trainer.swarm_optimizer is None:
+            return
+        tracker = trainer.swarm_optimizer.tracker
+        own = trainer.swarm_optimizer.tracker.local_progress
+        peers = [(tracker.own_id, own.samples_accumulated, own.samples_per_second, own.epoch, True)]
+        for peer in tracker.others:
+            step = peer.history.step
+            samples = peer.samples if step == own.epoch else 0
+            peers.append((peer.peer_id, samples, peer.samples_per_second, step, False))
+        names = ("peer_id", "samples", "samples_per_second", "step", "me")
+        events.emit(
+            "progress",
+            step=own.epoch,
+            max_steps=trainer.swarm_optimizer.max_steps,
+            samples=tracker.samples_accumulated,
+            target=tracker.target_batch_size,
+            eta_seconds=tracker.eta_s,
+            peers=[dict(zip(names, peer, strict=True)) for peer in peers],
+        )
+
+    with every(0.5, tell, "progress"):
+        yield

@@ -38,19 +38,19 @@ from safetensors.torch import load_file, save_file
 
 from trahiv_cli.assets.export import replacing
 from trahiv_cli.errors import AssetError
-from trahiv_cli.optim.buffers import moving_buffers
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.inner import adopt_optimizer_state
-from trahiv_cli.optim.ledger import Ledger
-from trahiv_cli.optim.local_steps import LocalSteps
-from trahiv_cli.optim.method import OwnSteps
-from trahiv_cli.optim.optimizer import SwarmOptimizer
-from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.ledger import Ledger
+from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
 from trahiv_cli.recipe.rows import listed
-from trahiv_cli.swarm.snapshot import buffer_bytes, copy_into, views_of
+from trahiv_cli.rounds.buffers import moving_buffers
+from trahiv_cli.run.folder import MANIFEST, saved_in
+from trahiv_cli.state.inner_optimizer import adopt_optimizer_state
+from trahiv_cli.state.outer import OuterState
+from trahiv_cli.state.snapshot import buffer_bytes, copy_into, views_of
+from trahiv_cli.step.local_steps import LocalSteps
+from trahiv_cli.step.method import OwnSteps
+from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.folder import MANIFEST, saved_in
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"

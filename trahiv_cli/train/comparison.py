@@ -38,11 +38,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.optim.buffers import moving_buffers, persistent_buffers
-from trahiv_cli.optim.reports import PeerProgress
-from trahiv_cli.swarm.keys import MAX_RECORD_BYTES, likeness_key
+from trahiv_cli.members.records import disbelieve
+from trahiv_cli.net.keys import MAX_RECORD_BYTES, likeness_key
+from trahiv_cli.progress.reports import PeerProgress
+from trahiv_cli.rounds.buffers import moving_buffers, persistent_buffers
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.records import disbelieve
 
 logger = logging.getLogger(__name__)
 

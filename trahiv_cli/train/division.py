@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, Sampler
 from transformers import TrainingArguments
 
 from trahiv_cli.assets.data import is_divisible, shards_of, shuffled_stream
-from trahiv_cli.optim.leases import Leases
-from trahiv_cli.optim.ledger import SHARD
-from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.progress.leases import Leases
+from trahiv_cli.progress.ledger import SHARD
+from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.comparison import SAMPLES, SHARDS
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trahiv_cli.errors import AssetError, RoundFailed
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.progress.history import History
+from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
 from trahiv_cli.train.comparison import Comparison
 

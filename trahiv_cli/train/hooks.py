@@ -26,16 +26,17 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.assemble import build_optimizer
-from trahiv_cli.optim.optimizer import SwarmOptimizer
 from trahiv_cli.recipe.forms import require_a_batch
+from trahiv_cli.run.folder import CHECKPOINTS
+from trahiv_cli.run.leaving import Left
+from trahiv_cli.step.build import build_optimizer
+from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints, derive_peer_seed, set_random_states
 from trahiv_cli.train.compared import compared_by
 from trahiv_cli.train.comparison import Comparison
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
-from trahiv_cli.train.folder import CHECKPOINTS
 from trahiv_cli.train.inner import (
     change_to_float32,
     copied,
@@ -44,7 +45,6 @@ from trahiv_cli.train.inner import (
     require_schedule,
     require_steppable,
 )
-from trahiv_cli.train.leaving import Left
 from trahiv_cli.train.settings import naming_packages
 
 DIGESTS_S = 120.0

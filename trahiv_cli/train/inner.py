@@ -9,8 +9,8 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.assemble import require_usable
-from trahiv_cli.optim.inner import initialize_state
+from trahiv_cli.state.inner_optimizer import initialize_state
+from trahiv_cli.step.build import require_usable
 
 HALVES = torch.bfloat16, torch.float16
 

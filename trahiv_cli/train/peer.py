@@ -31,20 +31,14 @@ from typing import TYPE_CHECKING, Literal
 from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
 from trahiv_cli.files import INVITED_BY_FILE, MEMBER_FILE
+from trahiv_cli.members.invitation import Invitation, keep_invitation
+from trahiv_cli.reach.reachability import ReachRules, Wanted
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.run.announcing import announce, published, reach_told
+from trahiv_cli.run.conditions import Condition
 from trahiv_cli.run.control import forget_request
-from trahiv_cli.run.lock import RESOLVED, RUNS, owned
-from trahiv_cli.swarm.invitation import Invitation, keep_invitation
-from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reach import ReachRules, Wanted
-from trahiv_cli.swarm.reunion import known_peers
-from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.account import Account, given_in
-from trahiv_cli.train.announcing import announce, progress_told, published, reach_told
-from trahiv_cli.train.checkpoint import derive_peer_seed
-from trahiv_cli.train.conditions import Condition
-from trahiv_cli.train.folder import (
+from trahiv_cli.run.folder import (
     CHECKPOINTS,
     keep_recipe,
     log_to,
@@ -54,8 +48,15 @@ from trahiv_cli.train.folder import (
     start_node,
     warn_of_edited_data,
 )
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.train.wishes import LOOK_EVERY_S, Wishes
+from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
+from trahiv_cli.run.lock import RESOLVED, RUNS, owned
+from trahiv_cli.run.own_status import Account, given_in
+from trahiv_cli.run.requests import LOOK_EVERY_S, Wishes
+from trahiv_cli.swarm.node import Node
+from trahiv_cli.swarm.reconnector import known_peers
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.callbacks import progress_told
+from trahiv_cli.train.checkpoint import derive_peer_seed
 
 if TYPE_CHECKING:
     from trahiv_cli.assets.data import Splits

@@ -19,10 +19,10 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
-from trahiv_cli.optim.assemble import OptKeywords
-from trahiv_cli.optim.pace import Pace, RoundRules
-from trahiv_cli.optim.parts import RunSettings
+from trahiv_cli.progress.pace import Pace, RoundRules
 from trahiv_cli.recipe.schema import DhtSection, HivemindConfig, OptSection, Section, SwarmSection
+from trahiv_cli.step.build import OptKeywords
+from trahiv_cli.step.parts import RunSettings
 
 _Section = TypeVar("_Section", bound=Section)
 

@@ -21,29 +21,22 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.optimizer import SwarmOptimizer
+from trahiv_cli.members.invitation import Invitation
+from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.schema import HivemindConfig, SwarmSection
+from trahiv_cli.run.announcing import announce, log_event, log_how_to_join, published, reach_told
+from trahiv_cli.run.folder import CHECKPOINTS, recorded, saved_in, start_node
+from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.run.lock import owned
-from trahiv_cli.swarm.invitation import Invitation
+from trahiv_cli.run.own_status import NOTHING_GIVEN, Account, Given, given_in
+from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.reach import ReachRules
 from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.account import NOTHING_GIVEN, Account, Given, given_in
-from trahiv_cli.train.announcing import (
-    announce,
-    log_event,
-    log_how_to_join,
-    progress_told,
-    published,
-    reach_told,
-)
 from trahiv_cli.train.batches import Batches
-from trahiv_cli.train.callbacks import SwarmCallback
+from trahiv_cli.train.callbacks import SwarmCallback, progress_told
 from trahiv_cli.train.failing import leaving_a_checkpoint
-from trahiv_cli.train.folder import CHECKPOINTS, recorded, saved_in, start_node
 from trahiv_cli.train.hooks import put_in_swarm, require_no_replaced
 from trahiv_cli.train.inner import GivenOptimizer
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.train.settings import SwarmSettings, by_name, require_swarmable, without_config
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from trahiv_cli.assets.memory import (
 )
 from trahiv_cli.assets.model import build_outline, estimate, require_memory
 from trahiv_cli.errors import OutOfMemory
-from trahiv_cli.optim.inner import initialize_state
 from trahiv_cli.recipe.schema import OptimName, TrainingSection
+from trahiv_cli.state.inner_optimizer import initialize_state
 
 
 def copies(needed, num_bytes):

@@ -19,18 +19,19 @@ from tests.kit.fakes import FakeNode
 from tests.kit.recipes import tiny_llama, write_tiny
 from tests.unit.cli.conftest import ADDRESS
 from trahiv_cli.cli import swarm
-from trahiv_cli.optim.history import History
+from trahiv_cli.progress.history import History
 from trahiv_cli.recipe import content
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.run import folder
+from trahiv_cli.run.folder import CHECKPOINTS, saved_in
+from trahiv_cli.run.leaving import Left
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.exchange import publish_recipe
+from trahiv_cli.swarm.published_run import publish_recipe
 from trahiv_cli.swarm.status import PROTOCOL, Status, publish_status
 from trahiv_cli.telemetry import events as telemetry
-from trahiv_cli.train import folder, peer
+from trahiv_cli.train import peer
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints, State
-from trahiv_cli.train.folder import CHECKPOINTS, saved_in
-from trahiv_cli.train.leaving import Left
 
 pytestmark = pytest.mark.usefixtures("here")
 

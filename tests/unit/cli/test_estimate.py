@@ -11,8 +11,8 @@ from tests.kit.recipes import write_tiny
 from tests.unit.assets.conftest import LORA, recipe
 from trahiv_cli.assets.model import estimate, require_memory
 from trahiv_cli.cli.estimate import TIME_UNITS, memory_table, size, traffic_of
-from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.step.auto import CODECS_BY_LOSS
 
 torch.set_num_threads(1)
 

@@ -16,11 +16,11 @@ from trahiv_cli import clock
 from trahiv_cli.cli import status as module
 from trahiv_cli.cli.status import REACHED
 from trahiv_cli.errors import NotAdmitted
+from trahiv_cli.net.keys import ADDRESSES_KEY, RUNS_KEY
+from trahiv_cli.reach.reachability import Kind
 from trahiv_cli.run.lock import owned
-from trahiv_cli.swarm import owning
-from trahiv_cli.swarm.acquaintances import FILE, Acquaintances
-from trahiv_cli.swarm.keys import ADDRESSES_KEY, RUNS_KEY
-from trahiv_cli.swarm.reach import Kind
+from trahiv_cli.swarm import owner as owning
+from trahiv_cli.swarm.known_peers import FILE, Acquaintances
 from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
 from trahiv_cli.telemetry.events import PEERS_FILE
 

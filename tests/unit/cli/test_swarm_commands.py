@@ -23,11 +23,11 @@ from trahiv_cli.cli.restarting import (
 from trahiv_cli.cli.swarm import live
 from trahiv_cli.errors import PeerBroken, Unreachable
 from trahiv_cli.files import INVITATION_FILE
-from trahiv_cli.swarm import owning
-from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
-from trahiv_cli.swarm.roll import write_down
+from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.run.leaving import Budget
+from trahiv_cli.swarm import owner as owning
+from trahiv_cli.swarm.member_list import write_down
 from trahiv_cli.train import peer
-from trahiv_cli.train.leaving import Budget
 
 
 @pytest.fixture(autouse=True)

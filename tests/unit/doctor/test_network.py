@@ -14,10 +14,10 @@ from trahiv_cli.doctor import network
 from trahiv_cli.doctor.checks import Check
 from trahiv_cli.doctor.network import Network, examine_members, examine_ports, examine_reach
 from trahiv_cli.errors import NotAdmitted, Unreachable
+from trahiv_cli.members.invitation import Invitation
+from trahiv_cli.reach.hole_punching import Seen
+from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.invitation import Invitation
-from trahiv_cli.swarm.meeting import Seen
-from trahiv_cli.swarm.reach import Reach
 
 NAMES = [PeerID(b"\x12\x20" + bytes(31) + bytes([number])).to_base58() for number in (1, 2, 3)]
 

@@ -10,8 +10,8 @@ import pytest
 from trahiv_cli.doctor.report import cleaned, write_report
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE
-from trahiv_cli.swarm.identity import IDENTITY_FILE, ensure_identity
-from trahiv_cli.swarm.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.members.identity import IDENTITY_FILE, ensure_identity
+from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
 
 ADDRESS = "/ip4/1.2.3.4/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
 

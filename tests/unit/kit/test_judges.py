@@ -26,7 +26,7 @@ from tests.kit.verdicts import (
     worst_jump,
 )
 from tests.kit.wan import MIN_QUEUE_BYTES, QUEUE_S, Line
-from trahiv_cli.optim.ledger import Ledger, Spans
+from trahiv_cli.progress.ledger import Ledger, Spans
 
 
 def story(name, *steps):

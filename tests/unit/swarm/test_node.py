@@ -24,16 +24,18 @@ from hivemind.utils.multiaddr import Multiaddr
 from psutil import Process
 
 from trahiv_cli.errors import NotAdmitted, PeerBroken, SetupError, SwarmError, Unreachable
+from trahiv_cli.members.records import own_place, owner_of
+from trahiv_cli.net import addresses
+from trahiv_cli.reach.hole_punching import Seen
+from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import addresses, alive, dht, node
-from trahiv_cli.swarm.acquaintances import Acquaintances
-from trahiv_cli.swarm.alive import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
+from trahiv_cli.swarm import dht, node
+from trahiv_cli.swarm import watchdog as alive
 from trahiv_cli.swarm.corrections.processes import effort_of
-from trahiv_cli.swarm.meeting import Seen
+from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node, do_chores
-from trahiv_cli.swarm.owning import visiting
-from trahiv_cli.swarm.reach import Reach
-from trahiv_cli.swarm.records import own_place, owner_of
+from trahiv_cli.swarm.owner import visiting
+from trahiv_cli.swarm.watchdog import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
 from trahiv_cli.telemetry.events import Events
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"

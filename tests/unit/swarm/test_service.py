@@ -13,9 +13,9 @@ from hivemind.averaging.partition import AllreduceException
 
 from tests.kit.identities import key_of
 from trahiv_cli.errors import RoundFailed, SwarmError
+from trahiv_cli.members.door import Door
 from trahiv_cli.swarm import service as module
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.door import Door
 from trahiv_cli.swarm.node import show_life
 from trahiv_cli.swarm.service import Service, ServiceHandle, answer_requests
 

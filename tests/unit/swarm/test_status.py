@@ -8,9 +8,9 @@ from hivemind.utils import MSGPackSerializer
 from tests.kit.fakes import FakeNode
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
+from trahiv_cli.net.keys import RUNS_KEY
 from trahiv_cli.recipe.builtin import version
 from trahiv_cli.swarm import status as module
-from trahiv_cli.swarm.keys import RUNS_KEY
 from trahiv_cli.swarm.status import (
     MAX_TEXT,
     PROTOCOL,

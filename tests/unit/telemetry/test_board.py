@@ -10,7 +10,7 @@ import pytest
 from packaging.version import Version
 from rich.console import Console
 
-from trahiv_cli.swarm.addresses import Reach
+from trahiv_cli.net.addresses import Reach
 from trahiv_cli.telemetry import board
 from trahiv_cli.telemetry.board import ECHO_COLUMNS, MAX_PEERS_SHOWN, NOTES_SHOWN, OTHER_ROWS, Board
 from trahiv_cli.telemetry.lines import REACH, line

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.unit.cli.conftest import left_as_it_was
+from trahiv_cli.run.folder import log_to
 from trahiv_cli.telemetry import events
 from trahiv_cli.telemetry.events import TRANSIENT, EventFile, Events, RotatingFile, to_json
-from trahiv_cli.train.folder import log_to
 
 
 def test_event_has_version_time_and_name(monkeypatch):

@@ -11,13 +11,13 @@ from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from tests.unit.train.conftest import Hearer
-from trahiv_cli.optim.claims import Round
-from trahiv_cli.optim.method import OwnSteps
+from trahiv_cli.rounds.claims import Round
+from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Left
+from trahiv_cli.step.method import OwnSteps
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget, Left
 
 ROUND = Round({"QmA": 16}, 0.12345, 10, 20, True, "QmC did not vote", {"QmB": "too large"}, 0.12345)
 FAILED = Round({}, 3.0, 0, 0, False, "nobody came")

@@ -13,17 +13,17 @@ import torch
 from hivemind.utils.nested import nested_flatten
 from transformers import get_scheduler
 
-from tests.unit.optim.test_assemble import OPTIMIZERS
+from tests.unit.step.test_build import OPTIMIZERS
 from trahiv_cli.errors import AssetError
-from trahiv_cli.optim.buffers import Buffers
-from trahiv_cli.optim.committed import StateLock
-from trahiv_cli.optim.history import DIGEST_BYTES, History
-from trahiv_cli.optim.inner import initialize_state
-from trahiv_cli.optim.ledger import Ledger, Spans
-from trahiv_cli.optim.local_steps import LocalSteps
-from trahiv_cli.optim.method import OwnSteps
-from trahiv_cli.optim.outer import OuterState
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.committed import StateLock
+from trahiv_cli.progress.history import DIGEST_BYTES, History
+from trahiv_cli.progress.ledger import Ledger, Spans
+from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.rounds.buffers import Buffers
+from trahiv_cli.state.inner_optimizer import initialize_state
+from trahiv_cli.state.outer import OuterState
+from trahiv_cli.step.local_steps import LocalSteps
+from trahiv_cli.step.method import OwnSteps
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import checkpoint
 from trahiv_cli.train.checkpoint import (

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import datasets
 
-from tests.unit.optim.test_leases import Board, Tracker
+from tests.unit.progress.test_leases import Board, Tracker
 from trahiv_cli.assets.data import MOST_SHARDS
-from trahiv_cli.optim.leases import Leases
-from trahiv_cli.optim.ledger import SHARD, Spans
+from trahiv_cli.progress.leases import Leases
+from trahiv_cli.progress.ledger import SHARD, Spans
 from trahiv_cli.train.division import DividedSampler, DividedStream, divide
 
 SHARDS = 4

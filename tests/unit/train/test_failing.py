@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trahiv_cli.errors import NotFinite, OutOfMemory, PeerBroken, RoundFailed, TrahivError
-from trahiv_cli.optim.committed import StateLock
+from trahiv_cli.progress.committed import StateLock
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.failing import explaining_the_data, leaving_a_checkpoint
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.kit import stepping
 from tests.kit.stepping import commits, sgd
-from trahiv_cli.optim.claims import Outcome
-from trahiv_cli.optim.history import History
-from trahiv_cli.optim.ledger import Spans
-from trahiv_cli.optim.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.ledger import Spans
+from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.rounds.claims import Outcome
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 
 DILOCO = Pace("diloco", local_steps=4)

@@ -8,7 +8,7 @@ import torch
 
 from tests.kit.lone import lone_node
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.optim.pace import RoundRules
+from trahiv_cli.progress.pace import RoundRules
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.train import hooks
 from trahiv_cli.train.settings import SwarmSettings, SwarmTrainingArguments

@@ -8,11 +8,11 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from trahiv_cli.errors import FolderTaken, RecipeError
+from trahiv_cli.run.leaving import Left
 from trahiv_cli.run.lock import owned
+from trahiv_cli.run.own_status import NOTHING_GIVEN
 from trahiv_cli.train import trainer as trainer_module
-from trahiv_cli.train.account import NOTHING_GIVEN
 from trahiv_cli.train.hooks import LOGS_KEPT, put_in_swarm
-from trahiv_cli.train.leaving import Left
 from trahiv_cli.train.settings import SwarmTrainingArguments
 from trahiv_cli.train.trainer import SwarmTrainer
 

@@ -2,7 +2,7 @@
 
 Every correction has its reason, and names the upstream place (file:line of 1.1.12);
 `tests/unit/swarm/corrections/` fails once upstream no longer needs it. The import fails with another version.
-`optim/inner.py` corrects the first step and the adoption of an optimizer's state.
+`state/inner_optimizer.py` corrects the first step and the adoption of an optimizer's state.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from hivemind.p2p import P2P
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError
+from trahiv_cli.net.streams import receive_protobuf, receive_raw_data, send_raw_data
 from trahiv_cli.swarm.corrections.nodes import CorrectedNode, CorrectedProtocol, pack_dictionary
 from trahiv_cli.swarm.corrections.processes import close_event_loop, private_folder, start_memory_manager
-from trahiv_cli.swarm.corrections.streams import receive_protobuf, receive_raw_data, send_raw_data
 
 CORRECTED_VERSION = "1.1.12"
 

@@ -15,10 +15,10 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import P2P
 from hivemind.utils.crypto import RSAPrivateKey
 
+from trahiv_cli.members.door import Door
+from trahiv_cli.members.records import OwnersOnly, Readable
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import ControlPipe, become_child, die_with_parent, require_start
-from trahiv_cli.swarm.door import Door
-from trahiv_cli.swarm.records import OwnersOnly, Readable
 
 HOSTING_END_S = 1.0  # for the thread of a service, or a process that failed to start, to end
 

@@ -35,9 +35,9 @@ from hivemind.utils import MSGPackSerializer, get_logger
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
 from trahiv_cli.clock import swarm_time, take_over
+from trahiv_cli.members.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
+from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.swarm.copies import MAX_ANSWER_BYTES, Copies
-from trahiv_cli.swarm.corrections.streams import UNREACHABLE
-from trahiv_cli.swarm.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
 from trahiv_cli.wire import unpacked
 
 logger = get_logger(__name__)

@@ -9,9 +9,9 @@ import hivemind
 import pytest
 
 from tests.kit.identities import key_of
+from trahiv_cli.members.door import Door
 from trahiv_cli.swarm.corrections import dht as corrected
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.door import Door
 
 
 @pytest.fixture

@@ -19,6 +19,14 @@ from hivemind.proto.dht_pb2 import NodeInfo
 from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from tests.simulation.network import Network
+from trahiv_cli.net.byte_streams import DOWNLOAD, UPLOAD
+from trahiv_cli.net.streams import (
+    MAX_MESSAGE_BYTES,
+    URGENT_BYTES,
+    receive_protobuf,
+    receive_raw_data,
+    send_raw_data,
+)
 from trahiv_cli.swarm.corrections import nodes
 from trahiv_cli.swarm.corrections.nodes import (
     CorrectedNode,
@@ -26,14 +34,6 @@ from trahiv_cli.swarm.corrections.nodes import (
     RememberingValidator,
     node_id_of,
 )
-from trahiv_cli.swarm.corrections.streams import (
-    MAX_MESSAGE_BYTES,
-    URGENT_BYTES,
-    receive_protobuf,
-    receive_raw_data,
-    send_raw_data,
-)
-from trahiv_cli.swarm.pipes import DOWNLOAD, UPLOAD
 
 LONG = bytes(3600)
 

@@ -1,0 +1,426 @@
+"""Whose calls a process of a peer admits: strangers, members, and members that forgot each other."""
+
+import asyncio
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.proto import dht_pb2
+
+from tests.simulation.network import Network, VirtualLoop
+from trahiv_cli.members import door as doors
+from trahiv_cli.members.door import INTRODUCE, REFUSAL, Door, NotAMember, Refused
+from trahiv_cli.members.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Policy, Role, mark_of
+from trahiv_cli.members.policy_book import PolicyBook
+from trahiv_cli.net.streams import LINGER_S
+
+OWNER = Owner(bytes(KEY_BYTES))
+OTHER_OWNER = Owner(b"\1" * KEY_BYTES)
+SWARM = OWNER.invite()
+OTHER_SWARM = OTHER_OWNER.invite()
+PART, STATE, PING, STORE, FIND, INTRODUCTION = (
+    f"Protocol.{name}"
+    for name in ("rpc_aggregate_part", "rpc_send_state", "rpc_ping", "rpc_store", "rpc_find", INTRODUCE)
+)
+MEETING = [f"Meeting.rpc_{name}" for name in ("look", "measure", "seek", "answer")]
+
+
+def made_up(number):
+    return PeerID(b"\x12\x20" + number.to_bytes(32))
+
+
+A, B, M = map(made_up, (2**200, 2**201, 2**202))
+
+
+def shown(peer, membership=SWARM):
+    return membership.certify(peer.to_bytes())
+
+
+def admit(door, peer, membership=SWARM, handler=STORE):
+    """Return why a door refuses a member; empty if it admits it."""
+    try:
+        door.admit(peer, shown(peer, membership), handler)
+        return ""
+    except NotAMember as refused:
+        return str(refused)
+
+
+class Wire(Network):
+    """A network of peers that answer pings; it records each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    async def find(self, caller, peer, name):
+        self.calls.append(name.rpartition(".")[2])
+        return await super().find(caller, peer, name)
+
+    async def serve(self, peer, membership=SWARM):
+        """Have a peer answer pings, in place of its earlier process."""
+        self.remove(peer)
+        book = PolicyBook(membership.owner) if membership else None
+        p2p = self.p2p_of(peer, Door(membership, book, peer.to_bytes()).another())  # like an averager's
+        p2p.book = book
+        p2p.asked = []
+
+        async def answer(request, context):
+            p2p.asked.append(context.remote_id)
+            return dht_pb2.PingResponse(available=True)
+
+        await p2p.add_protobuf_handler(PING, answer, dht_pb2.PingRequest)
+        return p2p
+
+    async def serve_both(self, first=SWARM, second=SWARM):
+        return await self.serve(A, first), await self.serve(M, second)
+
+
+async def ping(p2p, peer):
+    answer = await p2p.call_protobuf_handler(peer, PING, dht_pb2.PingRequest(), dht_pb2.PingResponse)
+    return answer.available
+
+
+async def refused(call, words=REFUSAL):
+    """Make a call that must be refused."""
+    with pytest.raises(P2PHandlerError, match=words):
+        await call
+
+
+def played(story):
+    """Play a test on a virtual clock."""
+
+    @functools.wraps(story)
+    def test(**given):
+        with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+            loop.run(story(**given))
+
+    return test
+
+
+@pytest.fixture
+def wire():
+    return Wire()
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The logged warnings."""
+    said = []
+    monkeypatch.setattr(doors.logger, "warning", said.append)
+    return said
+
+
+@pytest.fixture
+def now(monkeypatch, clock):
+    """The clock by which calls are counted."""
+    monkeypatch.setattr(doors, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+@played
+async def test_peers_introduce_themselves_once(wire):
+    a, m = await wire.serve_both()
+    for _ in range(2):
+        assert await ping(a, M)
+        assert await ping(m, A)  # M knows A by its calls
+    assert wire.calls == [INTRODUCE, *["rpc_ping"] * 4]
+
+
+@played
+async def test_cancelled_call_still_introduces_peer(wire):
+    a, _ = await wire.serve_both()
+    first = asyncio.create_task(ping(a, M))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert all(await asyncio.gather(ping(a, M), ping(a, M)))
+    assert wire.calls.count(INTRODUCE) == 1
+
+
+@played
+async def test_member_of_closed_swarm_calls_no_open_one(wire):
+    _, m = await wire.serve_both(None)
+    await refused(ping(m, A), "did not introduce itself")
+    assert m.door.was_refused
+    assert "it is open" in m.door.why_refused().message
+
+
+@played
+async def test_stranger_is_refused_and_named_once(wire, warnings):
+    a, stranger = await wire.serve_both(second=OTHER_SWARM)
+    for handler in (INTRODUCTION, PING):
+        await refused(stranger.call_unary(A, handler, b"\xff no protobuf at all"))
+    assert a.asked == []
+    assert warnings == [f"Peer {M} was refused: it is not a member of this swarm."]
+
+
+def test_log_names_few_strangers(warnings):
+    door = Door(SWARM)
+    for number in range(doors.STRANGERS_NAMED + 9):
+        assert admit(door, made_up(number), OTHER_SWARM)
+    assert len(warnings) == doors.STRANGERS_NAMED
+
+
+def decided(owner=OWNER, **marks):
+    return Policy(1, **{name: frozenset(some) for name, some in marks.items()}).to_bytes(owner)
+
+
+@played
+async def test_member_calls_no_peer_without_certificate(wire):
+    async def reflect(certificate, remote_id):
+        return certificate
+
+    a, m = await wire.serve_both()
+    wire.daemons[M][0].handlers[INTRODUCTION] = reflect
+    await refused(ping(a, M), "did not introduce itself")
+    assert m.asked == []
+    await wire.serve(M)
+    assert await ping(a, M)  # the next call asks for a certificate again
+
+
+@played
+async def test_refusal_with_forged_policy_is_not_believed(wire):
+    async def refuse(certificate, remote_id):
+        raise NotAMember("out", decided(OTHER_OWNER, out=[mark_of(A.to_bytes())]))
+
+    a, m = await wire.serve_both()
+    wire.daemons[M][0].handlers[INTRODUCTION] = refuse
+    await refused(ping(a, M), "out")
+    assert a.door.was_refused
+    assert "taken" not in a.door.why_refused().message
+    assert m.asked == []
+
+
+@played
+async def test_silent_peer_is_not_called(wire):
+    a, m = await wire.serve_both()
+    wire.tamper = lambda message: []  # the message never arrives
+    await refused(ping(m, A), "did not introduce itself")
+    assert a.asked == []
+
+
+def spend(door, peer, membership=SWARM):
+    """Return how many calls of a peer are answered at once."""
+    certificate = shown(peer, membership) if membership else b""
+    answered = 0
+    with pytest.raises(Refused, match="too many calls"):
+        while answered < 2 * doors.CALLS_AT_ONCE:
+            door.count(peer, certificate)
+            answered += 1
+    return answered
+
+
+def test_one_invitation_crowds_out_no_other(monkeypatch, now):
+    """A remembered peer has its own call limit; all others with the same invitation share one."""
+    monkeypatch.setattr(doors, "PEERS_REMEMBERED", 4)
+    door = Door(SWARM)
+    other = OWNER.invite()
+    assert not any(admit(door, peer, other) for peer in (A, B))
+    assert not any(admit(door, made_up(number)) for number in range(9))
+    assert [spend(door, made_up(number)) for number in range(9)].count(doors.CALLS_AT_ONCE) == 3
+    assert [spend(door, peer, other) for peer in (A, B)] == [doors.CALLS_AT_ONCE] * 2
+
+
+@pytest.mark.parametrize("membership", [SWARM, None], ids=["closed", "open"])
+def test_calls_are_rate_limited_per_peer(now, warnings, membership):
+    door = Door(membership)
+    admit(door, A)
+    assert spend(door, A, membership) == doors.CALLS_AT_ONCE
+    now.now += 1.0
+    assert spend(door, A, membership) == doors.CALLS_A_SECOND
+    assert spend(door, B, membership) == doors.CALLS_AT_ONCE  # each peer has its own limit
+    assert warnings.count(f"Peer {A} was refused: it calls too often.") == 1
+
+
+def test_long_request_counts_as_many_calls(now):
+    door = Door()
+    half = doors.CALL_BYTES * doors.CALLS_AT_ONCE // 2  # of the bytes it may send, besides the call
+    door.count(A, num_bytes=half)
+    with pytest.raises(Refused):
+        door.count(A, num_bytes=half)
+
+
+def test_strangers_share_one_call_limit(now, warnings):
+    door = Door(SWARM)
+    num_judged = 0
+    for number in range(doors.CALLS_AT_ONCE + 500):
+        with pytest.raises(Refused) as refused:
+            door.admit_request(made_up(number), bytes(CERTIFICATE_BYTES), PING)
+        num_judged += refused.type is NotAMember
+    assert num_judged == doors.CALLS_AT_ONCE
+    assert not any("too often" in said for said in warnings)
+    for peer in (A, B):  # have the same invitation as this peer
+        assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
+
+
+@played
+async def test_kicked_peer_neither_calls_nor_is_called(wire, warnings):
+    a, m = await wire.serve_both()
+    assert await ping(a, M)
+    assert await ping(m, A)
+    a.book.offer(decided(out=[mark_of(M.to_bytes())]))
+    for _ in range(2):
+        await refused(ping(m, A))
+        await refused(ping(a, M), f"is not called|{REFUSAL}")
+    assert a.asked == [M]
+    assert m.asked == [A]
+    m.door.learn_from(f"{REFUSAL}: its invitation is over")  # this is not signed
+    assert "has taken this peer out" in m.door.why_refused().message
+    assert warnings == [f"Peer {M} was refused: the owner has taken it out."]
+
+
+def test_single_use_invitation_admits_first_peer():
+    once, book = OWNER.invite(is_once=True), PolicyBook(OWNER.public)
+    door, key = Door(SWARM, book), once.grant.key
+    for handler in (FIND, *MEETING):  # it only looks
+        assert not admit(door, M, once, handler)
+    for _ in range(2):
+        assert not admit(door, B, once)
+        assert admit(door, M, once)
+    book.offer(decided(closed=[mark_of(key)], stay=[mark_of(M.to_bytes(), key)]))
+    assert not admit(door, M, once)
+    assert admit(door, B, once)
+
+
+@played
+async def test_watcher_is_not_called(wire):
+    a, w = await wire.serve_both(second=OWNER.invite(Role.watcher))
+    for _ in range(2):
+        await refused(ping(a, M), "only watches")
+    assert w.asked == []
+
+
+def test_watcher_only_reads_records(warnings):
+    door = Door(SWARM)
+    handlers = {INTRODUCTION, PING, FIND, STORE, PART, STATE, f"{FIND}x", *MEETING}
+    admitted = {one for one in handlers if not admit(door, M, OWNER.invite(Role.watcher), one)}
+    assert admitted == {INTRODUCTION, PING, FIND}
+    assert warnings == [f"Peer {M} was refused: it may only watch."]
+
+
+class Writer(bytearray):
+    """The writing end of a stream; `read` is the content that a handler read at the other end."""
+
+    write, read, closed_at, is_full = bytearray.extend, None, None, False
+
+    async def drain(self):
+        if self.is_full:
+            await asyncio.Event().wait()
+
+    def close(self):
+        self.closed_at = asyncio.get_running_loop().time()
+
+
+async def read_all(info, reader, writer):
+    writer.read = await reader.read()
+
+
+async def opener(door, handler=read_all):
+    """Return a function that opens a stream of a peer to a handler behind a door."""
+    network = Network()
+    await network.p2p_of(A, door).add_binary_stream_handler(PING, handler)
+
+    async def open_stream(peer, content=b"", ends_after_s=0.0):
+        reader, writer = asyncio.StreamReader(), Writer()
+        reader.feed_data(content)
+        asyncio.get_running_loop().call_later(ends_after_s, reader.feed_eof)
+        served = network.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer), reader, writer)
+        await asyncio.create_task(served)
+        return writer
+
+    return open_stream
+
+
+LATER_S = 100.0
+
+
+@pytest.mark.parametrize("ends_after_s", [0, LATER_S])
+@played
+async def test_stream_without_valid_certificate_is_closed(ends_after_s):
+    open_stream = await opener(Door(SWARM))
+    assert (await open_stream(M, shown(M) + b"content")).read == b"content"
+    for content in (b"", shown(B)):
+        end = await open_stream(M, content, ends_after_s)
+        assert end.read is None, content
+        assert REFUSAL.encode() in end
+        assert end.closed_at < LATER_S
+
+
+@played
+async def test_stream_that_is_not_read_times_out():
+    end = await (await opener(Door()))(M, b"content")
+    assert end.read == b"content"
+    end.is_full = True
+    with pytest.raises(TimeoutError):
+        await end.drain()
+
+
+@pytest.mark.parametrize(
+    ("what", "ends_after_s", "waited_s"),
+    [("hangs up", LINGER_S / 2, LINGER_S / 2), ("waits", LATER_S, LINGER_S), ("cancelled", LATER_S, 0)],
+)
+@played
+async def test_stream_closes_after_caller_or_timeout(what, ends_after_s, waited_s):
+    async def handler(info, reader, writer):
+        writer.close()
+        if what == "cancelled":  # as when the process ends
+            asyncio.current_task().cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(LINGER_S)
+
+    end = await (await opener(Door(), handler))(M, ends_after_s=ends_after_s)
+    assert end.closed_at == pytest.approx(waited_s, abs=1e-6)
+
+
+@played
+async def test_failed_response_stream_raises_after_responses(wire):
+    async def serve(requests, context):
+        async for request in requests:
+            yield request
+        raise TimeoutError
+
+    kind = dht_pb2.PingRequest
+    await wire.p2p_of(B).add_protobuf_handler(PING, serve, kind, stream_input=True, stream_output=True)
+    responses = await wire.p2p_of(A).iterate_protobuf_handler(B, PING, kind(validate=True), kind)
+    assert (await anext(responses)).validate
+    with pytest.raises(P2PHandlerError):
+        await anext(responses)
+
+
+GIVING = dict.fromkeys((STATE, MEETING[1]), doors.GIVEN_AT_ONCE)
+
+
+@pytest.mark.parametrize(("handler", "most"), [(PART, doors.STREAMS_AT_ONCE), *GIVING.items()])
+def test_open_streams_per_peer_are_limited(warnings, handler, most):
+    door = Door(SWARM)
+    assert not any(admit(door, peer) for peer in (A, M))
+    for _ in range(2):  # closed streams do not count
+        with contextlib.ExitStack() as stack:
+            for _ in range(most):
+                stack.enter_context(door.stream(M, handler))
+            with pytest.raises(Refused, match="too many streams"):
+                stack.enter_context(door.stream(M, handler))
+            stack.enter_context(door.stream(A, handler))
+            if handler in GIVING:
+                stack.enter_context(door.stream(M, PART))
+    assert warnings == [f"Peer {M} was refused: it has too many streams open."]
+
+
+@played
+async def test_strangers_share_one_stream_limit():
+    door = Door(SWARM)
+    open_stream = await opener(door)
+    assert not admit(door, A)
+    for _ in range(2):  # closed streams do not count
+        silent = [
+            asyncio.create_task(open_stream(made_up(number), ends_after_s=LATER_S))
+            for number in range(doors.STREAMS_AT_ONCE + 9)
+        ]
+        assert (await open_stream(A, shown(A) + b"of a member")).read == b"of a member"
+        closed, waiting = await asyncio.wait(silent, timeout=doors.INTRODUCTION_S / 2)
+        assert len(closed) == 9
+        for end in (task.result() for task in closed):
+            assert end.read is None
+            assert b"too many streams" in end
+        await asyncio.wait(waiting)

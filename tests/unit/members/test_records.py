@@ -1,0 +1,155 @@
+"""The owner of a record, records that no node stores, and signed statements that others pass on."""
+
+from dataclasses import replace
+
+import pytest
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.utils import MSGPackSerializer
+from hivemind.utils.crypto import RSAPrivateKey
+
+from tests.kit.identities import id_of, key_of
+from trahiv_cli.clock import swarm_time
+from trahiv_cli.members import records
+from trahiv_cli.members.membership import KEY_BYTES, Owner
+from trahiv_cli.members.records import OwnersOnly, Quota, Readable, own_place, owner_of, sign, verified
+
+KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
+PLACE = own_place(KEY)
+OWNER = Owner(bytes(KEY_BYTES))
+VALUE = MSGPackSerializer.dumps("value")
+
+
+def record(value=VALUE, place=PLACE, ttl_s=60.0, key="key"):
+    ends_at = swarm_time() + ttl_s
+    return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(place), value, ends_at)
+
+
+def place_by(invitation, key=KEY):
+    """The place of a peer, with its certificate from an invitation."""
+    return own_place(key, invitation.certify(PeerID.from_base58(owner_of(own_place(key))).to_bytes()))
+
+
+def kept(quota, **wanted):
+    """Whether a node with this quota keeps a valid record."""
+    has_room = quota.has_room(record(**wanted))
+    if has_room:
+        quota.count(record(**wanted))
+    return has_room
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(None, 7, b"", b"QmPeer", b"[owner:ssh-rsa AAAA]", PLACE[:-1], b" " + PLACE, PLACE.decode()),
+        *(PLACE + b"/1", PLACE + PLACE, *(b"[owner:ssh-rsa " + b"A" * size + b"]" for size in (372, 5000))),
+    ],
+)
+def test_invalid_place_has_no_records(place):
+    assert owner_of(place) is None
+    assert not OwnersOnly().validate(record(place=place))
+    assert not Quota().has_room(record(place=place))
+
+
+def test_oversized_or_overlong_records_are_refused():
+    most = bytes(records.MAX_RECORD_BYTES)
+    timeless = (record(ttl_s=ttl_s) for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12))
+    placeless = (replace(record(), subkey=subkey) for subkey in (b"", b"\xc1"))
+    for wrong in (record(most + b"x"), *timeless, *placeless):
+        assert not OwnersOnly().validate(wrong)
+    assert OwnersOnly().validate(record(most))
+
+
+def test_unreadable_record_is_refused():
+    assert Readable().validate(record())
+    assert not Readable().validate(record(b"\xc1"))
+
+
+def test_closed_swarm_refuses_records_of_nonmembers():
+    place, validator = place_by(OWNER.invite()), OwnersOnly(OWNER.public)
+    assert owner_of(place) == owner_of(PLACE)
+    assert validator.validate(record(place=place))
+    stolen = own_place(OTHER) + place.removeprefix(PLACE)
+    for wrong in (PLACE, stolen, place_by(Owner(b"1" * KEY_BYTES).invite()), place[:-40]):
+        assert not validator.validate(record(place=wrong))
+    assert not OwnersOnly().validate(record(place=place))  # no certificate counts in an open swarm
+
+
+def test_quota_limits_records_per_peer(monkeypatch):
+    quota, now = Quota(), swarm_time()
+    for number in range(records.MAX_RECORDS + 1):
+        assert quota.has_room(record(key=f"{number}"))  # it counts only once it is found valid
+    found = [kept(quota, key=f"{number}") for number in range(records.MAX_RECORDS + 9)]
+    assert found == [True] * records.MAX_RECORDS + [False] * 9
+    assert kept(quota, key="0")  # in the place of one that is there
+    monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
+    assert kept(quota, key="another")
+
+
+def test_quota_forgets_oldest_owner(monkeypatch):
+    monkeypatch.setattr(records, "OWNERS_REMEMBERED", 1)
+    quota = Quota()
+    for number in range(records.MAX_RECORDS):
+        kept(quota, key=f"{number}")
+    kept(quota, place=own_place(OTHER))
+    assert kept(quota, key="more")
+
+
+def test_quota_limits_peers_per_invitation(monkeypatch):
+    monkeypatch.setattr(records, "MAX_OWNERS", 2)
+    now, quota, shared, other = swarm_time(), Quota(), OWNER.invite(), OWNER.invite()
+    for key in (KEY, OTHER, KEY):
+        assert kept(quota, place=place_by(shared, key))
+    assert not kept(quota, place=place_by(other))  # by another certificate
+    assert not kept(quota, place=place_by(shared)[:-1] + b"_")  # the same certificate, written otherwise
+    for key in ("key", "another"):
+        assert not kept(quota, place=place_by(shared, THIRD), key=key)
+        assert kept(quota, place=place_by(shared, OTHER), key=key)
+    assert kept(quota, place=place_by(other), key="more")
+    assert kept(quota, place=place_by(other, THIRD))
+    assert all(kept(quota, place=own_place(key), key="open") for key in (KEY, OTHER, THIRD))  # no bound
+    monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
+    assert kept(quota, place=place_by(shared, THIRD))  # the others' are over
+
+
+SAID = b"I bring 8 samples"
+STATEMENT = sign(key_of("alice"), b"step 7", SAID)
+PARTS = MSGPackSerializer.loads(STATEMENT)
+
+
+def test_statement_is_short_and_salted():
+    assert verified(STATEMENT, id_of("alice"), b"step 7") == records.content_of(STATEMENT) == SAID
+    assert sign(key_of("alice"), b"step 7", SAID) != STATEMENT
+    assert len(STATEMENT) < 560 + len(SAID)
+
+
+@pytest.mark.parametrize(("peer", "about"), [("bob", b"step 7"), ("alice", b"step 8"), ("alice", b"")])
+def test_misattributed_statement_is_refused(peer, about):
+    with pytest.raises(ValueError):
+        verified(STATEMENT, id_of(peer), about)
+
+
+BOBS_KEY = MSGPackSerializer.loads(sign(key_of("bob"), b"step 7", SAID))[0]
+
+
+@pytest.mark.parametrize(
+    ("at", "part"),
+    [
+        *((0, key) for key in (BOBS_KEY, b"")),
+        (1, bytes(128)),
+        (1, b""),
+        (2, b"I bring 9"),
+        (2, SAID.decode()),
+    ],
+)
+def test_altered_statement_is_refused(at, part):
+    altered = MSGPackSerializer.dumps([*PARTS[:at], part, *PARTS[at + 1 :]])
+    with pytest.raises(ValueError):
+        verified(altered, id_of("alice"), b"step 7")
+
+
+@pytest.mark.parametrize("endless", [[bytes(601), *PARTS[1:]], [PARTS[0], bytes(513), SAID]])
+def test_endless_statement_is_not_read(endless):
+    with pytest.raises(ValueError, match="not a statement"):
+        records.content_of(MSGPackSerializer.dumps(endless))

@@ -1,0 +1,287 @@
+"""Messages over a stream of bytes, the pace at which others relay them, and which places are dialled."""
+
+import asyncio
+import contextlib
+import functools
+import socket
+from itertools import chain, repeat
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from hivemind.p2p import P2P
+
+from tests.simulation.network import VirtualLoop
+from trahiv_cli.net import byte_streams as pipes
+from trahiv_cli.net.byte_streams import HEARD, HELLO, MAX_PLACES, End, Listens, NotMet, Pace, first_of, join
+
+TOKEN = b"t" * 16
+OTHER = b"o" * 16
+HERE = "127.0.0.1"
+
+
+def played(story, loop_factory=None):
+    """Play a test in an event loop."""
+
+    @functools.wraps(story)
+    def test(**given):
+        with asyncio.Runner(loop_factory=loop_factory) as loop:
+            loop.run(story(**given))
+
+    return test
+
+
+virtual = functools.partial(played, loop_factory=VirtualLoop)  # on a clock that jumps, without sockets
+
+
+def end_of(content, is_closed=True):
+    """Return the end of a stream that has brought some bytes."""
+    reader = asyncio.StreamReader()
+    reader.feed_data(content)
+    if is_closed:
+        reader.feed_eof()
+    return End(reader, Mock())
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xff", b"\xa3why", b"\x05", b"\xd9\xff"])
+@virtual
+async def test_garbage_is_no_message(content):
+    end = end_of(len(content).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content)
+    with pytest.raises(NotMet, match="can't be read"):
+        await end.receive()
+    with pytest.raises(EOFError):
+        await end.receive()
+
+
+@virtual
+async def test_unexpected_word_raises():
+    end = end_of(b"gogono")
+    for _ in range(2):
+        await end.hear(b"go")
+    with pytest.raises(NotMet, match="not expected"):
+        await end.hear(b"go")
+
+
+@virtual
+async def test_missing_answer_times_out():
+    end = end_of(b"", is_closed=False)
+    for wait in (end.hear(b"go"), end.receive()):
+        with pytest.raises(TimeoutError):
+            await wait
+
+
+@virtual
+async def test_first_bytes_come_with_their_stream():
+    end = end_of(b"first")
+    assert await end.first() == (end, b"first")
+    with pytest.raises(NotMet, match="closed"):
+        await end.first()
+
+
+@virtual
+async def test_shared_pace_limits_all_users():
+    pace, now = Pace(1000.0), asyncio.get_running_loop().time
+    await asyncio.gather(*(pace.take(500) for _ in range(4)))
+    assert now() == pytest.approx(2.0)
+    await asyncio.sleep(8.0)
+    await pace.take(1000)  # an unused rate is not saved up
+    assert now() == pytest.approx(11.0)
+    await pace.take(500, is_urgent=True)
+    assert now() == pytest.approx(11.0)
+    await pace.take(500)
+    assert now() == pytest.approx(12.0)  # urgent bytes count, too
+
+
+@virtual
+async def test_pace_without_rate_takes_no_time():
+    limited = Pace(most=10)
+    for num_bytes in (6, 4):
+        await limited.take(num_bytes)
+        await Pace().take(2**40)
+    assert asyncio.get_running_loop().time() == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(NotMet, match="more than is passed on"):
+        await limited.take(1)
+
+
+@virtual
+async def test_idle_joined_streams_are_closed():
+    closed, now = [], asyncio.get_running_loop().time
+    readers = [asyncio.StreamReader() for _ in range(2)]
+    writer = Mock(drain=AsyncMock(), close=lambda: closed.append(now()))
+    joined = asyncio.create_task(join(*(End(reader, writer) for reader in readers)))
+    for reader in (*readers, *readers):
+        await asyncio.sleep(0.9 * pipes.IDLE_S)
+        reader.feed_data(b"word")
+    assert not closed
+    await joined
+    assert closed == [pytest.approx(4.6 * pipes.IDLE_S)] * 2
+
+
+@virtual
+async def test_first_good_result_cancels_other_tries():
+    ended, now = [], asyncio.get_running_loop().time
+
+    async def trying(after_s, result):
+        try:
+            await asyncio.sleep(after_s)
+            if isinstance(result, Exception):
+                raise result
+            return result
+        except asyncio.CancelledError:
+            ended.append(result)
+            raise
+
+    assert await first_of([trying(1.0, NotMet()), trying(2.0, "good"), trying(3.0, "late")], 5.0) == "good"
+    assert await first_of([trying(1.0, NotMet()), trying(2.0, OSError())], 5.0) is None  # all failed
+    assert await first_of([], 5.0) is None
+    assert now() == pytest.approx(4.0)
+    assert await first_of([trying(1.0, NotMet()), trying(9.0, "too late")], 5.0) is None
+    await asyncio.sleep(0)
+    assert now() == pytest.approx(9.0)
+    assert ended == ["late", "too late"]
+
+
+@pytest.mark.parametrize(
+    ("maddrs", "is_near", "places"),
+    [
+        (["ip4/5.5.5.1/tcp/1", "ip6/2606:4700::1/tcp/2"], False, [("5.5.5.1", 1), ("2606:4700::1", 2)]),
+        (["ip4/5.5.5.1/tcp/1/p2p-circuit", "ip4/5.5.5.1/tcp/1"], False, [("5.5.5.1", 1)]),
+        (["ip4/5.5.5.1/udp/1/quic-v1", "dns4/example.org/tcp/1", "unix/a.sock"], True, []),
+        (["ip4/127.0.0.1/tcp/1", "ip6/::1/tcp/1", "ip4/10.0.0.1/tcp/1"], False, [("10.0.0.1", 1)]),
+        (["ip4/127.0.0.1/tcp/1"], True, [(HERE, 1)]),
+    ],
+)
+def test_places_are_unique_tcp_addresses(maddrs, is_near, places):
+    assert pipes.places_of([f"/{maddr}" for maddr in maddrs], is_near=is_near) == tuple(places)
+
+
+def test_candidate_places_include_own_ports():
+    seen, own = [("5.5.5.1", 9), ("2606:4700::1", 9)], [("10.0.0.1", 1), ("fd00::1", 2), ("5.5.5.1", 9)]
+    at_own_ports = [("5.5.5.1", 1), ("2606:4700::1", 2)]
+    assert pipes.places_at(seen, own, [("5.5.5.1", 8)]) == [*seen, *at_own_ports, *own[:2]]
+    assert pipes.places_at(seen, own, [("5.5.5.2", 8)]) == [*seen, *at_own_ports]  # not within its home
+    many = [(f"5.5.5.{number}", 1) for number in range(2 * MAX_PLACES)]
+    assert pipes.places_at(many, own, seen) == many[:MAX_PLACES]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *(("1.2.3.4", port) for port in (0, 2**16, -1, "1", 1.5)),
+        *((host, 1) for host in ("example.org", "", "fe80::1%eth0", b"1.2.3.4", "1.2.3", 16909060)),
+        *(("1.2.3.4", 1, 1), ("1.2.3.4",), "1.2.3.4", None),
+    ],
+)
+def test_invalid_place_from_stranger_is_refused(place):
+    with pytest.raises(ValueError):
+        pipes.read_places([place])
+
+
+def test_first_places_from_stranger_are_read():
+    good = [("1.2.3.4", 1), ["::1", 2**16 - 1]]
+    assert pipes.read_places(iter(good)) == (("1.2.3.4", 1), ("::1", 2**16 - 1))
+    assert len(pipes.read_places([good[0]] * MAX_PLACES + [None])) == MAX_PLACES
+
+
+@pytest.mark.parametrize(
+    ("hosts", "elsewhere", "is_global"),
+    [
+        ("5.5.5.1 2606:4700::1", True, True),
+        ("192.168.1.7 10.0.0.1 100.64.0.9 fd00::1", True, False),
+        ("127.0.0.1 127.9.9.9 ::1 0.0.0.0 :: 169.254.1.1 fe80::1", False, False),
+    ],
+)
+def test_place_is_classified_by_address(hosts, elsewhere, is_global):
+    for place in ((host, 1) for host in hosts.split()):
+        assert (pipes.is_elsewhere(place), pipes.is_global(place)) == (elsewhere, is_global), place
+
+
+@pytest.mark.parametrize("host", ["239.255.255.250", "ff05::1"])
+def test_multicast_place_is_on_no_other_machine(host):
+    assert not pipes.is_elsewhere((host, 1))
+
+
+@contextlib.contextmanager
+def listening():
+    """Listen as libp2p does; return the port."""
+    with socket.socket() as listens:
+        listens.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listens.bind((HERE, 0))
+        listens.listen()
+        yield listens.getsockname()[1]
+
+
+@played
+async def test_dial_leaves_from_listening_port():
+    with listening() as own, listening() as other:
+        end = await pipes.dial_from(own, (HERE, other))
+        assert end.writer.get_extra_info("sockname") == (HERE, own)
+        end.writer.close()
+
+
+@played
+async def test_refused_dial_raises():
+    with listening() as own, socket.socket() as closed:
+        closed.bind((HERE, 0))  # no process listens there
+        with pytest.raises(ConnectionRefusedError):
+            await pipes.dial_from(own, closed.getsockname())
+
+
+@pytest.fixture
+def knocked(monkeypatch):
+    """Knock at a place with these answers, the last for ever (None: refused); return the end and all ends."""
+
+    async def knock(*answers):
+        async def dial_from(port, place):
+            if (answer := next(left)) is None:
+                raise ConnectionRefusedError
+            return end_of(answer)
+
+        left, opened = chain(answers, repeat(answers[-1])), []
+        monkeypatch.setattr(pipes, "dial_from", dial_from)
+        return await asyncio.wait_for(pipes.knock(1, (HERE, 2), TOKEN, opened), 60.0), opened
+
+    return knock
+
+
+@pytest.mark.parametrize("others", [[OTHER], [b""], [HELLO], []])
+@virtual
+async def test_unexpected_knock_answer_is_retried(knocked, others):
+    end, opened = await knocked(None, *others, TOKEN)
+    assert opened[len(others) :] == [end]
+    end.writer.write.assert_called_once_with(TOKEN)
+
+
+@virtual
+async def test_knock_closes_connection_with_other_answer(knocked):
+    _, [other, _] = await knocked(OTHER, TOKEN)
+    other.writer.close.assert_called_once()
+
+
+@virtual
+async def test_repeated_libp2p_answers_mean_listening(knocked):
+    with pytest.raises(Listens, match="can be dialled"):
+        await knocked(*[HELLO, OTHER] * HEARD)
+
+
+@virtual
+async def test_few_libp2p_answers_do_not_mean_listening(knocked):
+    with pytest.raises(TimeoutError):
+        await knocked(*[HELLO] * (HEARD - 1), OTHER)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"), [(b"HTTP/1.1 400 Bad Request\r\n", NotMet), (b"", (EOFError, ConnectionError))]
+)
+@played
+async def test_dial_back_requires_libp2p(answer, error):
+    async def serve(reader, writer):
+        writer.write(answer)
+        writer.write_eof()
+        heard.set_result(await reader.read())
+        writer.close()
+
+    heard = asyncio.get_running_loop().create_future()
+    async with await asyncio.start_server(serve, HERE, 0) as server:
+        with pytest.raises(error):
+            await pipes.dial_back(server.sockets[0].getsockname())
+        assert await heard == HELLO

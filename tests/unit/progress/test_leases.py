@@ -1,0 +1,260 @@
+"""Leases of peers that share a list of reports: no two hold the same position, and lost ones return."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from trahiv_cli.background import in_background
+from trahiv_cli.members.records import disbelieve
+from trahiv_cli.progress import leases
+from trahiv_cli.progress.history import History
+from trahiv_cli.progress.leases import AHEAD_S, FREE_LEASES, Leases, Work
+from trahiv_cli.progress.ledger import MAX_POSITION, MOST_LEASES, SHARD, USELESS_AT_MOST, Ledger, Spans
+from trahiv_cli.progress.reports import PeerProgress
+from trahiv_cli.rounds.claims import Claim
+
+SAMPLES = 1000
+MOST = leases.MOST_ROUNDS * SAMPLES
+
+
+class Board:
+    """The peers' shared reports: a peer sees whatever was stored before it looks."""
+
+    def __init__(self):
+        self.reports, self.ledger, self.answers, self.before_look = {}, Ledger(), True, lambda: None
+
+
+class Tracker:
+    """One peer's view of the board."""
+
+    target_batch_size, history = SAMPLES, History()
+
+    def __init__(self, board, name="A"):
+        self.board, self.own_id, self.others = board, name, ()
+
+    def look(self):
+        others = [(name, spans) for name, spans in self.board.reports.items() if name != self.own_id]
+        self.others = [PeerProgress(name, History(), 0, 1.0, False, leases=spans) for name, spans in others]
+
+    def lease(self, spans):
+        self.board.reports[self.own_id] = spans
+        self.board.before_look()
+        if self.board.answers:
+            self.look()
+        return self.board.answers
+
+
+class Peer:
+    """A peer's leases and tracker; a pass has `count` samples, or shards with `is_stream`."""
+
+    def __init__(self, board, name="A", count=SAMPLES, **more):
+        self.board, self.tracker = board, Tracker(board, name)
+        self.leases = Leases(self.tracker, lambda: board.ledger, count, **more)
+
+    def take(self, count):
+        return [self.leases.take() for _ in range(count)]
+
+    def commit(self, positions):
+        self.board.ledger = self.board.ledger.extend([Spans.of_positions(positions)])
+        self.leases.settle(positions)
+
+    def read(self, count):
+        """Read `count` shards of two samples each to their ends; return the trained positions."""
+        return [one for start in self.take(count) for one, _ in self.leases.read(start, "ab")]
+
+    def sees(self, name, spans):
+        """Let another peer report leases, as after a time in which this peer's report was not seen."""
+        self.board.reports[name] = spans
+        self.tracker.look()
+        self.leases.settle(())
+
+
+@pytest.fixture
+def board(monkeypatch):
+    monkeypatch.setattr(leases, "POLL_S", 0.0005)  # poll often
+    monkeypatch.setattr(leases, "PAUSE_S", 0.01)
+    return Board()
+
+
+def test_simultaneous_leases_are_disjoint(board):
+    """Both peers store their leases before either looks."""
+    barrier, first = threading.Barrier(2, timeout=10), [True, True]
+    board.before_look = lambda: first and first.pop() and barrier.wait()
+    taken = [in_background(partial(Peer(board, name).take, 100)) for name in "AB"]
+    assert len({position for one in taken for position in one.result(20)}) == 200
+
+
+def test_returned_positions_are_leased_first(board):
+    one = Peer(board)
+    positions = one.take(10)
+    one.leases.give_back(positions[4:])
+    assert positions == list(range(10)) and one.take(8) == list(range(4, 12))
+    board.ledger = board.ledger.extend([Spans.of([(4, 30)])])
+    one.leases.give_back(positions)
+    one.leases.settle([])
+    assert one.take(5) == [0, 1, 2, 3, 30]
+    assert one.leases.lost == 18, "those that were leased and not yet taken"
+    one.commit(range(4))
+    del board.reports["A"]
+    assert Peer(board).take(2) == [30, 31], "started again"
+
+
+@pytest.mark.parametrize("taken_over", [[(20, 40)], [(odd, odd + 1) for odd in range(1, 60, 2)]])
+def test_lease_taken_over_is_yielded(board, taken_over):
+    one, theirs = Peer(board, count=10**6), Spans.of(taken_over)
+    one.take(1)
+    one.sees("B", theirs)
+    assert len(one.leases.held.spans) == min(FREE_LEASES, len(taken_over) + 1)
+    assert one.leases.held.end == leases.FIRST_BLOCK, "the longest piece is kept"
+    assert not set(one.take(100)) & set(theirs) and one.leases.lost >= len(theirs)
+
+
+@pytest.mark.parametrize("lease", [(0, MAX_POSITION), (15, 16 + MOST), (10**9, 10**9 + 1)], ids=str)
+@pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "at another history"])
+def test_impossible_leases_are_ignored(board, caplog, lease, is_elsewhere):
+    disbelieve.cache_clear()
+    board.ledger, one = Ledger(Spans.of([(0, 10), (12, 15)])), Peer(board, count=10 * MOST)
+    one.tracker.history = History(1) if is_elsewhere else History()
+    board.reports |= {"B": Spans.of([lease]), "C": Spans.of([(10, 10 + MOST)])}
+    one.tracker.look()
+    assert one.take(1) == [10 + MOST]
+    named = "Peer B is not believed: it leases more samples, or later ones, than it can train."
+    # hivemind warns of averagers of other tests when they are collected.
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("trahiv_cli")]
+    assert told == ([] if is_elsewhere else [named])
+
+
+@pytest.mark.parametrize("failure", [None, OSError("broken pipe")])
+def test_unpublished_lease_fails_with_reason(board, monkeypatch, failure):
+    def fail():
+        if failure and not board.answers:
+            raise failure
+
+    board.before_look, board.answers, began = fail, False, time.monotonic()
+    assert Peer(board).leases.take(lambda: time.monotonic() > began + 0.1) is None
+    monkeypatch.setattr(leases, "PATIENCE_S", 0.2)
+    why = failure or "the DHT does not answer"
+    with pytest.raises(leases.SwarmError, match=f"No samples could be leased for 0 s: {why}"):
+        Peer(board).take(1)
+    monkeypatch.setattr(leases, "PATIENCE_S", 10.0)
+    mending = Peer(board, while_waiting=lambda: setattr(board, "answers", True))
+    assert mending.take(1) == [0], "who waits may mend the DHT"
+
+
+def test_restart_leases_previous_positions_again(board):
+    before = Peer(board)
+    trained = Spans.of_positions(before.take(40))
+    del board.reports["A"]
+    again, other = Peer(board), Peer(board, "B")
+    work = Work()
+    work.resume(trained)
+    assert not work.first(40), "the data is not divided"
+    work.leases = again.leases
+    work.resume(trained)
+    assert work.first(40) == trained
+    taken = Spans.of_positions(again.take(FREE_LEASES))
+    assert trained - board.reports["A"] == Spans()
+    assert not taken & trained and not Spans.of_positions(other.take(40)) & (trained | taken)
+    board.ledger = board.ledger.extend([trained])
+    work.settle(40, trained)
+    assert not work.first(40) and not again.leases.held & trained
+
+
+def test_fragmented_positions_leave_room_for_leases(board):
+    again, pieces = Peer(board), Spans.of_positions(range(0, 200, 2))
+    again.leases.resume(pieces)
+    assert not Spans.of_positions(again.take(40)) & pieces.lowest(FREE_LEASES)
+    assert len(board.reports["A"].spans) <= MOST_LEASES
+
+
+def test_block_size_follows_training_speed(board):
+    for per_second in (0.001, 1.0, 16.0):
+        one = Peer(board, count=10**6, samples_per_second=lambda pace=per_second: pace)
+        one.take(1)
+        assert len(one.leases.held) == max(1, AHEAD_S * per_second)
+        del board.reports["A"]
+
+
+@pytest.mark.parametrize(("num_peers", "num_samples"), [(2, 100), (4, 10**6), (16, 100), (16, 10**6)])
+def test_leases_of_long_round_fit_report(board, num_peers, num_samples):
+    every_s, draw, taken = 40.0, random.Random(num_peers), []
+    pace = {"samples_per_second": lambda: 1 / every_s}
+    peers = [Peer(board, str(number), num_samples, **pace) for number in range(num_peers)]
+    for _ in range(round(12 * 3600 / every_s)):
+        taken += [position for one in draw.sample(peers, num_peers) for position in one.take(1)]
+    assert len(set(taken)) == len(taken)
+    assert max(len(one.leases.held.spans) for one in peers) <= MOST_LEASES
+    assert max(len(one.leases.held) for one in peers) <= 2 * len(taken) // num_peers + leases.FIRST_BLOCK
+
+
+def test_gaps_of_dead_peers_are_filled(board):
+    board.ledger = Ledger(Spans.of_positions(range(1, 1000, 2)))
+    peers = [Peer(board, name) for name in "AB"]
+    Peer(board, "C").take(20)
+    del board.reports["C"]
+    for _ in range(30):
+        taken = [one.take(100) for one in peers]
+        assert max(len(one.leases.held.spans) for one in peers) <= MOST_LEASES
+        for one, positions in zip(peers, taken, strict=True):
+            one.commit(positions)
+    assert board.ledger.duplicates == 0 and board.ledger.passes(SAMPLES)[0] >= 1
+
+
+@pytest.mark.parametrize("num_peers", [1, 4, 16])
+def test_each_shard_is_read_once(board, num_peers):
+    peers = [Peer(board, str(number), 256, is_stream=True) for number in range(num_peers)]
+    for number in range(1, 7):
+        trained = dict.fromkeys(peers, Spans())
+        for one in (128 // num_peers) * peers:
+            trained[one] |= Spans.of_positions(one.read(1))
+        assert all(len(spans) == 2 * 128 // num_peers for spans in trained.values())
+        assert max(len(one.leases.held.spans) for one in peers) <= MOST_LEASES
+        trained = {one: mine | one.leases.last_positions(mine) for one, mine in trained.items()}
+        board.ledger = board.ledger.extend(list(trained.values()))
+        for one, mine in trained.items():
+            one.leases.settle(mine)
+        assert len(board.ledger.covered) == number * 128 * SHARD and board.ledger.duplicates == 0
+
+
+def test_only_shards_taken_over_are_yielded(board):
+    one = Peer(board, count=256, is_stream=True)
+    begun = one.read(3)
+    assert one.leases.held == Spans.of([(0, 4 * SHARD)])
+    one.sees("B", Spans.of([(0, SHARD), (3 * SHARD, 3 * SHARD + 1)]))
+    assert one.leases.lost == 1, "the one that it had not begun"
+    assert list(one.leases.read(0, "a")) == [] and one.take(1) == [4 * SHARD]
+    assert list(one.leases.read(4 * SHARD, "")) == [], "a shard may be empty"
+    last = [number * SHARD - 1 for number in (2, 3, 5)]
+    assert list(one.leases.last_positions(Spans.of_positions(begun))) == last
+    one.leases.give_back([SHARD + 1])
+    assert one.read(1) == [SHARD + 1], "once more what was given back, and nothing else"
+
+
+def test_contribution_includes_last_shard_positions(board):
+    work, one = Work(), Peer(board, count=4, is_stream=True)
+    assert work.figures(board.ledger) is None and work.unit == 1
+    work.leases = one.leases
+    work.announce(one.read(2))
+    work.count_announced(4)
+    brought = work.aside(4)
+    assert brought == Spans.of_positions([0, 1, SHARD - 1, SHARD, SHARD + 1, 2 * SHARD - 1])
+    board.ledger = board.ledger.extend([brought])
+    work.settle(4, brought)
+    figures = {"passes": 0, "covered": 2, "shards": 4, "duplicates": 0, "lost": 0}
+    assert work.figures(board.ledger) == figures and not work.aside(4)
+
+
+def test_claimed_positions_fit_into_claim():
+    work = Work()
+    work.leases = SimpleNamespace(unit=SHARD, last_positions=lambda mine: Spans.of([(10**6, 10**6 + 9)]))
+    work.announce(range(USELESS_AT_MOST))
+    work.count_announced(USELESS_AT_MOST)
+    work.drop(0, are_useless=True)
+    claim = Claim(samples=4, trained=work.aside(4))
+    assert Claim.parse(claim.to_bytes()) == claim

@@ -1,0 +1,362 @@
+"""How peers find their group: several `GroupFinder`s on the network and the clock of the simulation.
+
+Harmful messages of leaders and followers: simulation/test_liar_in_a_round.py and test_failures.py.
+"""
+
+import asyncio
+import hashlib
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import AsyncIterator  # noqa: UP035 - hivemind recognizes a stream by typing's
+
+import pytest
+from hivemind.p2p import P2PContext, PeerID, ServicerBase
+from hivemind.proto import averaging_pb2
+from hivemind.utils import get_dht_time
+
+from tests.kit.identities import id_of, key_of
+from tests.simulation.network import Network, VirtualLoop
+from trahiv_cli.rounds import matchmaking as group_finder
+from trahiv_cli.rounds.claims import Claim
+from trahiv_cli.rounds.matchmaking import MISSED_AFTER_ONE, MOST_EXCLUDED_S, SUSPECT_S, Blame
+from trahiv_cli.rounds.vote import Vote
+
+LONG_S = 60.0  # longer than any test: a search that ends did not wait for it
+SHORT_S, TINY_S, LIMIT_S = 0.1, 0.025, 5.0
+
+
+@pytest.fixture(autouse=True)
+def _seconds_are_those_of_the_loop(monkeypatch):
+    clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(group_finder, "time", clock)
+
+
+class Peer(group_finder.GroupFinder, ServicerBase):
+    """A peer of a test, which others call directly, without an averager."""
+
+    def __init__(self, p2p, name, patience_s, is_client):
+        self.id, self.wanted, self.is_client = id_of(name), 2, is_client
+        more = {"prefix": "test", "tensors_schema": b"schema", "is_client": is_client}
+        more |= {"patience_s": patience_s, "request_timeout": min(LIMIT_S, patience_s)}
+        stub = partial(Peer.get_stub, p2p, namespace="test")
+        super().__init__(stub, self.id, key_of(name), **more)
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        async for answer in self.admit(request, context.remote_id):
+            yield answer
+
+    def know(self, others, *, quorum=2, suffix=b""):
+        """Expect `others`, and require a group of at least `quorum`."""
+        self.wanted = quorum
+        ids = [other.id for other in others if other is not self]
+        self.expect(ids, [other.id for other in others if other.is_client], quorum, suffix)
+
+    def look(self, limit_s=LIMIT_S):
+        """Look for a group in the background."""
+        claim = Claim(state=self.id.to_bytes()[:8], quorum=self.wanted)
+        return asyncio.create_task(self.look_for_group(claim.to_bytes(), get_dht_time() + limit_s))
+
+
+async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
+    """Return peers in leader order that all know each other."""
+    network = Network()
+    peers = []
+    for number in range(count):
+        p2p = network.p2p_of(id_of(f"peer {number}"))
+        peers.append(Peer(p2p, f"peer {number}", patience_s, number in clients))
+        if number not in clients:  # clients can't be called
+            await peers[-1].add_p2p_handlers(p2p, namespace="test")
+    peers.sort(key=lambda peer: hashlib.sha256(b"schema" + peer.id.to_bytes()).digest())
+    for peer in peers:
+        peer.know(peers, quorum=quorum)
+    return peers
+
+
+def in_a_loop(scene):
+    """Turn a coroutine into a test."""
+
+    @wraps(scene)
+    def test(*args, **options):
+        with asyncio.Runner(loop_factory=VirtualLoop) as loop:
+            loop.run(scene(*args, **options))
+
+    return test
+
+
+async def require(expected, *searches):
+    """Require that all searches end with a group of exactly these peers, or without one for None."""
+    async with asyncio.timeout(2 * LIMIT_S):
+        groups = await asyncio.gather(*searches)
+    ids = expected and {peer.id for peer in expected}
+    assert [group and set(group.peer_ids) for group in groups] == [ids] * len(searches)
+    return groups
+
+
+def look(peers, limit_s=LIMIT_S):
+    return [peer.look(limit_s) for peer in peers]
+
+
+@pytest.mark.parametrize("count", [2, 8])
+@in_a_loop
+async def test_ready_peers_form_one_group(count):
+    peers = await swarm(count)
+    groups = await require(peers, *look(peers))
+    assert len({(group.group_id, group.peer_ids, group.gathered) for group in groups}) == 1
+    assert groups[0].peer_ids[0] == peers[0].id  # the first in order leads
+    for peer, said in zip(groups[0].peer_ids, groups[0].gathered, strict=True):
+        assert peers[0].claim_of(peer, said).state == peer.to_bytes()[:8]
+    for peer in peers:
+        peer.know(peers, suffix=b"next")
+    with pytest.raises(ValueError, match="did not state this"):  # it was for the previous history
+        peers[0].claim_of(groups[0].peer_ids[1], groups[0].gathered[1])
+    await require(peers, *look(peers))
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "late_s", "soon_s"),
+    [(LIMIT_S, 1.0, TINY_S), (TINY_S, 3.5 * TINY_S, LIMIT_S)],
+    ids=["at its door", "until they wait for one another"],
+)
+@in_a_loop
+async def test_followers_wait_for_late_leader(patience_s, late_s, soon_s):
+    peers = await swarm(3, patience_s, quorum=3)
+    searches = look(peers[1:])
+    await asyncio.sleep(late_s)
+    assert not any(search.done() for search in searches)
+    async with asyncio.timeout(soon_s):
+        await require(peers, peers[0].look(), *searches)
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "quorum", "views"),
+    [
+        *((LONG_S, 2, ("0123", "0123", "0123", knows)) for knows in "012"),
+        (LONG_S, 4, ("012", "012", "012", "0123")),
+        (SHORT_S, 3, ("012", "12", "012")),
+    ],
+    ids=[*(f"one knows only {knows}" for knows in "012"), "nobody knows one", "two lead without a quorum"],
+)
+@in_a_loop
+async def test_peers_with_different_views_meet(patience_s, quorum, views):
+    peers = await swarm(len(views), patience_s)
+    for peer, known in zip(peers, views, strict=True):
+        peer.know([peers[int(place)] for place in known], quorum=quorum)
+    await require(peers, *look(peers))
+
+
+@pytest.mark.parametrize("ended", [0, 2, 3], ids=["the leader", "a follower", "one that never looked"])
+@in_a_loop
+async def test_departed_peer_is_in_no_group(ended):
+    peers = await swarm(4)
+    searches = dict(zip(peers, look(peers[:3]), strict=False))
+    await asyncio.sleep(TINY_S / 2)  # until they wait at the door
+    if gone := searches.pop(peers[ended], None):
+        gone.cancel()
+        await asyncio.sleep(0)
+    left = [peer for peer in peers if peer is not peers[ended]]
+    for peer in peers:
+        peer.know(left)
+    await require(left, *searches.values(), *(peer.look() for peer in left if peer not in searches))
+
+
+@pytest.mark.parametrize("comes", [False, True])
+@in_a_loop
+async def test_suspect_is_not_waited_for(comes):
+    peers = await swarm(3)
+    for peer in peers[:2]:
+        peer.blame.suspect(peers[2].id, "it is late")
+    searches = look(peers[2:]) if comes else []
+    if comes:
+        await asyncio.sleep(TINY_S / 2)  # until they wait at the door
+    await require(peers if comes else peers[:2], *searches, *look(peers[:2]))
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "wants", "clients"),
+    [(TINY_S, (3, 3), ()), (TINY_S, (2, 3), ()), (LONG_S, (2, 2), (0, 1))],
+    ids=["both want a greater one", "a follower wants a greater one", "neither can be called"],
+)
+@in_a_loop
+async def test_unacceptable_group_is_not_formed(patience_s, wants, clients):
+    peers = await swarm(3 - bool(clients), patience_s, clients=clients)
+    for peer, quorum in zip(peers, wants, strict=False):
+        peer.know(peers, quorum=quorum)
+    await require(None, *look(peers[:2], SHORT_S))
+
+
+@in_a_loop
+async def test_newer_view_misses_one_group_only():
+    peers = await swarm(4)
+    peers[2].know(peers, quorum=6)  # it knows two more peers than the others do
+    group, newer = (peers[0], peers[1], peers[3]), peers[2].look(SHORT_S)
+    await require(group, *look(group))
+    await require(None, newer)
+    for peer in peers:
+        peer.know(peers, suffix=b"next")
+    await require(peers, *look(peers))
+
+
+@in_a_loop
+async def test_silent_leader_is_awaited_once():
+    peers = await swarm(3, SHORT_S)
+
+    async def is_silent(request, context):
+        yield group_finder.MESSAGE(code=averaging_pb2.ACCEPTED)
+        await asyncio.sleep(LIMIT_S)
+
+    peers[0].rpc_join_group = is_silent
+    others, took = peers[1:], []
+    for _ in range(2):
+        began = asyncio.get_running_loop().time()
+        await require(others, *look(others))
+        took.append(asyncio.get_running_loop().time() - began)
+    assert took[0] >= SHORT_S and took[1] < 0.1 * SHORT_S
+
+
+@in_a_loop
+async def test_peers_at_different_steps_never_meet():
+    peers = await swarm(4, SHORT_S)
+    for peer, step in zip(peers, (b"1", b"2", b"1", b"3"), strict=True):
+        peer.know(peers, suffix=step)
+    one, alone, other, gone = look(peers, 8 * SHORT_S)
+    await require(peers[:3:2], one, other)
+    await require(None, alone, gone)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["who leads", "who follows"])
+@in_a_loop
+async def test_stale_search_ends_without_group(place):
+    """The search for the previous step was not ended, or not in time."""
+    peers = await swarm(2)
+    stale = peers[place].look()
+    await asyncio.sleep(SHORT_S)
+    for peer in peers:
+        peer.know(peers, suffix=b"next")
+    await require(None, stale)
+    await require(peers, *look(peers))
+
+
+@in_a_loop
+async def test_search_ends_at_deadline():
+    peers = await swarm(3, clients=(0, 1))
+    await require(None, peers[0].look(0.0), peers[1].look(TINY_S))
+    peers[0].know((), quorum=1)
+    await require(peers[:1], peers[0].look(0.0))
+    peers[0].know(peers)
+    await require(peers, *look(peers))
+
+
+PEERS = {name: PeerID(b"peer %s" % name.encode()) for name in "ABCL"}
+
+
+@pytest.fixture
+def blame(monkeypatch, clock):
+    monkeypatch.setattr(group_finder, "time", SimpleNamespace(monotonic=clock))
+    return Blame(PeerID.to_bytes)
+
+
+def note(blame, is_committed=False, **blames):
+    """Note a round of all: `A="L"` is sure to blame L, `A="L?"` may be mistaken, `A="L!"` says L is late."""
+    votes = {peer: Vote(b"" if name in blames else b"average") for name, peer in PEERS.items()}
+    for name, blamed in blames.items():
+        whom = PEERS[blamed[0]].to_base58()
+        is_sure, is_late = not blamed.endswith("?"), blamed.endswith("!")
+        votes[PEERS[name]] = Vote(blames=whom, is_sure=is_sure, is_late=is_late)
+    blame.note_votes(tuple(PEERS.values()), votes, is_committed)
+
+
+def test_call_clears_first_suspicion(blame):
+    blame.suspect(PEERS["B"], "it did not lead a group")
+    blame.note_call(PEERS["B"])
+    assert not blame.is_suspect(PEERS["B"])
+
+
+def test_calls_do_not_excuse_absence(blame):
+    for _ in range(2):
+        blame.suspect(PEERS["B"], "it did not come to a group")
+        blame.note_call(PEERS["B"])
+    assert blame.is_suspect(PEERS["B"])
+    blame.note_coming(PEERS["B"])
+    assert not blame.is_suspect(PEERS["B"])
+
+
+def excluded(blame):
+    return "".join(name for name, peer in PEERS.items() if blame.is_excluded(peer))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "whom"),
+    [
+        ([{"A": "L", "B": "L", "C": "L"}] * 2, "L"),
+        ([{"A": "L!", "B": "L!", "C": "L!"}], "L"),  # a majority reports it as late
+        ([{"A": "L", "B": "L", "L": "B"}] * 2, "L"),
+        ([{"A": "L", "B": "A?", "C": "A?", "L": "A?"}] * 2, "L"),  # A noticed it first
+        ([{"A": "L?", "B": "A?", "C": "L?"}] * 2, "L"),  # it ended its streams too early
+        ([{"L": "A"}, {"L": "B"}, {"L": "C"}], "L"),  # it blames each in turn
+        ([{"A": "B", "B": "A"}] * 2, "B"),  # they can't reach each other: the later in order
+    ],
+)
+def test_blamed_or_blaming_member_is_excluded(blame, rounds, whom):
+    for blames in rounds:
+        assert excluded(blame) == ""
+        note(blame, **blames)
+    assert excluded(blame) == whom
+
+
+def test_second_suspect_is_excluded_next(blame, clock):
+    for _ in range(2):
+        note(blame, A="L", B="L", L="B")
+    clock.now += SUSPECT_S
+    note(blame, A="B", C="B")
+    assert excluded(blame) == "B"
+
+
+def test_exclusion_time_doubles(blame, clock):
+    def excluded_for():
+        for _ in range(2):
+            note(blame, A="L", B="L")
+        left = blame.excluded_until[PEERS["L"]] - clock.now
+        clock.now += left
+        return left
+
+    assert [excluded_for() for _ in range(3)] == [SUSPECT_S * times for times in (1, 2, 4)]
+    note(blame, A="L", B="L")
+    for _ in range(4):
+        note(blame, is_committed=True)
+    note(blame, A="L", B="L")
+    assert excluded(blame) == "", "good rounds make up for one that failed"
+    note(blame, A="L", B="L")
+    assert blame.excluded_until[PEERS["L"]] - clock.now == 4 * SUSPECT_S
+    clock.now += 4 * SUSPECT_S
+    assert max(excluded_for() for _ in range(8)) == MOST_EXCLUDED_S
+
+
+def test_two_missed_groups_raise_suspicion(blame, clock):
+    *members, late = PEERS.values()
+    for is_suspect in (False, True):
+        blame.note_group(members, PEERS.values())
+        assert blame.is_suspect(late) is is_suspect
+    clock.now += SUSPECT_S
+    assert not blame.is_suspect(late)
+    blame.note_group(members, PEERS.values())
+    assert blame.is_suspect(late)
+
+
+def test_former_member_may_miss_more_groups(blame):
+    *members, late = PEERS.values()
+    for _ in range(2):
+        blame.note_group(PEERS.values(), PEERS.values())
+        for _ in range(MISSED_AFTER_ONE - 1):
+            blame.note_group(members, PEERS.values())
+    assert not blame.is_suspect(late)
+    blame.note_group(members, PEERS.values())
+    assert blame.is_suspect(late)
+
+
+def test_exclusions_leave_majority(blame):
+    blame.exclude(PEERS["A"], "it lies")
+    for _ in range(4):
+        note(blame, B="L", C="L")
+    assert excluded(blame) == "A"

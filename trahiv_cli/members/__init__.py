@@ -1,0 +1,1 @@
+"""Who may speak: identities, memberships, invitations, signed records, and access control."""

@@ -1,0 +1,241 @@
+"""Records in the DHT belong to peers: each is signed with its peer's key, small, and short-lived.
+
+Every node checks each record that it receives or reads. A record is stored under a key in its owner's place
+(`own_place`), which has the owner's public key and, in a closed swarm, the certificate: a peer that is not a
+member has no records. hivemind's `RSASignatureValidator` signs a record and checks the signature.
+
+Under a key each owner has one record, and by one invitation at most `MAX_OWNERS` peers have any (`Quota`):
+all records under a key travel in one answer. In an open swarm, an answer leaves out records that do not fit.
+
+A statement is a message in which a peer describes itself, signed by the same key: a peer that passes it on
+can leave it out, but can't change it. It is about something that both sides know and that is not sent with
+it: a claim is about the history that a round continues, a vote about the round. Elsewhere it is invalid.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import logging
+import re
+from collections import OrderedDict
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+from trahiv_cli.clock import swarm_time
+from trahiv_cli.members.identity import id_bytes, id_of
+from trahiv_cli.members.membership import KEY_BYTES, certified
+from trahiv_cli.net.borrowed.crypto import RSAPrivateKey, RSAPublicKey
+from trahiv_cli.net.borrowed.validation import DHTRecord, RecordValidatorBase
+from trahiv_cli.wire import packed, unpacked
+
+if TYPE_CHECKING:
+    from hivemind.p2p import PeerID
+
+logger = logging.getLogger(__name__)
+
+SIGNATURE_PRIORITY = 10  # of hivemind's `RSASignatureValidator`: validators below it see no signatures
+MAX_RECORD_BYTES = 3600  # of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature
+MAX_TTL_S = 2 * 3600.0  # twice the longest lifetime of our own records
+MAX_RECORDS = 32  # of one peer at a node at a time. Our peers have a dozen; five are a long recipe
+# Peers by one invitation that have records at a node at a time: twice the size for which a swarm is made.
+MAX_OWNERS = 200
+OWNERS_REMEMBERED = 4096
+# Of a peer's id; the id of an RSA key has 34. The time to write an id in base58, as `PeerID` does, grows with
+# the square of its length: hours for the longest message.
+MAX_ID_BYTES = 64
+
+# A public key, and perhaps a certificate in base64url, without padding.
+PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
+MAX_PLACE_BYTES = 1300  # of a valid place, as MessagePack
+
+KIND = b"ssh-rsa "
+# Of a statement: enough for RSA with 4096 bits, ours have 2048. A much longer key takes long to check.
+MOST_KEY_BYTES = 600
+MOST_SIGNATURE_BYTES = 512
+
+
+@lru_cache(OWNERS_REMEMBERED)
+def disbelieve(peer: str, why: str) -> None:
+    """Log, once per peer (id, base58) and reason, why its messages are ignored; `why` has no full stop."""
+    logger.warning(f"Peer {peer} is not believed: {why}.")
+
+
+class Place(NamedTuple):
+    """The parts of a valid place."""
+
+    written: bytes
+    owner: str  # id of the peer, base58
+    certificate: bytes  # empty in an open swarm
+
+
+def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
+    """Return the place of the peer with this key and, in a closed swarm, this certificate."""
+    place = b"[owner:%b]" % key.get_public_key().to_bytes()
+    if certificate:
+        place += b"~" + base64.urlsafe_b64encode(certificate).rstrip(b"=")
+    return place
+
+
+@lru_cache(1024)
+def _read_place(written: bytes) -> Place | None:
+    found = PLACE.fullmatch(written)
+    if found is None or (owner := peer_of(found[1])) is None:
+        return None
+    shown = found[2] or b""
+    return Place(written, owner, base64.urlsafe_b64decode(shown + b"=" * (-len(shown) % 4)))
+
+
+def owner_of(place: object) -> str | None:
+    """Return the owner of a place: the peer's id, base58; None if the place is invalid."""
+    found = _read_place(place) if isinstance(place, bytes) else None
+    return found and found.owner
+
+
+def _place_in(subkey: bytes) -> Place | None:
+    """Read a record's place from its subkey; None if it is invalid."""
+    with contextlib.suppress(ValueError):
+        written = unpacked(subkey)
+        return _read_place(written) if isinstance(written, bytes) else None
+    return None
+
+
+@lru_cache(1024)
+def peer_of(public_key: bytes) -> str | None:
+    """Return the id, base58, of the peer with this public key (RSA, SSH's format); None if it is invalid."""
+    with contextlib.suppress(ValueError):
+        return id_of(load_ssh_public_key(public_key))
+    return None
+
+
+def peer_from(sent: bytes) -> PeerID:
+    """Read a peer's id from untrusted bytes; ValueError if they are longer than `MAX_ID_BYTES`."""
+    if len(sent) > MAX_ID_BYTES:
+        raise ValueError(f"{len(sent)} bytes are no id of a peer")
+    from hivemind.p2p import PeerID
+
+    return PeerID(sent)
+
+
+class OwnersOnly(RecordValidatorBase):
+    """Refuses a record that has no valid place of a member, is too large, or would live too long.
+
+    `swarm` is the public key of the closed swarm's owner; None: it is open, and no place has a certificate.
+    """
+
+    priority = 20  # before the signature is checked, which costs more
+
+    def __init__(self, swarm: bytes | None = None) -> None:
+        self._swarm = swarm
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Return whether a record may be kept; its signature has not been checked."""
+        lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # False for NaN, which never expires
+        place = _place_in(record.subkey)
+        if len(record.value) > MAX_RECORD_BYTES or not lives or place is None:
+            return False
+        if self._swarm is None:
+            return not place.certificate
+        return certified(self._swarm, id_bytes(place.owner), place.certificate) is not None
+
+
+class Readable(RecordValidatorBase):
+    """Refuses a record that can't be read: at dht/node.py:873, a lookup of its key would wait forever."""
+
+    priority = SIGNATURE_PRIORITY - 1  # after the signature has been removed
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Return whether a record may be kept; its signature has been removed."""
+        with contextlib.suppress(ValueError):
+            unpacked(record.value)
+            return True
+        return False
+
+
+class Quota:
+    """Counts a node's records by owner, and their owners by invitation; each `CorrectedProtocol` has one."""
+
+    def __init__(self) -> None:
+        # The place of each record, and when it ends; by owner and key.
+        self._held: OrderedDict[str, dict[bytes, tuple[bytes, float]]] = OrderedDict()
+        # When the last of an owner's records ends; by invitation (its public key) and owner.
+        self._owners: dict[bytes, dict[str, float]] = {}
+
+    def has_room(self, record: DHTRecord) -> bool:
+        """Return whether a record may be kept; its signature, whose check costs more, may be unchecked."""
+        place = _place_in(record.subkey) if len(record.subkey) <= MAX_PLACE_BYTES else None
+        if place is None:
+            return False
+        now = swarm_time()
+        held = {key: other for key, (other, until) in self._held.get(place.owner, {}).items() if until > now}
+        if record.key in held:
+            return held[record.key] == place.written
+        if len(held) >= MAX_RECORDS:
+            return False
+        owners = self._owners.get(place.certificate[:KEY_BYTES], {})
+        return place.owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
+
+    def count(self, record: DHTRecord) -> None:
+        """Count a valid record for which there is room."""
+        place = _place_in(record.subkey)
+        now = swarm_time()
+        assert place is not None, "it was found valid"
+        held = {key: other for key, other in self._held.pop(place.owner, {}).items() if other[1] > now}
+        until = max(record.expiration_time, held.get(record.key, (b"", 0.0))[1])
+        self._held[place.owner] = held | {record.key: (place.written, until)}
+        if len(self._held) > OWNERS_REMEMBERED:
+            self._held.popitem(last=False)
+        if place.certificate:
+            owners = self._owners.get(place.certificate[:KEY_BYTES], {})
+            if place.owner not in owners:
+                owners = {peer: until for peer, until in owners.items() if until > now}
+            owners[place.owner] = max(record.expiration_time, owners.get(place.owner, 0.0))
+            self._owners[place.certificate[:KEY_BYTES]] = owners
+
+
+def sign(key: RSAPrivateKey, about: bytes, content: bytes, *, has_key: bool = True) -> bytes:
+    """Make a statement: the content, 256 bytes of signature and, if it `has_key`, 280 of the public key.
+
+    `verified` accepts it only with the same `about`.
+    """
+    public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND)) if has_key else b""
+    signature = base64.b64decode(key.sign(_signed(about, content)))
+    return packed([public_key, signature, content])
+
+
+def content_of(statement: bytes) -> bytes:
+    """Return the content of a statement without verifying it; ValueError if it can't be read."""
+    return _parts(statement)[2]
+
+
+def verified(statement: bytes, peer: PeerID, about: bytes, earlier: bytes = b"") -> bytes:
+    """Return the content of a peer's statement; ValueError if another peer made it, or `about` differs.
+
+    A statement without the public key is verified with the key in an `earlier` one of the same peer.
+    """
+    public_key, signature, content = _parts(statement)
+    public_key = _parts(earlier)[0] if earlier else public_key
+    readable = KIND + base64.b64encode(public_key)
+    if peer_of(readable) != peer.to_base58():
+        raise ValueError(f"not a statement of peer {peer}")
+    key = RSAPublicKey.from_bytes(readable)
+    assert isinstance(key, RSAPublicKey)  # hivemind annotates it as bytes
+    if not key.verify(_signed(about, content), base64.b64encode(signature)):
+        raise ValueError(f"peer {peer} did not state this")
+    return content
+
+
+def _parts(statement: bytes) -> tuple[bytes, bytes, bytes]:
+    match unpacked(statement):
+        case [bytes(public_key), bytes(signature), bytes(content)] if (
+            len(public_key) <= MOST_KEY_BYTES and len(signature) <= MOST_SIGNATURE_BYTES
+        ):
+            return public_key, signature, content
+    raise ValueError("not a statement")
+
+
+def _signed(about: bytes, content: bytes) -> bytes:
+    return hashlib.sha256(about).digest() + content

@@ -1,0 +1,1 @@
+"""Bytes between machines: addresses, streams, links, and the keys of the DHT."""

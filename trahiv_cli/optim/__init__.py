@@ -1,1 +1,0 @@
-"""Steps of the swarm: progress reports, rounds of averaging, catching up, and the optimizer."""

@@ -1,0 +1,1 @@
+"""What is committed and who is where: history, ledger, leases, reports, and whom to trust."""

@@ -1,0 +1,1 @@
+"""How other peers reach this one: router, hole punching, relays."""

@@ -1,0 +1,210 @@
+"""Announcements of a running peer: how to join it, its recipe, its status and its reachability."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trahiv_cli.background import every
+from trahiv_cli.errors import SwarmError
+from trahiv_cli.members.invitation import write_invitation
+from trahiv_cli.net.addresses import reach_of
+from trahiv_cli.recipe.agreement import AgreedRun
+from trahiv_cli.recipe.pasted import join_by
+from trahiv_cli.run.own_status import Account
+from trahiv_cli.swarm.node import GRACE_S, REACH_KNOWN_S, Node
+from trahiv_cli.swarm.published_run import publish_recipe
+from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
+from trahiv_cli.telemetry.events import Event, Events
+from trahiv_cli.telemetry.lines import line
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_EVERY_S = 15.0
+PUBLISH_GAP_S = 1.0  # the shortest time between two publications of a changed status
+PEERS_A_LOOK = 25  # peers that add one `PUBLISH_EVERY_S` to the time between two reads of all statuses
+REACH_EVERY_S = 2.0
+SECRET_HERE = ". This contains a secret: treat it like a password."
+SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
+
+CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
+"""Trackers that may upload the terminal's output to a server."""
+
+
+def announce(
+    node: Node,
+    folder: Path,
+    events: Events,
+    run: str = "",
+    mark: str = "",
+    joined: Callable[[str], str] = join_by,
+    **figures: int,
+) -> Path | None:
+    """Emit `ready`, which says how others join; only a private file contains a closed swarm's secret.
+
+    Args:
+        node: this peer's node.
+        folder: the run's folder.
+        events: receives `ready`, and warnings about addresses.
+        run: the run's id; empty if nothing is trained.
+        mark: the fingerprint of the recipe; empty without a recipe.
+        joined: formats an address, or the `@FILE` of an invitation, as an instruction to join.
+        figures: more fields of `ready`: the run's steps, and the samples in a step.
+
+    Returns:
+        The invitation's file, or None if there is none.
+    """
+    with events.waiting("others to say how they can reach this peer", until_s=REACH_KNOWN_S):
+        reach = node.known_reach(REACH_KNOWN_S)
+    for note in node.notes():
+        events.warn("addresses", note, hint="docs/reach.md says where to listen, and what to announce")
+    addresses = node.own_addresses()
+    join = ""
+    file = None
+    invite = None
+    if addresses and node.standing is None:
+        join = joined(node.entrances()[0])
+    elif addresses and node.standing:
+        file = write_invitation(folder, node.standing.membership, node.entrances(), run, mark)
+        join = joined(f"@{file}") if file else ""
+    if node.standing and node.standing.owner:
+        invite = shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
+    events.emit(
+        "ready",
+        run_id=run or None,
+        peer_id=node.peer_id,
+        maddrs=addresses,
+        reach=[reach_of(address) for address in addresses],
+        reached=reach.kind,
+        reached_why=reach.why,
+        join=join,
+        invitation=file and str(file),
+        invite=invite,
+        fingerprint=mark or None,
+        **figures,
+    )
+    return file
+
+
+def log_event(event: Event) -> None:
+    """Log an event as text: a warning at level `WARNING`, any other event at level `INFO`."""
+    if (text := line(event)) is not None:
+        logger.log(logging.WARNING if event["event"] == "warning" else logging.INFO, "%s", text)
+
+
+def log_how_to_join(node: Node, file: Path | None) -> None:
+    """Log how others join; log an invitation only if a person alone sees the log, else its file's path."""
+    peers = node.entrances()
+    note = ""
+    if node.standing is not None and peers:
+        if file is None:
+            return  # this peer's own invitation admits one peer only
+        is_private = is_shown_to_a_person(logger)
+        peers = [file.read_text(encoding="ascii").strip() if is_private else f"@{file}"]
+        note = SECRET_HERE if is_private else SECRET_THERE
+    logger.warning("To join the training, use initial_peers = %s%s", peers, note)
+
+
+def is_shown_to_a_person(log: logging.Logger) -> bool:
+    """Return whether all records of this logger go to a terminal or a notebook, and nowhere else."""
+    from transformers.utils.import_utils import is_in_notebook
+
+    handlers: list[logging.Handler | None] = []
+    one: logging.Logger | None = log
+    while one is not None:
+        handlers += one.handlers
+        one = one.parent if one.propagate else None
+    streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
+    shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
+    is_recorded = any(name in sys.modules for name in CONSOLE_RECORDERS)
+    return not is_recorded and all(one in shown or getattr(one, "isatty", bool)() for one in streams)
+
+
+@contextmanager
+def published(node: Node, run: AgreedRun | None, account: Account, events: Events) -> Iterator[None]:
+    """While the block runs, keep this peer's status, and the run's recipe if there is one, in the DHT.
+
+    Every 15 s, or less often in a large swarm, the event `peers` reports the statuses of the swarm's peers.
+    """
+    stop = threading.Event()
+    look_at = 0.0
+    is_warned = False
+
+    def publish() -> None:
+        nonlocal look_at, is_warned
+        if run is not None:
+            publish_recipe(node, run)
+        if stop.is_set():
+            return
+        if (now := time.monotonic()) >= look_at:
+            there = fetch_statuses(node).ours
+            look_at = now + PUBLISH_EVERY_S * (1 + len(there) // PEERS_A_LOOK)
+            events.emit("peers", **fields_of(there))
+            if not is_warned and (is_warned := is_copy(there.get(node.peer_id), account.status)):
+                warn_of_copy(events)
+        tell()
+
+    def tell() -> None:
+        publish_status(node, account.status.model_copy(update={"reached": node.reach.kind}))
+
+    def repeat() -> None:
+        due_at = time.monotonic() + PUBLISH_EVERY_S
+        while True:
+            account.has_changed.wait(max(0.0, due_at - time.monotonic()))
+            account.has_changed.clear()
+            if stop.wait(PUBLISH_GAP_S):
+                return
+            try:
+                if time.monotonic() < due_at:
+                    tell()
+                    continue
+                publish()
+            except SwarmError as error:  # until the next attempt, joiners get it from other peers
+                logger.warning("The recipe was not published again: %s", error.message)
+            due_at = time.monotonic() + PUBLISH_EVERY_S
+
+    publish()
+    thread = threading.Thread(target=repeat, name="publisher", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        account.has_changed.set()
+        thread.join(GRACE_S)  # the DHT may not answer any more
+
+
+def is_copy(there: Status | None, own: Status) -> bool:
+    """Return whether the status under this peer's id in the DHT is from another peer with its identity."""
+    return there is not None and there.since != own.since and there.at > own.since
+
+
+def warn_of_copy(events: Events) -> None:
+    """Warn that two peers have this identity."""
+    events.warn(
+        "copied",
+        "Another peer has this one's identity: a run's folder was copied, and both are used at once. Each "
+        "takes messages and records that are meant for the other.",
+        hint="stop one of them; where that folder is to train as well, move its identity.key and lock away",
+    )
+
+
+@contextmanager
+def reach_told(node: Node, events: Events) -> Iterator[None]:
+    """While the block runs, emit `reach` when the way in which others reach this peer changes."""
+    told = node.reach.kind
+
+    def tell() -> None:
+        nonlocal told
+        if (reach := node.reach).kind != told:
+            told = reach.kind
+            events.emit("reach", reached=reach.kind, reached_why=reach.why)
+
+    with every(REACH_EVERY_S, tell, "reach"):
+        yield

@@ -1,0 +1,264 @@
+"""The state of a peer, which it gives to joiners or adopts: weights, optimizer state, committed history.
+
+A state is more than weights: history, ledger and pace belong to them, and in modes with local steps so do the
+values that the swarm agrees on (`OuterState`). A joiner adopts all of it or nothing. `state_service` gives it
+to other peers, and fetches theirs; this module composes, copies and adopts it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
+from hivemind.utils import MSGPackSerializer, nested_flatten
+from torch.optim.lr_scheduler import LRScheduler
+
+from trahiv_cli.errors import RoundFailed
+from trahiv_cli.progress.committed import Committed, CommittedCell
+from trahiv_cli.progress.history import MOST_STEPS, History
+from trahiv_cli.progress.ledger import Ledger
+from trahiv_cli.progress.pace import Pace
+from trahiv_cli.rounds.buffers import Buffers
+from trahiv_cli.rounds.codecs import CODECS
+from trahiv_cli.rounds.vote import digest_of, joint_digest
+from trahiv_cli.shared_memory import shared_bytes
+from trahiv_cli.state.inner_optimizer import adopt_optimizer_state
+from trahiv_cli.state.outer import OuterState
+from trahiv_cli.state.snapshot import buffer_bytes, copy_into, is_plain, views_of
+
+Groups = Sequence[dict[str, Any]]
+
+
+class PeerState:
+    """The weights and the optimizer's state of one peer. `SwarmOptimizer` makes it.
+
+    Args:
+        committed: the facts that belong to the weights; hold its `lock` while they change together.
+        params: groups of trainable float32 tensors on the model's device.
+        make_optimizer: makes the inner optimizer for such groups.
+        make_schedule: makes a learning-rate schedule of that optimizer, in swarm steps.
+        codec: encodes the tensors for joiners.
+        offload: whether the inner optimizer steps copies of the weights, in host memory.
+    """
+
+    outer: OuterState | None = None  # the values that the swarm agrees on, in modes with local steps
+    agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model holds other values
+
+    def __init__(
+        self,
+        params: Groups,
+        make_optimizer: Callable[[Groups], torch.optim.Optimizer],
+        make_schedule: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        *,
+        committed: CommittedCell,
+        buffers: Buffers,
+        codec: CompressionBase,
+        offload: bool = False,
+    ) -> None:
+        self.committed = committed
+        self.lock_state = committed.lock
+        self.buffers = buffers
+        self.codec = codec
+        self.main_parameters = tuple(param for group in params for param in group["params"])
+        self.offload_optimizer = offload
+        if offload:
+            params = [group | {"params": [_host_copy(one) for one in group["params"]]} for group in params]
+        self.optimizer = make_optimizer(params)
+        self.scheduler = None if make_schedule is None else make_schedule(self.optimizer)
+        self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
+
+    @property
+    def local_epoch(self) -> int:
+        """The step of the swarm that these weights have reached; hivemind's name for it."""
+        return self.committed.now.history.step
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters that the inner optimizer moves; copies in host memory if it is offloaded."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def common_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are the same for all peers of a step: weights first, then buffers.
+
+        In modes with local steps the weights are the agreed ones, and the outer momentum comes last.
+        """
+        common = [*self.weights, *self.buffers.common]
+        common[: len(self.agreed or ())] = self.agreed or ()
+        return common if self.outer is None else [*common, *self.outer.momentum]
+
+    def own_metadata(self) -> dict[str, Any]:
+        """Return history, ledger and pace of the state, and the next fragment in modes with local steps."""
+        own: dict[str, Any] = {
+            "history": self.committed.now.history.to_wire(),
+            "ledger": self.committed.now.ledger.to_wire(),
+            "pace": self.committed.now.pace.to_wire(),
+        }
+        return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
+
+    def copy(self) -> tuple[dict[str, Any], torch.Tensor, list[CompressionInfo], bytes]:
+        """Copy the state of one step for joiners. No step is taken during the copy.
+
+        Returns metadata, one buffer with all tensors as stored (see `snapshot.copy_into`; each tensor that is
+        handed to another process takes two open files), the tensors' infos, and the digest of
+        `common_tensors`.
+        """
+        with torch.no_grad(), self.lock_state:
+            metadata, tensors, roles = self._live_state()
+            flat = shared_bytes(buffer_bytes(tensors))
+            copy_into(flat, tensors, self.lock_state.changes)
+        infos = [
+            CompressionInfo.from_tensor(tensor, key=name, role=role)
+            for tensor, (name, role) in zip(tensors, roles, strict=True)
+        ]
+        num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
+        common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)
+        return metadata, flat, infos, common
+
+    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[tuple[Any, TensorRole]]]:
+        """Return metadata and the tensors themselves, weights first, with their names and roles."""
+        common = self.common_tensors()
+        layout: list[dict[str, Any]] = []
+        statistics: list[torch.Tensor] = []
+        for value in nested_flatten(self.optimizer.state_dict()):
+            if isinstance(value, torch.Tensor):
+                layout.append({"type": "tensor", "index": len(statistics)})
+                statistics.append(value)
+            else:
+                layout.append({"type": "value", "value": value})
+        num_weights = len(self.main_parameters)
+        roles = [(index, TensorRole.PARAMETER) for index in range(num_weights)]
+        roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - num_weights)]
+        roles += [(index, TensorRole.OPTIMIZER) for index in range(len(statistics))]
+        history = self.committed.now.history
+        metadata = {"rank": list(history.rank), "epoch": history.step, "optimizer_metadata": layout}
+        return metadata | self.own_metadata(), [*common, *statistics], roles
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of the state, as stored."""
+        _, tensors, _ = self._live_state()
+        return buffer_bytes(tensors)
+
+    # -- adopting another state ---------------------------------------------------------------------
+
+    def check(self, metadata: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Committed:
+        """Return the facts that belong to a state which a peer's `copy` returned. Nothing is changed.
+
+        `metadata` has the id of its `donor`, too; `tensors` are on the CPU.
+
+        Raises:
+            RoundFailed: it is not a whole state of this run.
+        """
+        try:
+            history = History.from_wire(metadata.get("history"))
+            ledger = Ledger.from_wire(metadata.get("ledger"))
+            pace = Pace.from_wire(metadata.get("pace"))
+        except ValueError as error:
+            raise RoundFailed("A peer sent a state without a history, a ledger or a pace.") from error
+        if pace.codec is not None and pace.codec not in CODECS:
+            raise RoundFailed("A peer sent a state with a codec that this version does not have.")
+        common = self._common_of(tensors, pace)
+        shapes = [tensor.shape for tensor in (*self.weights, *self.buffers.common)]
+        if pace.has_local_steps:  # the outer momentum of each weight
+            shapes += [weight.shape for weight in self.weights]
+        rounds = metadata.get("outer_rounds")
+        if not isinstance(metadata.get("optimizer_metadata"), (list, tuple)):
+            raise RoundFailed("A peer sent a state without its optimizer's layout.")
+        if [tensor.shape for tensor in common] != shapes:
+            raise RoundFailed("The state that a peer sent has other shapes than this model, or broke off.")
+        if not all(bool(tensor.isfinite().all()) for tensor in common):
+            raise RoundFailed("The weights that a peer sent are not finite.")
+        if pace.has_local_steps and not (isinstance(rounds, int) and 0 <= rounds <= MOST_STEPS):
+            raise RoundFailed("A peer sent a state that does not say which fragment is next.")
+        return Committed(history, ledger, pace, frozenset({str(metadata.get("donor", ""))}) - {""})
+
+    def _common_of(self, tensors: Sequence[torch.Tensor], pace: Pace) -> Sequence[torch.Tensor]:
+        """Return the tensors of a state that its peers have in common; the optimizer's come after them."""
+        num_weights = len(self.main_parameters)
+        return tensors[: num_weights * (1 + pace.has_local_steps) + len(self.buffers.common)]
+
+    def digest_of(self, metadata: Mapping[str, Any], tensors: Sequence[torch.Tensor], pace: Pace) -> bytes:
+        """Digest the common tensors of a checked state; empty bytes if a codec has rounded them."""
+        common = self._common_of(tensors, pace)
+        roles = [TensorRole.PARAMETER] * len(self.main_parameters)
+        roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
+        is_exact = all(
+            is_plain(self.codec, CompressionInfo.from_tensor(tensor, role=role))
+            for tensor, role in zip(common, roles, strict=True)
+        )
+        return common_digest((digest_of([one]) for one in common), metadata) if is_exact else b""
+
+    def adopt(
+        self,
+        committed: Committed,
+        metadata: Mapping[str, Any],
+        tensors: Sequence[torch.Tensor],
+        *,
+        is_wanted: Callable[[], bool],
+        set_pace: Callable[[Pace], None],
+    ) -> bool:
+        """Adopt a state for which `check` returned `committed`.
+
+        Args:
+            committed: the facts that belong to the state.
+            metadata: see `check`.
+            tensors: see `check`.
+            is_wanted: called under the lock, right before anything changes.
+            set_pace: changes to the pace of the state, under the lock.
+
+        Returns:
+            Whether the state was still wanted. If not, nothing was changed.
+
+        Raises:
+            RoundFailed: the optimizer's state is not whole, or another optimizer's; nothing was changed.
+        """
+        common = self._common_of(tensors, committed.pace)
+        with torch.no_grad(), self.lock_state.changing():
+            if not is_wanted():
+                return False
+            try:
+                adopt_optimizer_state(self.optimizer, metadata["optimizer_metadata"], tensors[len(common) :])
+            except ValueError as error:
+                raise RoundFailed(f"A peer sent a state that is not whole, or not ours: {error}.") from error
+            set_pace(committed.pace)
+            for target, tensor in zip(self.common_tensors(), common, strict=True):
+                target.copy_(tensor)
+            self.buffers.restore()
+            self.committed.change(**vars(committed))
+            if self.outer is not None:
+                self.outer.rounds = metadata["outer_rounds"]
+                for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
+                    weight.copy_(agreed)
+            self.move_schedule(committed.history.step)
+        self.write_back()
+        return True
+
+    def move_schedule(self, step: int) -> None:
+        """Set the learning rates of a step."""
+        if self.scheduler is not None and self.scheduler._step_count != step + 1:
+            self.scheduler.last_epoch = step - 1
+            self.scheduler._step_count = step
+            with warnings.catch_warnings():  # a joiner is at a step without having taken one
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+                self.scheduler.step()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy the weights into the model, if the optimizer steps copies of them."""
+        if self.offload_optimizer:
+            for param, stepped in zip(self.main_parameters, self.weights, strict=True):
+                param.copy_(stepped, non_blocking=True)
+
+
+def _host_copy(param: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(param.detach().to("cpu", torch.float32, copy=True))
+
+
+def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:
+    """Digest `common_tensors`, given the digest of each, with ledger, pace and next fragment; 32 bytes."""
+    small = [metadata.get(name) for name in ("ledger", "pace", "outer_rounds")]
+    return joint_digest([*digests, hashlib.sha256(MSGPackSerializer.dumps(small)).digest()])

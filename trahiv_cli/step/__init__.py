@@ -1,0 +1,1 @@
+"""What a peer does with its gradients, from a batch to committed weights."""
