@@ -45,7 +45,7 @@ NEVER = {
     "watch": {"torch", "transformers", "datasets", "typer", "rich"},
     "assets": {"hivemind", "typer", "rich"},
     "telemetry": {"torch", "transformers"},
-    "run": {"torch", "datasets", "typer", "rich"},
+    "run": {"datasets", "typer", "rich"},
     "recipe": {"torch", "hivemind", "transformers", "rich"},
     "shared_memory": {"hivemind", "transformers"},
 }
