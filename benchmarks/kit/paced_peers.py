@@ -34,7 +34,7 @@ from tests.kit.wan import PROCESSES, address_of
 from trahiv_cli.progress.pace import Pace
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.step.build import OptKeywords, build_optimizer
-from trahiv_cli.step.parts import RunSettings
+from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 

@@ -17,7 +17,7 @@ from trahiv_cli.state import host_copies
 from trahiv_cli.state.host_copies import host_values
 from trahiv_cli.state.snapshot import views_of
 from trahiv_cli.step.optimizer import SwarmOptimizer
-from trahiv_cli.step.parts import Equality
+from trahiv_cli.step.weight_digests import WeightDigests
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,7 +71,7 @@ def test_weights_are_digested_beside_training(state, monkeypatch, room):
 
 
 def test_claim_digest_waits_for_no_batch(state):
-    equality = Equality(state, SimpleNamespace(attest=lambda history, common: None))
+    equality = WeightDigests(state, SimpleNamespace(attest=lambda history, common: None))
     digests(state)
     assert beside_work(lambda: equality.digest(state.common_tensors()))
 

@@ -46,7 +46,7 @@ from trahiv_cli.state.state_service import StateService
 from trahiv_cli.step.auto import Adaptation
 from trahiv_cli.step.build import METADATA_EXPIRATION_S, OptKeywords, build_optimizer
 from trahiv_cli.step.optimizer import SwarmOptimizer
-from trahiv_cli.step.parts import RunSettings
+from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
@@ -193,8 +193,8 @@ class Peer:
                 time.sleep(1.0)
 
     def _listen(self, optimizer: SwarmOptimizer) -> None:
-        position, seeker = optimizer.position, optimizer.seeker
-        try_once, commit, come = seeker.try_once, position.commit, optimizer.catch_up.come
+        position, runner = optimizer.position, optimizer.runner
+        attempt, commit, come = runner.attempt, position.commit, optimizer.catch_up.come
         load = optimizer.catch_up.load
 
         def noted(history: History, *outcome: Any) -> None:
@@ -208,7 +208,7 @@ class Peer:
 
         def told(deadline: float) -> Any:
             try:
-                return try_once(deadline)
+                return attempt(deadline)
             except RoundFailed as error:
                 self.say("failed", step=optimizer.local_epoch, reason=error.message)
                 raise
@@ -225,7 +225,7 @@ class Peer:
             return taken
 
         optimizer.catch_up.load = loaded  # type: ignore[method-assign]
-        seeker.try_once, position.commit = told, noted  # type: ignore[method-assign]
+        runner.attempt, position.commit = told, noted  # type: ignore[method-assign]
         optimizer.catch_up.come = came  # type: ignore[method-assign]
 
     def _count_anew(self, optimizer: SwarmOptimizer) -> None:
@@ -241,7 +241,7 @@ class Peer:
             index += 1
             taken = [self._leases.take() for _ in range(size)] if self._leases else []
             positions = [position for position in taken if position is not None]
-            optimizer.parts.work.announce(positions)
+            optimizer.work.announce(positions)
             optimizer.expect_batch(size, size, lend=True)
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -51,7 +51,7 @@ class LoneOptimizer(torch.optim.Optimizer):
         self.history = History()
         self.tracker = SimpleNamespace(others=())
         self.catch_up = SimpleNamespace(wait_for_stragglers=lambda *_: None)
-        self.parts = SimpleNamespace(work=SimpleNamespace(announce=self.announced.append))
+        self.work = SimpleNamespace(announce=self.announced.append)
         self.own_steps, self.samples_in_time = OwnSteps(), float("inf")
         self.state_averager = SimpleNamespace(lock_state=StateLock())
         self._held: list[tuple[int, float]] = []

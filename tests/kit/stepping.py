@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from tests.kit.states import gradient_buffer, peer_state
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.committed import Committed, CommittedCell
 from trahiv_cli.progress.history import History
+from trahiv_cli.progress.leases import Work
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
 from trahiv_cli.progress.reports import Past, PeerProgress, Report
 from trahiv_cli.progress.trust import Doubts, Standing
@@ -25,11 +26,14 @@ from trahiv_cli.rounds.round_service import RoundInProgress
 from trahiv_cli.rounds.vote import NotCommitted
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.state.inner_optimizer import initialize_state
+from trahiv_cli.step.auto import Adaptation
 from trahiv_cli.step.catch_up import CatchUp
-from trahiv_cli.step.parts import Parts, RunSettings
 from trahiv_cli.step.position import Position
-from trahiv_cli.step.seeker import GroupSeeker
+from trahiv_cli.step.quorum import Quorum
+from trahiv_cli.step.round_runner import RoundRunner
+from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.stepper import Stepper
+from trahiv_cli.step.weight_digests import WeightDigests
 from trahiv_cli.swarm.watchdog import Alive
 from trahiv_cli.telemetry.events import Event, Events
 
@@ -178,21 +182,31 @@ class Peer:
             copy.grad = average
         self.rounds: Any = Rounds(self, end)
         self.exchange: Any = SimpleNamespace(allow=lambda is_giving: None)
+        self.activity, self.work, told = JoinerActivity(), Work(), replace(SETTINGS, **settings)
+        self.adaptation = Adaptation(told.auto_share, self.activity, 2, told.target_batch_size)
+        self.quorum = Quorum(self.tracker, told.rules)
         events = Events(self.told.append)
-        alive, told = Alive(None, events, self._is_to_leave), replace(SETTINGS, **settings)
-        both = self.gradients, self.rounds, self.state, self.exchange
-        self.parts = Parts(self.tracker, *both, alive, events, JoinerActivity(), told)
-        self.position = Position(self.parts)
-        self.seeker = GroupSeeker(self.parts, self.position, lambda: self.asked_for_help.append("help"))
-        self.catch_up = CatchUp(self.parts, self.position, self.seeker)
-        self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
+        known: dict[str, Any] = vars(self) | {"settings": told, "events": events}
+        known |= {
+            "alive": Alive(None, events, self._is_to_leave),
+            "digests": WeightDigests(self.state, self.tracker),
+        }
+        known |= {"when_no_group_is_found": lambda: self.asked_for_help.append("help")}
+
+        def made(component: Any) -> Any:
+            return component(**{one.name: known[one.name] for one in fields(component)})
+
+        self.position = known["position"] = made(Position)
+        self.runner = known["runner"] = made(RoundRunner)
+        self.catch_up = known["catch_up"] = made(CatchUp)
+        self.stepper = made(Stepper)
         self.position.enter(History())
         self.tracker.samples = None
 
     history = property(attrgetter("position.history"))
 
     def _is_to_leave(self) -> bool:
-        return self.leaves or self.parts.company.tries >= self.leaves_after
+        return self.leaves or self.quorum.tries >= self.leaves_after
 
     @property
     def codes(self) -> list[str]:
@@ -203,7 +217,7 @@ class Peer:
         """Account for one batch; every weight has the same gradient everywhere."""
         if positions:
             samples = len(positions)
-            self.parts.work.announce(positions)
+            self.work.announce(positions)
             self.gradients.expect_batch(samples, 10.0, lend=False)
         for weight in self.gradients.parameters:
             weight.grad = torch.full_like(weight, gradient)
@@ -221,7 +235,7 @@ class Positions:
         self.returned: list[int] = []
         self.settled: list[int] = []
         self.give_back, self.settle = self.returned.extend, self.settled.extend
-        peer.parts.work.leases = self  # type: ignore[assignment]
+        peer.work.divide(self)  # type: ignore[arg-type]
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

@@ -305,7 +305,7 @@ class Run:
         some = frozenset((peer.number, *fault.others))
         match fault.kind:
             case "kill":
-                self._held_by_dead += len(peer.optimizer.parts.work.leases.held) if peer.optimizer else 0
+                self._held_by_dead += len(peer.optimizer.work.leases.held) if peer.optimizer else 0
                 peer.kill()
                 later(self._bring_home, fault, peer)
             case "cut":

@@ -196,5 +196,5 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
     deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
     if not (folder / "recipe.json").exists():  # the peer of a user's program reads no requests
         deeds = {}
-    is_owner = (folder / "owner.key").exists()  # `swarm.invitation.OWNER_FILE`
+    is_owner = (folder / "owner.key").exists()  # `files.OWNER_FILE`
     return deeds | ({"invite": invite, "kick": kick} if is_owner else {})

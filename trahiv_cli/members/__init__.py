@@ -1,1 +1,1 @@
-"""Who may speak: identities, memberships, invitations, signed records, and access control."""
+"""Access control: identities, memberships, invitations, signed records."""

@@ -1,1 +1,1 @@
-"""Bytes between machines: addresses, streams, links, and the keys of the DHT."""
+"""Bytes between machines: addresses, streams, links, keys of the DHT."""

@@ -41,7 +41,7 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
 
 
 async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:
-    """Send the bytes of a message, no faster than the limit of this peer's user (`pipes.UPLOAD`).
+    """Send the bytes of a message, no faster than the limit of this peer's user (`byte_streams.UPLOAD`).
 
     p2p/p2p_daemon.py:369 writes all of them at once.
     """

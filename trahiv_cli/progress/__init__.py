@@ -1,1 +1,1 @@
-"""What is committed and who is where: history, ledger, leases, reports, and whom to trust."""
+"""The committed state, and each peer's progress: history, ledger, leases, reports, trust."""

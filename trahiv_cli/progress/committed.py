@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -30,11 +30,15 @@ class StateLock:
     """
 
     def __init__(self) -> None:
-        self.devices: frozenset[torch.device] = frozenset()  # the GPUs that the tensors are on
+        self._devices: frozenset[torch.device] = frozenset()
         self.changes = NO_CHANGES  # queued before the thread that made the lock last released it
         self.is_torn = False  # whether a failure has left the tensors partly changed
         self._lock = threading.RLock()
         self._maker = threading.get_ident()
+
+    def watch(self, devices: Iterable[torch.device]) -> None:
+        """Record the writes on these GPUs from now on."""
+        self._devices = frozenset(devices)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -42,7 +46,7 @@ class StateLock:
     def __exit__(self, *_: object) -> None:
         try:
             if threading.get_ident() == self._maker:
-                self.changes = {one: torch.cuda.current_stream(one).record_event() for one in self.devices}
+                self.changes = {one: torch.cuda.current_stream(one).record_event() for one in self._devices}
         finally:
             self._lock.release()
 

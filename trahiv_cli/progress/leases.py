@@ -35,8 +35,8 @@ FREE_LEASES = MOST_LEASES // 2
 
 MOST_ROUNDS = 32
 """A peer may lease at most the samples that all peers together train in this number of rounds. An honest peer
-needs 24: it holds samples of at most 4 rounds while samples of 4 others are averaged (`seeker.HELD_AT_MOST`);
-it leases up to twice as many, and a block."""
+needs 24: it holds samples of at most 4 rounds (`round_runner.HELD_AT_MOST`) while samples of 4 others are
+averaged; it leases up to twice as many, and a block."""
 
 AHEAD_S = 20.0
 AHEAD_ROUNDS = 8
@@ -236,6 +236,10 @@ class Work:
         self._announced: list[int] = []  # positions whose gradients come next, in this order
         self._held: list[int] = []  # in the order in which their gradients came
         self._useless: list[int] = []  # their gradients were not finite, and would not be if repeated
+
+    def divide(self, leases: Leases) -> None:
+        """Take positions from `leases` from now on."""
+        self.leases = leases
 
     @property
     def unit(self) -> int:

@@ -99,7 +99,7 @@ class RoundRules:
 
     norm_limit: float = 10.0
     """A contribution of more than this many times the median norm of its group is left out (see
-    `rounds.outliers`). Above 1, or 0: only contributions that are not finite are left out."""
+    `claims.outliers`). Above 1, or 0: only contributions that are not finite are left out."""
 
     robust_mean: bool = False  # average by centered clipping (arXiv 2012.10333) instead of the weighted mean
 

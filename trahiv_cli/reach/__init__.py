@@ -1,1 +1,1 @@
-"""How other peers reach this one: router, hole punching, relays."""
+"""Reachability of this peer: router, hole punching, relays."""

@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 
 
 class Meeting:
-    """Serves and asks for meetings; a node has one in the DHT's process (`reach.open_meetings`).
+    """Serves and asks for meetings; a node has one in the DHT's process (`reachability.open_meetings`).
 
     Args:
         p2p: calls peers and serves them, behind the door.

@@ -1,1 +1,1 @@
-"""One round: claims, group, exchange, vote, and its record for peers that missed it."""
+"""Rounds: claims, group, exchange, vote, and records for peers that missed one."""

@@ -1,8 +1,8 @@
 """One exact round, in the DHT's process: a group averages, votes on its average, and applies it or does not.
 
-1. A peer claims its contribution. `group_finder` finds a group, whose members all judge the claims alike.
+1. A peer claims its contribution. `matchmaking` finds a group, whose members all judge the claims alike.
 2. The group exchanges parts and averages (`allreduce`).
-3. The group votes on the average (`ballot`). A member applies it only if most of the group hold the same
+3. The group votes on the average (`vote`). A member applies it only if most of the group hold the same
    average, and it can name the members that do not.
 4. Each member keeps the round for peers that missed it, and replays the rounds that it missed itself.
 """

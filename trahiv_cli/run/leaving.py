@@ -1,4 +1,4 @@
-"""Leaving a run: by a signal, by a control request (`wishes.py`), or because a budget is spent.
+"""Leaving a run: by a signal, by a control request (`requests.py`), or because a budget is spent.
 
 The first Ctrl-C or SIGTERM ends training in good order, and the second ends the process at once.
 """

@@ -1,1 +1,1 @@
-"""What a joiner gets: weights and optimizer state, as snapshots that several peers give."""
+"""The state that a joiner gets, as snapshots that several peers give."""

@@ -45,9 +45,6 @@ class PeerState:
         offload: whether the inner optimizer steps copies of the weights, in host memory.
     """
 
-    outer: OuterState | None = None  # the values that the swarm agrees on, in modes with local steps
-    agreed: Sequence[torch.Tensor] | None = None  # the common weights, while the model holds other values
-
     def __init__(
         self,
         params: Groups,
@@ -59,6 +56,7 @@ class PeerState:
         codec: CompressionBase,
         offload: bool = False,
     ) -> None:
+        self.set_agreed(None)
         self.committed = committed
         self.lock_state = committed.lock
         self.buffers = buffers
@@ -69,7 +67,7 @@ class PeerState:
             params = [group | {"params": [_host_copy(one) for one in group["params"]]} for group in params]
         self.optimizer = make_optimizer(params)
         self.scheduler = None if make_schedule is None else make_schedule(self.optimizer)
-        self.lock_state.devices = frozenset(weight.device for weight in self.weights if weight.is_cuda)
+        self.lock_state.watch(weight.device for weight in self.weights if weight.is_cuda)
 
     @property
     def local_epoch(self) -> int:
@@ -80,6 +78,11 @@ class PeerState:
     def weights(self) -> list[torch.Tensor]:
         """The parameters that the inner optimizer moves; copies in host memory if it is offloaded."""
         return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def set_agreed(self, agreed: Sequence[torch.Tensor] | None, outer: OuterState | None = None) -> None:
+        """Set the weights that all peers hold, if the model has other values; `outer`: with local steps."""
+        self.agreed = agreed
+        self.outer = outer
 
     def common_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that are the same for all peers of a step: weights first, then buffers.

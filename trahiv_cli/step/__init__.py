@@ -1,1 +1,1 @@
-"""What a peer does with its gradients, from a batch to committed weights."""
+"""The steps of a peer, from a batch to committed weights."""

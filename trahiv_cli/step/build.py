@@ -23,7 +23,7 @@ from trahiv_cli.rounds.codecs import CODECS, EightBitStatistics
 from trahiv_cli.state.inner_optimizer import initialize_state
 from trahiv_cli.step.auto import START_CODEC
 from trahiv_cli.step.optimizer import SwarmOptimizer
-from trahiv_cli.step.parts import RunSettings
+from trahiv_cli.step.run_settings import RunSettings
 
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import wait
+from dataclasses import dataclass
 
 from hivemind.utils import get_logger
 
@@ -22,12 +23,18 @@ from trahiv_cli.background import in_background
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.progress.history import History
+from trahiv_cli.progress.tracker import SwarmTracker
 from trahiv_cli.progress.trust import count_backers
 from trahiv_cli.rounds.claims import Outcome
+from trahiv_cli.rounds.round_service import Rounds
+from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.state.download import MAX_DONORS, Report
-from trahiv_cli.step.parts import Parts
+from trahiv_cli.state.state_service import StateExchange
 from trahiv_cli.step.position import Position
-from trahiv_cli.step.seeker import POLL_S, REFRESH_S, GroupSeeker, is_over
+from trahiv_cli.step.round_runner import POLL_S, REFRESH_S, RoundRunner, is_over
+from trahiv_cli.step.run_settings import RunSettings
+from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.telemetry.events import Events
 
 logger = get_logger(__name__)
 
@@ -41,19 +48,25 @@ DONOR_PAUSE_S = 1.0
 """Seconds between two tries to download; upstream has no pause and asked a donor 2,230 times in 47 s."""
 
 
+@dataclass(eq=False, kw_only=True)
 class CatchUp:
     """Waits for other peers, replays rounds that this peer missed, and downloads the state.
 
     `SwarmOptimizer` creates one and keeps it.
     """
 
-    def __init__(self, parts: Parts, position: Position, seeker: GroupSeeker) -> None:
-        self._parts = parts
-        self._position = position
-        self._seeker = seeker
-        self._tracker = parts.tracker
-        self._alive = parts.alive
-        self._timeout_s = parts.settings.load_state_s
+    settings: RunSettings
+    position: Position
+    runner: RoundRunner
+    rounds: Rounds
+    exchange: StateExchange
+    tracker: SwarmTracker
+    activity: JoinerActivity
+    alive: Alive
+    events: Events
+
+    def __post_init__(self) -> None:
+        self._timeout_s = self.settings.load_state_s
         self._asked: list[str] = []  # ids of the donors of the last download
         self._wished = History()  # the state that the present download must reach
         self._disbelieved: set[str] = set()  # ids of the peers whose states were rejected
@@ -65,8 +78,7 @@ class CatchUp:
     def wait_for(self, peers: Collection[str], limit_s: float) -> None:
         """Wait until all of these peers (ids in base58) have reported, or this peer should leave."""
         what = "peers that were there before"
-        tracker = self._tracker
-        self._wait(what, lambda: {peer.peer_id for peer in tracker.others}.issuperset(peers), limit_s)
+        self._wait(what, lambda: {peer.peer_id for peer in self.tracker.others}.issuperset(peers), limit_s)
 
     def wait_for_return(self, *, have_others_been_there: bool) -> bool:
         """Wait for a peer that reported before, or for any peer if `have_others_been_there`.
@@ -74,26 +86,25 @@ class CatchUp:
         Returns whether a peer is there within `RunSettings.load_state_s`; False at once if none will return,
         for example after goodbyes.
         """
-        tracker = self._tracker
 
         def is_settled() -> bool:
-            may_return = tracker.missing or (have_others_been_there and not tracker.gone)
-            return bool(tracker.others) or not may_return
+            may_return = self.tracker.missing or (have_others_been_there and not self.tracker.gone)
+            return bool(self.tracker.others) or not may_return
 
         what = "peers that can't be reached now"
-        return self._wait(what, is_settled, self._timeout_s) and bool(tracker.others)
+        return self._wait(what, is_settled, self._timeout_s) and bool(self.tracker.others)
 
     def wait_for_stragglers(self, limit_s: float, fetching_s: float) -> None:
         """Wait `limit_s` for peers that are behind, up to `fetching_s` while one downloads the state."""
-        own = self._tracker.history.rank
+        own = self.tracker.history.rank
         deadline = time.monotonic() + fetching_s
         what = "peers that are behind to fetch the last state"
 
         def have_come() -> bool:
-            return all(peer.history.rank >= own for peer in self._tracker.others)
+            return all(peer.history.rank >= own for peer in self.tracker.others)
 
         while not self._wait(what, have_come, limit_s) and time.monotonic() < deadline:
-            if not self._parts.interest.was_there_since(time.monotonic() - limit_s):
+            if not self.activity.was_there_since(time.monotonic() - limit_s):
                 return
 
     def gather(self, count: int, limit_s: float) -> bool:
@@ -101,32 +112,31 @@ class CatchUp:
 
         Returns True if they are, if the run has begun already, or if this peer is leaving.
         """
-        tracker = self._tracker
         what = f"{count} peers to be there"
-        return self._wait(what, lambda: 1 + len(tracker.others) >= count or tracker.is_behind, limit_s)
+        return self._wait(
+            what, lambda: 1 + len(self.tracker.others) >= count or self.tracker.is_behind, limit_s
+        )
 
     def wait_for_longer_steps(self, seconds: float, limit_s: float) -> None:
         """Wait, while behind, until the other peers stay at one step for `seconds`, or the run is over."""
-        tracker = self._tracker
-        max_steps = self._parts.settings.max_steps
-        step = tracker.target.step
+        max_steps = self.settings.max_steps
+        step = self.tracker.target.step
         since = time.monotonic()
 
         def is_long() -> bool:
             nonlocal step, since
-            if tracker.target.step != step:
-                step = tracker.target.step
+            if self.tracker.target.step != step:
+                step = self.tracker.target.step
                 since = time.monotonic()
-            return not tracker.is_behind or step >= max_steps or time.monotonic() - since >= seconds
+            return not self.tracker.is_behind or step >= max_steps or time.monotonic() - since >= seconds
 
         self._wait(f"a step of the swarm that takes {seconds:.1f} s, as a batch does here", is_long, limit_s)
 
     def wait_for_round(self) -> None:
         """Wait until the next round is due, or others have committed it."""
-        tracker = self._tracker
         self._wait(
             "the next round",
-            lambda: tracker.ready_to_update_epoch or tracker.is_behind,
+            lambda: self.tracker.ready_to_update_epoch or self.tracker.is_behind,
             self._timeout_s,
             every_s=POLL_S,  # the others do not wait for a peer that was absent
         )
@@ -137,15 +147,15 @@ class CatchUp:
         """Fetch reports until `is_done` or this peer should leave; return False after `limit_s`."""
         deadline = time.monotonic() + limit_s
         told = 0
-        with self._parts.events.waiting(what, limit_s) as tell:
-            while not self._alive.should_leave():
-                self._alive.require()
-                self._tracker.refresh()
+        with self.events.waiting(what, limit_s) as tell:
+            while not self.alive.should_leave():
+                self.alive.require()
+                self.tracker.refresh()
                 if is_done():
                     return True
                 if time.monotonic() >= deadline:
                     return False
-                if (here := 1 + len(self._tracker.others)) != told:
+                if (here := 1 + len(self.tracker.others)) != told:
                     told = here
                     tell("waiting", f"{what} (peers here: {here})", deadline - time.monotonic())
                 time.sleep(every_s)
@@ -158,17 +168,17 @@ class CatchUp:
 
         Returns whether gradients that were computed before are useless now.
         """
-        if self._tracker.target.rank < (own := self._position.history).rank:
-            self._parts.events.warn(
+        if self.tracker.target.rank < (own := self.position.history).rank:
+            self.events.warn(
                 "fork",
                 f"Most others have gone on another way than this peer, which is at step {own.step}: "
                 "it takes over their state, though fewer samples are behind it.",
                 "nothing to do; if it repeats, look which peers can't reach each other",
             )
         has_followed = self.follow()
-        if self._tracker.is_behind and self.load():
+        if self.tracker.is_behind and self.load():
             return True
-        return has_followed and not self._position.pace.has_local_steps
+        return has_followed and not self.position.pace.has_local_steps
 
     def follow(self) -> bool:
         """Replay the rounds that others committed without this peer; return whether there was one to replay.
@@ -177,11 +187,11 @@ class CatchUp:
         """
         has_followed = False
         while True:
-            self._tracker.refresh()
-            if not self._tracker.is_behind or (found := self._fetch_round()) is None:
+            self.tracker.refresh()
+            if not self.tracker.is_behind or (found := self._fetch_round()) is None:
                 return has_followed
             has_followed = True
-            self._position.follow(*found)
+            self.position.follow(*found)
 
     def _fetch_round(self) -> tuple[History, Outcome] | None:
         """Fetch the round after this peer's history, and return the history that it leads to and its outcome.
@@ -190,19 +200,19 @@ class CatchUp:
         believed history.
         """
         donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
-        step = self._position.history.step + self._position.method.steps
-        self._seeker.expect((), 2)
-        with self._parts.events.waiting(f"the round of step {step}", self._timeout_s):
+        step = self.position.history.step + self.position.method.steps
+        self.runner.expect_group((), 2)
+        with self.events.waiting(f"the round of step {step}", self._timeout_s):
             for donor in donors:
-                replay = self._parts.rounds.start_replay(donor, self._seeker.exchange(), self._timeout_s)
+                replay = self.rounds.start_replay(donor, self.runner.exchange(), self._timeout_s)
                 while not is_over(replay):
-                    if self._alive.must_stop or not self._parts.rounds.is_alive():
+                    if self.alive.must_stop or not self.rounds.is_alive():
                         replay.cancel()
                         return None
                 if (outcome := replay.result()) is None:
                     continue
-                history = self._position.after(sum(outcome.samples.values()), outcome.proof)
-                if self._tracker.standing.believes(history):
+                history = self.position.after(sum(outcome.samples.values()), outcome.proof)
+                if self.tracker.standing.believes(history):
                     return history, outcome
         return None
 
@@ -226,18 +236,18 @@ class CatchUp:
         """
         if not self._download(self._timeout_s if timeout_s is None else timeout_s, holders):
             return False
-        self._position.adopt()
+        self.position.adopt()
         self.follow()  # the state is as old as the download was long
         return True
 
     def _download(self, timeout_s: float, holders: Collection[str] | None) -> bool:
         self._has_holders = holders is not None and len(holders) > 1
-        step = self._tracker.target.step
-        was_behind = self._tracker.is_behind
+        step = self.tracker.target.step
+        was_behind = self.tracker.is_behind
         self._disbelieved = set()
         what = f"the swarm's state at step {step}"
         self._heard_at = time.monotonic()
-        with self._parts.events.waiting(what, timeout_s) as tell:
+        with self.events.waiting(what, timeout_s) as tell:
 
             def report(num_bytes: int, total: int, num_donors: int) -> None:
                 self._heard_at = time.monotonic()
@@ -250,8 +260,8 @@ class CatchUp:
                 silence_s = self._heard_at + timeout_s - time.monotonic()
                 if self._try_download(donors, silence_s, report):
                     return True
-                self._alive.require()
-                if self._alive.should_leave() or not self._tracker.others or not (donors or holders is None):
+                self.alive.require()
+                if self.alive.should_leave() or not self.tracker.others or not (donors or holders is None):
                     return False
                 if len(self._disbelieved) >= MAX_DONORS:
                     raise RoundFailed(
@@ -266,13 +276,13 @@ class CatchUp:
                     )
                 time.sleep(DONOR_PAUSE_S)
                 # Peers that report the target state but did not give it.
-                target = self._tracker.target
-                others = self._tracker.others
+                target = self.tracker.target
+                others = self.tracker.others
                 claim_it = [peer.peer_id for peer in others if peer.history == target]
-                if self._tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
-                    self._tracker.doubts.gave_nothing(claim_it, [peer.peer_id for peer in others])
-                self._tracker.refresh()
-                if was_behind and not self._tracker.is_behind:
+                if self.tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
+                    self.tracker.doubts.gave_nothing(claim_it, [peer.peer_id for peer in others])
+                self.tracker.refresh()
+                if was_behind and not self.tracker.is_behind:
                     return False
 
     def _try_download(self, donors: list[str], silence_s: float, report: Report) -> bool:
@@ -281,10 +291,10 @@ class CatchUp:
         A state that arrives after that is not adopted.
         """
         heard_at, self._asked, given_up = self._heard_at, donors, threading.Event()
-        self._wished = target = self._tracker.target
-        before = self._position.history
+        self._wished = target = self.tracker.target
+        before = self.position.history
         download = in_background(
-            lambda: self._parts.exchange.load(
+            lambda: self.exchange.load(
                 donors=donors,
                 rank=target.rank,
                 lowest=min(target.rank, before.rank),
@@ -292,14 +302,14 @@ class CatchUp:
                 report=report,
                 is_believed=self._is_believed,
                 is_wanted=lambda: not given_up.is_set(),
-                set_pace=self._position.set_pace,
+                set_pace=self.position.set_pace,
             )
         )
         while not wait([download], POLL_S).done:
-            if self._alive.must_stop:
-                with self._parts.state.lock_state:
+            if self.alive.must_stop:
+                with self.position.state.lock_state:
                     given_up.set()
-                if self._position.history == before:
+                if self.position.history == before:
                     return False
         try:
             return download.result()
@@ -317,9 +327,9 @@ class CatchUp:
         whose states were rejected come last. With `holders`, only these are candidates: they have taken this
         peer's last step, and may not have reported it yet.
         """
-        target = self._tracker.target
-        own = self._position.history
-        there = [peer for peer in self._tracker.others if not peer.is_client]
+        target = self.tracker.target
+        own = self.position.history
+        there = [peer for peer in self.tracker.others if not peer.is_client]
         if holders is not None:
             of_use = [peer for peer in there if peer.peer_id in holders]
         else:
@@ -337,10 +347,10 @@ class CatchUp:
         began = time.monotonic()
         pause_s = REFRESH_S
         while True:
-            if self._alive.must_stop:  # the download was abandoned, and the weights may be saved now
+            if self.alive.must_stop:  # the download was abandoned, and the weights may be saved now
                 return False
-            self._tracker.refresh()
-            standing = self._tracker.standing
+            self.tracker.refresh()
+            standing = self.tracker.standing
             waited_s = time.monotonic() - began
             is_late = waited_s >= BELIEVED_S
             is_one_of_them = history.step >= self._wished.step and standing.believes(history)
@@ -352,7 +362,7 @@ class CatchUp:
             if is_held is False or waited_s >= SAID_S or (is_late and not is_one_of_them):
                 break
             # Short pauses at first: many quick peers take more rounds between two fetches than they keep.
-            time.sleep(min(pause_s, self._tracker.fetch_every_s))
+            time.sleep(min(pause_s, self.tracker.fetch_every_s))
             pause_s *= 2
         why = "others of that history hold other values" if is_one_of_them else "others went another way"
         logger.warning(

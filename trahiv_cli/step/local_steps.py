@@ -11,12 +11,16 @@ import numpy as np
 import torch
 from torch.nn.utils import get_total_norm
 
+from trahiv_cli.progress.leases import Work
 from trahiv_cli.progress.pace import Pace, divide
+from trahiv_cli.progress.tracker import SwarmTracker
 from trahiv_cli.rounds.claims import are_finite
 from trahiv_cli.state.host_copies import HostCopies
 from trahiv_cli.state.outer import OuterState
+from trahiv_cli.state.peer_state import PeerState
+from trahiv_cli.step.gradients import GradientBuffer
 from trahiv_cli.step.method import Method, OwnSteps
-from trahiv_cli.step.parts import Parts
+from trahiv_cli.step.run_settings import RunSettings
 
 
 class LocalSteps(Method):
@@ -28,15 +32,22 @@ class LocalSteps(Method):
     Source: DiLoCo, arXiv 2311.08105; in fragments: Streaming DiLoCo, arXiv 2501.18512.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
-        self._settings, self._tracker, pace = parts.settings, parts.tracker, self._state.committed.now.pace
-        self._work = parts.work
+    def __init__(
+        self,
+        gradients: GradientBuffer,
+        state: PeerState,
+        settings: RunSettings,
+        tracker: SwarmTracker,
+        work: Work,
+    ) -> None:
+        super().__init__(gradients, state, settings)
+        self._settings = settings
+        self._tracker = tracker
+        self._work = work
+        pace = state.committed.now.pace
         self._copied = range(0)  # indices of the weights that `_copies` is made for
-        self.outer = self._state.outer = OuterState(
-            self._state.weights, pace.outer_learning_rate, pace.outer_momentum
-        )
-        self._state.agreed = self.outer.anchor
+        self.outer = OuterState(state.weights, pace.outer_learning_rate, pace.outer_momentum)
+        state.set_agreed(self.outer.anchor, self.outer)
         self.samples_aside = 0
         self.weight_aside = 0.0
         self._samples_stepped = 0

@@ -25,7 +25,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from trahiv_cli.progress.ledger import Spans
 from trahiv_cli.progress.pace import divide
-from trahiv_cli.step.parts import Parts
+from trahiv_cli.state.peer_state import PeerState
+from trahiv_cli.step.gradients import GradientBuffer
+from trahiv_cli.step.run_settings import RunSettings
 
 GUESS_BYTES = 2**22
 GUESS_BATCHES = 32
@@ -68,18 +70,23 @@ class Method:
     Gradients are scaled down to `max_grad_norm` before an inner step; 0 leaves them.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._gradients = parts.gradients
-        self._state = parts.state
-        self._max_norm = parts.settings.max_grad_norm or float("inf")
+    def __init__(self, gradients: GradientBuffer, state: PeerState, settings: RunSettings) -> None:
+        self._gradients = gradients
+        self._state = state
+        self._max_norm = settings.max_grad_norm or float("inf")
         self.last_grad_norm: float | None = None
         """The norm of the gradient of the inner optimizer's last step, before it was scaled down."""
         self.dropped_samples = 0
         """Samples whose gradients were not finite, since the start."""
         self.steps = 1
         """Steps of the swarm that the next round commits."""
-        self.places = range(len(parts.gradients.parameters))
+        self.places = range(len(gradients.parameters))
         """Indices of the tensors that the present or next round averages."""
+
+    def continue_from(self, before: Method) -> None:
+        """Take over the figures of the method that this one replaces."""
+        self.last_grad_norm = before.last_grad_norm
+        self.dropped_samples = before.dropped_samples
 
     @property
     def own_steps(self) -> OwnSteps:
@@ -155,7 +162,7 @@ class SharedGradients(Method):
         for kept, weight in zip(self._agreed, weights, strict=True):
             kept.copy_(weight)
             weight.grad = None  # the last batch's gradient was accumulated
-        self._state.agreed = self._agreed
+        self._state.set_agreed(self._agreed)
         mean = self._gradients.scale_aside
         scale = mean * min(1.0, self._max_norm / (norm * mean + CLIP_EPSILON))
         sizes = [weight.nbytes for weight in weights]
@@ -181,7 +188,7 @@ class SharedGradients(Method):
         with self._state.lock_state:
             for kept, weight in zip(self._state.agreed or (), self._state.weights, strict=False):
                 weight.copy_(kept)
-            self._state.agreed = None
+            self._state.set_agreed(None)
 
     def load(self) -> None:
         """Write the mean of the gradients set aside to the averaged tensors."""

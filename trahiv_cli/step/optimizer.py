@@ -2,12 +2,12 @@
 
 1. A peer trains until the swarm holds the samples of a round (`stepper`). Its contribution is a gradient or
    local steps (`method`).
-2. It averages its contribution with all peers of the same history (`seeker`). Training waits meanwhile or
-   goes on, as the `pace` says.
+2. It averages its contribution with all peers of the same history (`round_runner`). Training waits meanwhile
+   or goes on, as the `pace` says.
 3. It moves its weights once most of the group hold the same average (`position`). A round that is not
    committed changes nothing: the contribution is kept for the next try.
 4. A peer that missed rounds replays them, or adopts the state of other peers (`catch_up`). So does the
-   smaller half of a swarm that was cut in two, once enough other peers report the same history (`majority`).
+   smaller half of a swarm that was cut in two, once enough other peers report the same history (`trust`).
 
 A peer steps alone if no other peer is there. If others are alive, or a member of its last group vanished
 without a goodbye, it waits for them for up to `RoundRules.solo_after_s`.
@@ -29,7 +29,8 @@ import torch
 from hivemind.compression import CompressionBase
 
 from trahiv_cli.progress.committed import Committed, CommittedCell
-from trahiv_cli.progress.leases import Leases
+from trahiv_cli.progress.leases import Leases, Work
+from trahiv_cli.progress.pace import RoundRules
 from trahiv_cli.progress.tracker import SwarmTracker
 from trahiv_cli.rounds.averages import Averages
 from trahiv_cli.rounds.buffers import Buffers
@@ -37,12 +38,15 @@ from trahiv_cli.rounds.round_service import RoundOptions, Rounds, RoundService
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.state.peer_state import PeerState
 from trahiv_cli.state.state_service import StateExchange, StateService
+from trahiv_cli.step.auto import Adaptation
 from trahiv_cli.step.catch_up import CatchUp
 from trahiv_cli.step.gradients import GradientBuffer
-from trahiv_cli.step.parts import Parts, RunSettings
 from trahiv_cli.step.position import Position
-from trahiv_cli.step.seeker import SCHEMA_BYTES, GroupSeeker
+from trahiv_cli.step.quorum import Quorum
+from trahiv_cli.step.round_runner import SCHEMA_BYTES, RoundRunner
+from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.stepper import Stepper
+from trahiv_cli.step.weight_digests import WeightDigests
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.watchdog import Alive
 from trahiv_cli.telemetry.events import Events
@@ -53,7 +57,7 @@ LAST_ANSWERS_S = 0.7  # in which services answer the last requests: measured, 12
 class SwarmOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds: for each peer, a round either happens completely or not at all.
 
-    `assemble.build_optimizer` creates it. Use it like a torch optimizer, with `step()` after each local
+    `build.build_optimizer` creates it. Use it like a torch optimizer, with `step()` after each local
     backward pass. `local_epoch` is the step of the swarm that this peer has reached. With a running `node`:
 
         optimizer = build_optimizer(
@@ -76,7 +80,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     Increase `target_batch_size` if `last_round.blocked_seconds` is a large part of the time between steps.
     Increase `matchmaking_time` if `last_round.group` often lacks peers that were ready for the round.
 
-    `assemble` refuses harmful keywords of `hivemind.Optimizer`.
+    `build` refuses harmful keywords of `hivemind.Optimizer`.
 
     Args:
         settings: settings of the run.
@@ -113,18 +117,16 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.committed = CommittedCell(Committed(pace=settings.pace))
         try:
             super().__init__(dht=dht, **keywords)
-            self.parts = self._make_parts(settings, averager_opts or {})
+            self._make_services(settings.rules, averager_opts or {})
         except BaseException:
             self.shutdown()  # the tracker's threads would go on reporting
             raise
-        self.position = Position(self.parts)
-        self.seeker = GroupSeeker(self.parts, self.position, when_no_group_is_found)
-        self.catch_up = CatchUp(self.parts, self.position, self.seeker)
-        self.stepper = Stepper(self.parts, self.position, self.seeker, self.catch_up)
+        self._make_components(self._completed(settings), when_no_group_is_found)
         self._alive.watch()
 
-    def _make_parts(self, settings: RunSettings, options: dict[str, Any]) -> Parts:
-        interest = JoinerActivity()
+    def _make_services(self, rules: RoundRules, options: dict[str, Any]) -> None:
+        """Start the services in the DHT's process."""
+        self._activity = JoinerActivity()
         silence_s: Any = options.get("sender_timeout", self.next_chunk_timeout)
         limits = {"sender_timeout": silence_s, "reducer_timeout": 2 * silence_s} | options
         names = {field.name for field in fields(RoundOptions)}
@@ -134,23 +136,28 @@ class SwarmOptimizer(hivemind.Optimizer):
             allreduce_timeout=self.allreduce_timeout,
             **{name: value for name, value in limits.items() if name in names},
         )
-        gradients, state = self.grad_averager, self.state_averager
         round_service = RoundService(
             f"{self.run_id}_grad_averager",  # part of the protocol, as the other prefix
             self.client_mode,
-            gradients.averages,
+            self.grad_averager.averages,
             self._buffers.exchanged,
-            settings.rules,
+            rules,
             round_options,
-            interest,
+            self._activity,
         )
         self.rounds = Rounds(self.dht, round_service)
-        state_service = StateService(f"{self.run_id}_state_averager", self.client_mode, state.codec, interest)
+        state = self.state_averager
+        state_service = StateService(
+            f"{self.run_id}_state_averager", self.client_mode, state.codec, self._activity
+        )
         note_given = partial(self.tracker.attest, is_given=True)  # a joiner waits for the report
         self.exchange = StateExchange(self.dht, state_service, state, note_given)
+
+    def _completed(self, settings: RunSettings) -> RunSettings:
+        """Fill in the options of hivemind, and add the rules that judge rounds to the schema."""
         rules = settings.rules
         judged_by = repr((rules.norm_limit, rules.robust_mean, settings.pace, settings.auto_share)).encode()
-        settings = replace(
+        return replace(
             settings,
             schema=settings.schema + hashlib.sha256(judged_by).digest()[:SCHEMA_BYTES],
             matchmaking_s=self.matchmaking_time,
@@ -159,16 +166,60 @@ class SwarmOptimizer(hivemind.Optimizer):
             target_batch_size=self.target_batch_size,
             average_state_every=self.average_state_every,
         )
-        return Parts(
-            self.tracker,
-            gradients,
-            self.rounds,
-            state,
-            self.exchange,
-            self._alive,
-            self.events,
-            interest,
-            settings,
+
+    def _make_components(self, settings: RunSettings, when_no_group_is_found: Callable[[], None]) -> None:
+        state = self.state_averager
+        num_values = sum(param.numel() for param in state.main_parameters)
+        shared: dict[str, Any] = {"settings": settings, "tracker": self.tracker, "events": self.events}
+        self.settings = settings
+        self.work = Work()
+        self.adaptation = Adaptation(
+            settings.auto_share, self._activity, num_values, settings.target_batch_size
+        )
+        quorum = Quorum(self.tracker, settings.rules)
+        digests = WeightDigests(state, self.tracker)
+        self.position = Position(
+            **shared,
+            state=state,
+            gradients=self.grad_averager,
+            work=self.work,
+            quorum=quorum,
+            digests=digests,
+            adaptation=self.adaptation,
+            exchange=self.exchange,
+        )
+        self.runner = RoundRunner(
+            **shared,
+            position=self.position,
+            rounds=self.rounds,
+            work=self.work,
+            quorum=quorum,
+            digests=digests,
+            adaptation=self.adaptation,
+            activity=self._activity,
+            alive=self._alive,
+            when_no_group_is_found=when_no_group_is_found,
+        )
+        self.catch_up = CatchUp(
+            **shared,
+            position=self.position,
+            runner=self.runner,
+            rounds=self.rounds,
+            exchange=self.exchange,
+            activity=self._activity,
+            alive=self._alive,
+        )
+        self.stepper = Stepper(
+            **shared,
+            position=self.position,
+            runner=self.runner,
+            catch_up=self.catch_up,
+            gradients=self.grad_averager,
+            work=self.work,
+            quorum=quorum,
+            digests=digests,
+            adaptation=self.adaptation,
+            alive=self._alive,
         )
 
     def _make_progress_tracker(self, target_batch_size: int, **keywords: Any) -> SwarmTracker:
@@ -219,11 +270,11 @@ class SwarmOptimizer(hivemind.Optimizer):
             lambda: self.ledger,
             number,
             is_stream=is_stream,
-            samples_per_second=lambda: self.parts.adaptation.measured.samples_per_second,
+            samples_per_second=lambda: self.adaptation.measured.samples_per_second,
             # Without a DHT there are no leases, and without leases no steps to notice a failed process.
             while_waiting=self._alive.require,
         )
-        self.parts.work.leases = leases
+        self.work.divide(leases)
         return leases
 
     def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
@@ -233,7 +284,7 @@ class SwarmOptimizer(hivemind.Optimizer):
     def forget_announced(self) -> None:
         """Withdraw the batches announced since the last `step`: their gradients will not come."""
         self.grad_averager.forget_announced()
-        self.parts.work.forget_announced()
+        self.work.forget_announced()
 
     def start_batch_over(self, num_samples: int) -> None:
         """Drop the accumulated gradients: a backward pass that broke off has added a part of its own to them.
@@ -284,9 +335,9 @@ class SwarmOptimizer(hivemind.Optimizer):
     last_grad_norm = property(attrgetter("position.method.last_grad_norm"))
     dropped_samples = property(attrgetter("position.method.dropped_samples"))
     own_steps = property(attrgetter("position.method.own_steps"))
-    max_steps = property(attrgetter("parts.settings.max_steps"))
+    max_steps = property(attrgetter("settings.max_steps"))
 
-    data_figures = property(lambda self: self.parts.work.figures(self.ledger))
+    data_figures = property(lambda self: self.work.figures(self.ledger))
     """Figures about the trained part of the data; None if it is not divided. See `Work.figures`."""
 
     @property

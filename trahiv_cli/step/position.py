@@ -6,38 +6,59 @@ History, ledger and pace belong to the weights: they change together, under the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trahiv_cli.progress.history import History
-from trahiv_cli.progress.leases import MOST_ROUNDS
+from trahiv_cli.progress.leases import MOST_ROUNDS, Work
 from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import Pace
+from trahiv_cli.progress.tracker import SwarmTracker
 from trahiv_cli.rounds.claims import Outcome
+from trahiv_cli.state.peer_state import PeerState
+from trahiv_cli.state.state_service import StateExchange
+from trahiv_cli.step.auto import Adaptation
+from trahiv_cli.step.gradients import GradientBuffer
 from trahiv_cli.step.local_steps import LocalSteps
 from trahiv_cli.step.method import SharedGradients
-from trahiv_cli.step.parts import Parts
+from trahiv_cli.step.quorum import Quorum
+from trahiv_cli.step.run_settings import RunSettings
+from trahiv_cli.step.weight_digests import WeightDigests
+from trahiv_cli.telemetry.events import Events
 
 MOST_ROUNDS_AHEAD = 4 * MOST_ROUNDS
 """A member may bring samples this number of rounds beyond the last trained position: it may have leased them
 when rounds were longer or there were more peers."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Position:
     """Moves a peer from one committed state to the next. `SwarmOptimizer` creates one and keeps it."""
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._state = parts.state
-        self._committed = parts.state.committed
+    settings: RunSettings
+    state: PeerState
+    gradients: GradientBuffer
+    work: Work
+    tracker: SwarmTracker
+    quorum: Quorum
+    digests: WeightDigests
+    adaptation: Adaptation
+    exchange: StateExchange
+    events: Events
+
+    def __post_init__(self) -> None:
+        self._committed = self.state.committed
         self.method = self._make_method()
         self.step_taken = -1
         """The present step if this peer took it itself; -1 if it was replayed or downloaded."""
-        """When the last round with others was committed, in Unix seconds; 0: never."""
-        self.last_learning_rates: list[float] = [group["lr"] for group in self._state.optimizer.param_groups]
+        self.last_learning_rates: list[float] = [group["lr"] for group in self.state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before any step, the rates of the first."""
 
     def _make_method(self) -> SharedGradients | LocalSteps:
-        self._state.outer = self._state.agreed = None
-        return LocalSteps(self._parts) if self.pace.has_local_steps else SharedGradients(self._parts)
+        self.state.set_agreed(None)
+        shared = self.gradients, self.state, self.settings
+        if self.pace.has_local_steps:
+            return LocalSteps(*shared, self.tracker, self.work)
+        return SharedGradients(*shared)
 
     @property
     def history(self) -> History:
@@ -60,19 +81,19 @@ class Position:
         """
         with self._committed.lock:
             self._committed.change(history=history, ledger=ledger or self._committed.now.ledger)
-            self._state.move_schedule(history.step)
-        self._parts.equality.forget()
-        with self._parts.tracker.pause_updates():
-            self._parts.tracker.begin_step(self.method.samples_held, is_next=False)
-        self._parts.tracker.announce()
+            self.state.move_schedule(history.step)
+        self.digests.forget()
+        with self.tracker.pause_updates():
+            self.tracker.begin_step(self.method.samples_held, is_next=False)
+        self.tracker.announce()
         self._begin_step()
-        self._parts.exchange.allow(True)
+        self.exchange.allow(True)
 
     def commit(self, history: History, outcome: Outcome) -> None:
         """Take the step of a round of this peer, which may have been alone in it."""
         self._move(history, outcome, self.method.apply)
         self.step_taken = history.step
-        self._parts.adaptation.measure(outcome)
+        self.adaptation.measure(outcome)
 
     def follow(self, history: History, outcome: Outcome) -> None:
         """Take the step of a round that others committed. Of this peer's work, only its local steps stay.
@@ -81,17 +102,17 @@ class Position:
         round was committed.
         """
         self._move(history, outcome, self.method.follow)
-        if isinstance(self.method, LocalSteps) and self._parts.tracker.own_id in outcome.samples:
+        if isinstance(self.method, LocalSteps) and self.tracker.own_id in outcome.samples:
             self.method.go_back()
         self.step_taken = -1
-        self._parts.work.leave_to_others(self.method.samples_held)
+        self.work.leave_to_others(self.method.samples_held)
 
     def adopt(self) -> None:
         """Continue from the downloaded state; drop the gradients accumulated for older weights."""
         self.method.reset()
-        self._parts.work.leave_to_others(self.method.samples_held)
+        self.work.leave_to_others(self.method.samples_held)
         if self.history.step:  # at step 0 there is no trained state yet
-            self._parts.tracker.doubts.join()
+            self.tracker.doubts.join()
         self.enter(self.history)
         self.step_taken = -1
 
@@ -105,45 +126,41 @@ class Position:
             return
         before = self.method
         self._committed.change(pace=pace)
-        self._parts.equality.forget()
+        self.digests.forget()
         if isinstance(before, LocalSteps) and pace.has_local_steps:
             before.set_pace(pace)
         elif isinstance(before, LocalSteps) or pace.has_local_steps:
             self.method = self._make_method()
-            self.method.last_grad_norm = before.last_grad_norm
-            self.method.dropped_samples = before.dropped_samples
+            self.method.continue_from(before)
 
     def _move(self, history: History, outcome: Outcome, move: Callable[..., None]) -> None:
         """Move the weights by the averages in the averaged tensors, and all that belongs to the weights.
 
         The next pace follows from the measurements that the round's members claimed before it.
         """
-        state = self._state
-        parts = self._parts
-        self.last_learning_rates = [group["lr"] for group in state.optimizer.param_groups]
+        self.last_learning_rates = [group["lr"] for group in self.state.optimizer.param_groups]
         with self._committed.lock.changing():  # a joiner gets the pace that belongs to the state
-            with parts.tracker.pause_updates():
-                round_size = self.method.steps * parts.settings.target_batch_size * parts.work.unit
+            with self.tracker.pause_updates():
+                round_size = self.method.steps * self.settings.target_batch_size * self.work.unit
                 ledger = self._committed.now.ledger.extend(outcome.trained, MOST_ROUNDS_AHEAD * round_size)
                 move(is_empty=outcome.is_empty)
                 if outcome.moves_buffers and not outcome.is_empty:
-                    is_last = history.step >= parts.settings.max_steps
-                    state.buffers.apply(keeps_own=self.pace.is_background and not is_last)
-                parts.equality.forget(self.method.held_in_common())
+                    is_last = history.step >= self.settings.max_steps
+                    self.state.buffers.apply(keeps_own=self.pace.is_background and not is_last)
+                self.digests.forget(self.method.held_in_common())
                 self._committed.change(history=history, ledger=ledger, group=frozenset(outcome.group))
-                state.move_schedule(history.step)
-                parts.tracker.begin_step(self.method.samples_held)
-            pace, reason = parts.adaptation.choose(self.pace, outcome)
+                self.state.move_schedule(history.step)
+                self.tracker.begin_step(self.method.samples_held)
+            pace, reason = self.adaptation.choose(self.pace, outcome)
             self.set_pace(pace)
             self._begin_step()
         if reason:  # without the lock that joiners wait for: a listener may be slow
             message = f"From step {history.step} on: {reason}"
-            parts.events.emit("pace", message=message, **pace.to_wire())
+            self.events.emit("pace", message=message, **pace.to_wire())
 
     def _begin_step(self) -> None:
         """Reset the data about the previous step."""
-        parts = self._parts
         method = self.method
-        parts.company.begin_step()
-        method.begin(self.history.step, 1 + len(parts.tracker.others))
-        parts.tracker.expect_steps(method.steps, method.steps * parts.settings.target_batch_size)
+        self.quorum.begin_step()
+        method.begin(self.history.step, 1 + len(self.tracker.others))
+        self.tracker.expect_steps(method.steps, method.steps * self.settings.target_batch_size)

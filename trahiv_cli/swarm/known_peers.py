@@ -1,6 +1,6 @@
 """The peers that this one knows, and the ports on which it listened, in a file of its folder.
 
-So peers find each other again when no address on a join line is valid (`reunion`), and a join line with this
+So peers find each other again when no address on a join line is valid (`reconnector`), and a join line with this
 peer's address stays valid after its restart.
 """
 

@@ -3,10 +3,10 @@
 1. The node listens on the ports of its last run if they are free, so that join lines stay valid.
 2. It enters the DHT through the addresses of the join line and of known peers, as far as these answer.
 3. While it runs, one thread does chores: it calls missing peers (`Reunion`), and in a closed swarm publishes
-   this peer's certificate and passes on the owner's policy (`roll`). Another thread finds out how other peers
-   reach this one (`reach`).
+   this peer's certificate and passes on the owner's policy (`member_list`). Another thread finds out how other peers
+   reach this one (`reachability`).
 
-Every key that we put into the DHT comes from `keys` or from `roll`.
+Every key that we put into the DHT comes from `keys` or from `member_list`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CHORES_EVERY_S = 2.0
 
 
 class Node(Dht, contextlib.AbstractContextManager["Node"]):
-    """A running DHT peer. A training peer has one (`train.folder.start_node`) until it ends.
+    """A running DHT peer. A training peer has one (`run.folder.start_node`) until it ends.
 
     Close it last: the services of an optimizer work in its process.
 

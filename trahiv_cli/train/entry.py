@@ -108,7 +108,7 @@ def enter_swarm(
     own = ""
     if newest is not None:
         own = f"this run's checkpoint of step {newest.step}"
-        if optimizer.parts.settings.auto_share is not None:
+        if optimizer.settings.auto_share is not None:
             optimizer.position.set_pace(newest.state.pace)
         newest.load_optimizer(optimizer.opt)
         if (outer := optimizer.state_averager.outer) is not None:

@@ -304,7 +304,7 @@ class InSwarm(_Host):
             set_random_states(self._resumes_from.state.random)
             self._resumes_from = None
         if self._divided is not None:
-            self.swarm_optimizer.parts.work.announce(self._divided.next_batch())
+            self.swarm_optimizer.work.announce(self._divided.next_batch())
         self._batches_stepped += self.accelerator.sync_gradients
         train_one = partial(super().training_step, model)
         return self._batches.train(inputs, num_items_in_batch, train_one)

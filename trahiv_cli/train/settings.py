@@ -22,7 +22,7 @@ from trahiv_cli.errors import RecipeError, SetupError
 from trahiv_cli.progress.pace import Pace, RoundRules
 from trahiv_cli.recipe.schema import DhtSection, HivemindConfig, OptSection, Section, SwarmSection
 from trahiv_cli.step.build import OptKeywords
-from trahiv_cli.step.parts import RunSettings
+from trahiv_cli.step.run_settings import RunSettings
 
 _Section = TypeVar("_Section", bound=Section)
 

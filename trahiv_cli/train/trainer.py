@@ -285,7 +285,7 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
     """While the block runs, announce a drop-in and publish its status and progress; then emit `done`.
 
     `trahiv status`, `watch`, `replay` and `report` read its folder, too. A drop-in ignores control requests
-    (`wishes.py`): its program decides when it stops.
+    (`run/requests.py`): its program decides when it stops.
 
     Yields:
         The samples and tokens that this peer gave when it trained in this folder before.

@@ -177,11 +177,11 @@ def test_pace_change_is_announced_and_applied():
 
 def test_exchange_during_download_is_not_measured():
     peer, _ = of_one_weight(with_b())
-    adaptation, noted = peer.parts.adaptation, []
+    adaptation, noted = peer.adaptation, []
     adaptation.begin_batch()
     for number in range(2 * DISTURBED_AT_MOST + 3):
         if number:
-            peer.parts.interest.note()
+            peer.activity.note()
         end = commits(exchange_s=number + 5.0, parts_sent=100, parts_received=100)
         adaptation.end_batch(8)
         adaptation.measure(end(peer.rounds))

@@ -21,7 +21,7 @@ from trahiv_cli.state.inner_optimizer import initialize_state
 from trahiv_cli.step import build as assemble
 from trahiv_cli.step.auto import START_CODEC
 from trahiv_cli.step.build import REFUSED, TRACKER_OPTIONS, UPSTREAM, OptKeywords, build_optimizer
-from trahiv_cli.step.parts import RunSettings
+from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.telemetry.events import Events
 
 torch.set_num_threads(1)

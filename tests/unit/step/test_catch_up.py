@@ -35,7 +35,7 @@ def test_missed_rounds_are_replayed_or_state_loaded(monkeypatch):
     loaded = []
     monkeypatch.setattr(peer.catch_up, "load", lambda: loaded.append(peer.history) or True)
     leases = Positions(peer)
-    peer.parts.work.announce(range(8))
+    peer.work.announce(range(8))
     peer.train()
     assert weight.tolist() == [-0.75, -0.75] and peer.history == histories[-1] and loaded == []
     assert peer.position.step_taken == -1, "it did not take them itself"
@@ -113,10 +113,9 @@ def test_finished_peer_stays_for_download(passing, fetches_until_s, stays_s):
     peer, _ = of_one_weight(Tracker([report("QmB", History())]))
     peer.position.enter(after(3))
     began = passing.now
-    peer.tracker.refresh = lambda: began + fetches_until_s > passing.now and peer.parts.interest.note()
-    peer.parts.interest = SimpleNamespace(note=lambda: noted.append(passing.now))
     noted = [began - 1000.0]
-    peer.parts.interest.was_there_since = lambda when: noted[-1] >= when
+    peer.tracker.refresh = lambda: began + fetches_until_s > passing.now and noted.append(passing.now)
+    peer.catch_up.activity = SimpleNamespace(was_there_since=lambda when: noted[-1] >= when)
     peer.catch_up.wait_for_stragglers(60.0, 3600.0)
     assert passing.now - began == pytest.approx(stays_s, abs=61.0)
 

@@ -18,7 +18,7 @@ from trahiv_cli.progress.pace import Pace, RoundRules
 from trahiv_cli.progress.trust import CREDIT_MARGIN
 from trahiv_cli.rounds.vote import NotCommitted, digest_of, joint_digest
 from trahiv_cli.state.peer_state import common_digest
-from trahiv_cli.step import seeker as seeking
+from trahiv_cli.step import round_runner as seeking
 from trahiv_cli.step.position import MOST_ROUNDS_AHEAD
 
 torch.set_num_threads(1)
@@ -173,7 +173,7 @@ def test_long_group_search_warns_with_backoff(solo_after_s, words, monkeypatch):
 def test_usual_group_search_is_silent(monkeypatch):
     monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.0)
     peer, _ = of_one_weight(with_b(), commits())
-    peer.parts.company.missed_since = time.monotonic() - 100.0
+    peer.quorum.missed_since = time.monotonic() - 100.0
     peer.train()
     peer.rounds.end, peer.leaves_after = fails, 1
     peer.train()
@@ -216,13 +216,13 @@ def test_dropped_positions_are_trained_again():
     peer.leaves_after = 1
     peer.train(positions=EIGHT)
     peer.position.method.reset()
-    peer.parts.work.announce([8])
-    peer.parts.work.announce([9])
+    peer.work.announce([8])
+    peer.work.announce([9])
     peer.stepper.start_batch_over(1)
     assert leases.returned == [8, *EIGHT] and peer.tracker.samples == 0
     peer.stepper.start_batch_over(1)
-    peer.parts.work.count_announced(1)
-    assert leases.returned == [8, *EIGHT] and list(peer.parts.work.aside(9)) == [9], "once, in one batch"
+    peer.work.count_announced(1)
+    assert leases.returned == [8, *EIGHT] and list(peer.work.aside(9)) == [9], "once, in one batch"
 
 
 def test_training_overlaps_round_until_failure():
@@ -258,7 +258,7 @@ def test_training_overlaps_round_until_failure():
 
 def test_lone_step_is_kept_for_joiners():
     peer, weight = of_one_weight(end=commits(0.25, samples={"QmMe": 8}, group=("QmMe",)))
-    peer.parts.interest.note()
+    peer.activity.note()
     peer.train()
     [claim], [exchange] = peer.rounds.claims, peer.rounds.exchanges
     assert claim.quorum == 1 and peer.rounds.expected[:2] == ((), 1)

@@ -64,7 +64,7 @@ class Bench:
         self.swarm = SwarmTrainer(model, args, hivemind_config=SWARM, events=Events(self.told.append))
         put_in_swarm(self.swarm)
         self.swarm.swarm_optimizer = self.swarm.swarm_callback = self
-        self.parts = self.work = self
+        self.work = self
         self.announce = self.positions.append
 
     def add_loss(self, loss, batch):

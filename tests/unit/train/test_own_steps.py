@@ -127,4 +127,4 @@ def test_newer_state_replaces_own_steps(tmp_path):
     again = resumed(tmp_path)
     again.position.adopt()
     assert not again.position.method.own_steps
-    assert again.parts.work.leases.returned == list(range(8))
+    assert again.work.leases.returned == list(range(8))

@@ -110,7 +110,7 @@ class CorrectedProtocol(DHTProtocol):
     - dht/protocol.py:304 writes ids of any number and length in base58, which takes hours for 4 MiB.
     - dht/routing.py:263 lets a node choose its id: one peer takes all places near a key (`node_id_of`).
     - dht/protocol.py:84 makes other nodes ask a node that they can't dial. A node that enters a swarm is not
-      listed until a member has dialled it, or while no member answers (`reach`).
+      listed until a member has dialled it, or while no member answers (`reachability`).
     """
 
     def __init__(self, **keywords: Any) -> None:

@@ -4,10 +4,10 @@ import math
 import time
 
 import pytest
+from trahiv_cli.step.quorum import Quorum
 
 from tests.kit.stepping import Tracker, after, report
 from trahiv_cli.progress.pace import RoundRules
-from trahiv_cli.step.parts import Company
 
 HERE, BEHIND, FAR_BEHIND, AHEAD = (after(step) for step in (5, 4, 0, 6))
 ANOTHER_HISTORY = after(5, branch=b"!")
@@ -20,7 +20,7 @@ def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, 
     """
     tracker = Tracker([report(it, HERE) if isinstance(it, str) else it for it in others], gone)
     tracker.committed.change(history=HERE, group=frozenset({*last_group, "QmMe"}))
-    made = Company(tracker, RoundRules(solo_after_s=solo_after_s))
+    made = Quorum(tracker, RoundRules(solo_after_s=solo_after_s))
     made.tries = tries
     made.missed_since = math.inf if missed_s is None else time.monotonic() - missed_s
     return made
@@ -28,9 +28,9 @@ def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, 
 
 @pytest.mark.parametrize("history", [BEHIND, FAR_BEHIND, AHEAD, ANOTHER_HISTORY])
 def test_groupmates_share_history_or_last_round(history):
-    assert company("B", report("C", history)).groupmates == ["B"]
+    assert company("B", report("C", history)).expected == ["B"]
     is_late = history.rank < HERE.rank  # however old its report is
-    assert company("B", report("C", history), last_group="C").groupmates == ["B", "C"][: 1 + is_late]
+    assert company("B", report("C", history), last_group="C").expected == ["B", "C"][: 1 + is_late]
     assert not company(report("B", history)).may_step_alone, "it is company wherever it is"
 
 
@@ -49,16 +49,16 @@ def test_groupmates_share_history_or_last_round(history):
 def test_quorum_exceeds_vanished_members(others, vanished, quorum):
     group = others + vanished
     there = company(*others, last_group=group)
-    assert there.quorum == quorum and there.vanished == set(vanished)
-    assert company(*others, *(report(name, after(2)) for name in "VWXYZ"), last_group=group).quorum == quorum
-    without_them = company(*others, last_group=others).quorum
-    assert company(*others, last_group=group, gone=vanished).quorum == without_them, "they said goodbye"
+    assert there.size == quorum and there.vanished == set(vanished)
+    assert company(*others, *(report(name, after(2)) for name in "VWXYZ"), last_group=group).size == quorum
+    without_them = company(*others, last_group=others).size
+    assert company(*others, last_group=group, gone=vanished).size == without_them, "they said goodbye"
 
 
 def test_peers_ahead_raise_quorum():
     """Otherwise peers whose reports show a round last could take a different path."""
     gone_on = [report(name, AHEAD, [HERE, AHEAD]) for name in "DE"]
-    assert company("B", "C", *gone_on).quorum == 3 and company("B", "C").quorum == 2
+    assert company("B", "C", *gone_on).size == 3 and company("B", "C").size == 2
 
 
 @pytest.mark.parametrize("solo_after_s", [0.0, 300.0, math.inf])
@@ -85,4 +85,4 @@ def test_solo_steps_follow_configured_limit(others, solo_after_s, missed_s, trie
     kept = {"solo_after_s": solo_after_s, "missed_s": missed_s, "tries": tries}
     assert company(*others, last_group="BCD", gone="" if others else "B", **kept).may_step_alone is may
     is_over = missed_s is not None and missed_s >= solo_after_s
-    assert company(*"BCDE", last_group="BCDEFGH", **kept).quorum == (2 if is_over else 4)
+    assert company(*"BCDE", last_group="BCDEFGH", **kept).size == (2 if is_over else 4)

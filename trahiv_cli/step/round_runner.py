@@ -1,6 +1,6 @@
 """A peer finds a group and averages with it.
 
-1. Read the reports: which peers hold this peer's state, and how many of them must come (`Company`).
+1. Read the reports: which peers hold this peer's state, and how many of them must come (`Quorum`).
 2. Claim this peer's contribution and its state's digest, and let `RoundService` look for the group.
 3. Read the reports repeatedly meanwhile: peers come, leave, or take the step without this one.
 4. Retry a failed round while there is patience, which grows with each round. Warn the user if that takes
@@ -14,17 +14,25 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hivemind.utils import MPFuture, get_logger
 
 from trahiv_cli.errors import RoundFailed
+from trahiv_cli.progress.leases import Work
+from trahiv_cli.progress.tracker import SwarmTracker
 from trahiv_cli.rounds.claims import Claim, Exchange, Outcome, Round
-from trahiv_cli.rounds.round_service import RoundInProgress
+from trahiv_cli.rounds.round_service import RoundInProgress, Rounds
 from trahiv_cli.rounds.vote import NotCommitted
-from trahiv_cli.step.parts import Parts
+from trahiv_cli.shared_memory import JoinerActivity
+from trahiv_cli.step.auto import Adaptation
 from trahiv_cli.step.position import Position
-from trahiv_cli.telemetry.events import short_name
+from trahiv_cli.step.quorum import Quorum
+from trahiv_cli.step.run_settings import RunSettings
+from trahiv_cli.step.weight_digests import WeightDigests
+from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.telemetry.events import Events, short_name
 
 logger = get_logger(__name__)
 
@@ -35,29 +43,37 @@ HELD_AT_MOST = 4  # rounds of samples that a peer holds, if training goes on dur
 SCHEMA_BYTES = 8
 OVERTAKEN = "the others took this step without this peer"
 
-Attempt = tuple[Round | None, Outcome | None]  # a round and its outcome: see `GroupSeeker.average`
+Attempt = tuple[Round | None, Outcome | None]  # a round and its outcome: see `RoundRunner.average`
 
 
-class GroupSeeker:
+@dataclass(eq=False, kw_only=True)
+class RoundRunner:
     """Finds a group and averages with it until there is an outcome, or no patience is left.
 
     `when_no_group_is_found` is called if no group is found for long; an exception that it raises ends
-    training. `SwarmOptimizer` creates one seeker and keeps it.
+    training. `SwarmOptimizer` creates one runner and keeps it.
     """
 
-    def __init__(self, parts: Parts, position: Position, when_no_group_is_found: Callable[[], None]) -> None:
-        self._parts = parts
-        self.position = position
-        self._tracker = parts.tracker
-        self._company = parts.company
-        self._limits = parts.settings
-        self._when_no_group_is_found = when_no_group_is_found
+    settings: RunSettings
+    position: Position
+    rounds: Rounds
+    work: Work
+    tracker: SwarmTracker
+    quorum: Quorum
+    digests: WeightDigests
+    adaptation: Adaptation
+    activity: JoinerActivity
+    alive: Alive
+    events: Events
+    when_no_group_is_found: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self._usual_wait_s = 0.0  # from the start of a search to a commit
 
     def patience_s(self) -> float:
         """Return the seconds that one try looks for a group: more with each failed round for a step."""
-        doublings = min(1 + self._company.tries, 16)
-        return min(self._limits.averaging_s, 2**doublings * self._limits.matchmaking_s)
+        doublings = min(1 + self.quorum.tries, 16)
+        return min(self.settings.averaging_s, 2**doublings * self.settings.matchmaking_s)
 
     def holds_enough(self) -> bool:
         """Whether this peer stops training until it has a group: a round has failed, or it is far ahead.
@@ -66,8 +82,8 @@ class GroupSeeker:
         than requested.
         """
         method = self.position.method
-        most = HELD_AT_MOST * method.steps * self._limits.target_batch_size
-        return self._company.tries > 0 or method.samples_held >= most
+        most = HELD_AT_MOST * method.steps * self.settings.target_batch_size
+        return self.quorum.tries > 0 or method.samples_held >= most
 
     def average(self) -> Attempt:
         """Average the contribution that was set aside with the groupmates; retry while there is patience.
@@ -78,20 +94,20 @@ class GroupSeeker:
         Raises:
             NotFinite: this peer's weights are not finite.
         """
-        self._tracker.refresh()
+        self.tracker.refresh()
         started = time.monotonic()
         deadline = started + self.patience_s()
         reasons = dict[str, None]()
-        while not self._company.may_step_alone:
+        while not self.quorum.may_step_alone:
             try:
-                outcome = self.try_once(deadline)
+                outcome = self.attempt(deadline)
             except RoundFailed as failure:
                 reasons[failure.message] = None
                 if isinstance(vote := failure.__cause__, NotCommitted) and vote.proof:
                     # Others may have committed the average that this peer voted for.
-                    self._tracker.vouch(self.position.after(vote.samples, vote.proof))
+                    self.tracker.vouch(self.position.after(vote.samples, vote.proof))
             else:
-                waited_s = time.monotonic() - self._company.missed_since
+                waited_s = time.monotonic() - self.quorum.missed_since
                 self._usual_wait_s = max(0.9 * self._usual_wait_s, waited_s)
                 attempt = Round(
                     samples=outcome.samples,
@@ -104,74 +120,70 @@ class GroupSeeker:
                 )
                 return attempt, outcome
             self._say_that_there_is_no_group()
-            if self._company.may_step_alone:
+            if self.quorum.may_step_alone:
                 break
-            if self._parts.alive.must_stop or self._tracker.is_behind or time.monotonic() >= deadline:
+            if self.alive.must_stop or self.tracker.is_behind or time.monotonic() >= deadline:
                 return Round({}, time.monotonic() - started, 0, 0, False, "; ".join(reasons)), None
             time.sleep(POLL_S)  # a round may fail at once, again and again
         return None, self._step_for_followers()
 
-    def try_once(self, deadline: float) -> Outcome:
+    def attempt(self, deadline: float) -> Outcome:
         """Look for a group, once, and average with it into the averaged tensors, or raise `RoundFailed`.
 
         The contribution that was set aside is unchanged in both cases.
         """
-        company = self._company
-        alive = self._parts.alive
-        tracker = self._tracker
-        if tracker.is_behind:
+        if self.tracker.is_behind:
             raise RoundFailed(OVERTAKEN)
-        patience = max(deadline - time.monotonic(), 1.5 * self._limits.matchmaking_s)
-        running = self._start_round(company.groupmates, company.quorum, patience)
+        patience = max(deadline - time.monotonic(), 1.5 * self.settings.matchmaking_s)
+        running = self._start_round(self.quorum.expected, self.quorum.size, patience)
         refreshed_at = time.monotonic()
         try:
             while not is_over(running.outcome):
-                if alive.ailment:
-                    raise RoundFailed(alive.ailment)
+                if self.alive.ailment:
+                    raise RoundFailed(self.alive.ailment)
                 if running.has_group.done():
                     continue  # it ends by itself within the longest exchange, and can't be cancelled
-                if alive.must_stop:
+                if self.alive.must_stop:
                     raise RoundFailed("this peer is leaving")
-                if time.monotonic() < refreshed_at + max(REFRESH_S, tracker.fetch_every_s):
+                if time.monotonic() < refreshed_at + max(REFRESH_S, self.tracker.fetch_every_s):
                     continue
                 refreshed_at = time.monotonic()
-                tracker.refresh()
-                if tracker.is_behind:
+                self.tracker.refresh()
+                if self.tracker.is_behind:
                     raise RoundFailed(OVERTAKEN)
-                if company.may_step_alone:
+                if self.quorum.may_step_alone:
                     raise RoundFailed("the others have left")
                 if time.monotonic() >= deadline:
                     raise RoundFailed("no group was found in time")
                 self._say_that_there_is_no_group()
-                self.expect(company.groupmates, company.quorum)
+                self.expect_group(self.quorum.expected, self.quorum.size)
         finally:
-            self._parts.rounds.cancel(running)
+            self.rounds.cancel(running)
         return _outcome_of(running)
 
     def _start_round(self, peers: Sequence[str], quorum: int, patience_s: float) -> RoundInProgress:
-        parts = self._parts
         method = self.position.method
         claim = Claim(
             samples=method.samples_aside,
             weight=method.weight_aside,
-            state=parts.equality.digest(method.held_in_common()),
+            state=self.digests.digest(method.held_in_common()),
             quorum=quorum,
-            measured=parts.adaptation.measured,
-            trained=parts.work.aside(method.samples_aside),
-            moves_buffers=parts.state.buffers.have_moved,
+            measured=self.adaptation.measured,
+            trained=self.work.aside(method.samples_aside),
+            moves_buffers=self.position.state.buffers.have_moved,
         )
-        self.expect(peers, quorum)
+        self.expect_group(peers, quorum)
         method.load()
-        return parts.rounds.start(claim, patience_s, self.exchange())
+        return self.rounds.start(claim, patience_s, self.exchange())
 
-    def expect(self, peers: Sequence[str], quorum: int) -> None:
+    def expect_group(self, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all its members need this history, and the same loaded model."""
         history = self.position.history
         position = self.position
-        clients = [peer.peer_id for peer in self._tracker.others if peer.is_client and peer.peer_id in peers]
+        clients = [peer.peer_id for peer in self.tracker.others if peer.is_client and peer.peer_id in peers]
         pace = hashlib.sha256(repr((position.pace, position.method.places)).encode()).digest()[:SCHEMA_BYTES]
-        schema = history.step.to_bytes(8, "big") + history.digest + pace + self._parts.settings.schema
-        self._parts.rounds.expect_group(peers, clients, quorum, schema)
+        schema = history.step.to_bytes(8, "big") + history.digest + pace + self.settings.schema
+        self.rounds.expect_group(peers, clients, quorum, schema)
 
     def exchange(self) -> Exchange:
         """Return the description of the next round from this history."""
@@ -183,16 +195,16 @@ class GroupSeeker:
             is_of_steps=pace.has_local_steps,
             after=self.position.history.digest,
             # A peer may hold more, since its last batch may be larger than a round.
-            most_samples=2 * HELD_AT_MOST * method.steps * self._limits.target_batch_size,
+            most_samples=2 * HELD_AT_MOST * method.steps * self.settings.target_batch_size,
         )
 
     def _step_for_followers(self) -> Outcome | None:
         """If a joiner is present, make this peer's solo step a round that the joiner can replay."""
-        if not self._parts.interest.is_there:
+        if not self.activity.is_there:
             return None
         try:
-            running = self._start_round((), 1, self._limits.matchmaking_s)
-            while not is_over(running.outcome) and not self._parts.alive.ailment:
+            running = self._start_round((), 1, self.settings.matchmaking_s)
+            while not is_over(running.outcome) and not self.alive.ailment:
                 pass  # it ends by itself within the longest exchange
             return _outcome_of(running)
         except RoundFailed as failure:
@@ -201,21 +213,21 @@ class GroupSeeker:
 
     def _say_that_there_is_no_group(self) -> None:
         """Warn that this peer has been waiting for a group, and again whenever the wait has doubled."""
-        waited = time.monotonic() - self._company.missed_since
-        if waited < max(SAY_AFTER_S, 2 * self._usual_wait_s, 2 * self._company.said_after_s):
+        waited = time.monotonic() - self.quorum.missed_since
+        if waited < max(SAY_AFTER_S, 2 * self._usual_wait_s, 2 * self.quorum.said_after_s):
             return
-        self._company.said_after_s = waited
-        missing = {peer.peer_id for peer in self._tracker.others} | self._company.vanished
+        self.quorum.note_warning(waited)
+        missing = {peer.peer_id for peer in self.tracker.others} | self.quorum.vanished
         names = ", ".join(map(short_name, sorted(missing)))
-        solo_s = self._parts.settings.rules.solo_after_s
+        solo_s = self.settings.rules.solo_after_s
         when = "never" if solo_s == float("inf") else f"after {solo_s:.0f} s"
-        self._parts.events.warn(
+        self.events.warn(
             "no-group",
             f"No group for step {self.position.history.step + 1} yet: {names} can't be reached or did not "
             "come. This peer waits, and tries again with longer times.",
             f"nothing to do; it steps alone {when} (swarm.solo)",
         )
-        self._when_no_group_is_found()
+        self.when_no_group_is_found()
 
 
 def is_over(future: MPFuture[Any]) -> bool:
