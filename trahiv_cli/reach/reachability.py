@@ -3,8 +3,8 @@
 1. The peer asks members how they see it, and to dial it from a port to which it has never sent anything.
 2. If they can't, it asks the router to forward the port (`upnp`), and asks the members again.
 3. A peer that members can dial is listed as a node of the DHT, which others ask for records. A peer that they
-   can't dial connects to these nodes, and meets the peers that it can't dial (`hole_punching`). While no member
-   answers, a peer is listed as well.
+   can't dial connects to these nodes, and meets the peers that it can't dial (`hole_punching`). While no
+   member answers, a peer is listed as well.
 """
 
 from __future__ import annotations

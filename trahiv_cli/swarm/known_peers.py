@@ -1,7 +1,7 @@
 """The peers that this one knows, and the ports on which it listened, in a file of its folder.
 
-So peers find each other again when no address on a join line is valid (`reconnector`), and a join line with this
-peer's address stays valid after its restart.
+So peers find each other again when no address on a join line is valid (`reconnector`), and a join line with
+this peer's address stays valid after its restart.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A peer that is not in the routing table is called, at first often, then rarely. So peers find each other after
 network failures, when no address on a join line is valid, and when p2pd does not know an address: a router
-forwards it, or it belongs to a peer that must be met (`hole_punching`). A connected peer is called as well: if two
-peers have dropped each other while one of them was stalled, neither would ask the other again.
+forwards it, or it belongs to a peer that must be met (`hole_punching`). A connected peer is called as well:
+if two peers have dropped each other while one of them was stalled, neither would ask the other again.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ import math
 import time
 
 import pytest
-from trahiv_cli.step.quorum import Quorum
 
 from tests.kit.stepping import Tracker, after, report
 from trahiv_cli.progress.pace import RoundRules
+from trahiv_cli.step.quorum import Quorum
 
 HERE, BEHIND, FAR_BEHIND, AHEAD = (after(step) for step in (5, 4, 0, 6))
 ANOTHER_HISTORY = after(5, branch=b"!")
