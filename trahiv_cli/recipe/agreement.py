@@ -20,8 +20,6 @@ from trahiv_cli.recipe.schema import OWN, Recipe, marks_of
 
 Differences = tuple[tuple[str, object, object], ...]
 
-_RUN_ID = "hivemind_config.opt.run_id"
-
 
 @dataclass(frozen=True)
 class AgreedRun:
@@ -104,7 +102,7 @@ def what_changed(earlier: AgreedRun, later: AgreedRun) -> tuple[list[str], list[
     may_differ = {"training.max_steps"}
     edited = {}
     if all(AgreedRun.of(_renamed(run.recipe, None)).run_id == run.run_id for run in (earlier, later)):
-        may_differ.add(_RUN_ID)
+        may_differ.add("hivemind_config.opt.run_id")
     datasets = zip(earlier.recipe.data.datasets, later.recipe.data.datasets, strict=False)
     for index, (before, after) in enumerate(datasets):
         is_same_name = local_name(before.path) == local_name(after.path)

@@ -19,9 +19,6 @@ from trahiv_cli.recipe.document import is_text
 from trahiv_cli.recipe.paths import LOCAL, READERS, closest_file, is_data, is_local, reader_of
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 
-METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
-"""Files beside the data that `datasets` does not read as data (datasets 5.2, `data_files.py:109`)."""
-
 
 def read_contents(recipe: Recipe) -> Recipe:
     """Return the recipe with the `content` of its datasets of files filled in; each file is read once.
@@ -138,11 +135,13 @@ def _is_of_files(dataset: DatasetSection) -> bool:
 
 def _data_files(folder: Path) -> list[Path]:
     """List, sorted by path, the names in a folder and below that `datasets` would read as data files."""
+    metadata = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        files = (Path(parent, name) for name in names if not name.startswith(".") and name not in METADATA)
-        found += [file for file in files if is_data(file)]
+        # `datasets` does not read metadata as data (datasets 5.2, `data_files.py:109`).
+        data = {name for name in names if is_data(name) and not name.startswith(".")} - metadata
+        found += [Path(parent, name) for name in data]
     return sorted(found, key=lambda file: file.parts)
 
 

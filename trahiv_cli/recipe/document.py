@@ -24,10 +24,6 @@ import yaml
 
 from trahiv_cli.errors import Finding, RecipeError, TrahivError
 
-MAX_DEPTH = 32
-MAX_NODES = 20_000
-"""Each use of an alias counts, so a document cannot grow without bound while it is read."""
-
 LARGEST = 2**63
 """Limit of a number's absolute value: languages and formats of other peers may support no more."""
 
@@ -42,21 +38,20 @@ _PLAIN = {
 }
 _TAG = "tag:yaml.org,2002:"
 
-_SYNTAX_HINT = "check the quotes, brackets and indentation{since}; YAML indents with spaces, not with tabs"
-
 
 class _Loader(yaml.SafeLoader):
     """Composes nodes with YAML 1.2 tags; its constructor is not used."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    max_depth = 32
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node, refusing nesting that would exhaust the interpreter's stack."""
         self.depth += 1
-        if self.depth > MAX_DEPTH:
+        if self.depth > self.max_depth:
             mark = parent.start_mark if parent else None
-            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+            raise yaml.composer.ComposerError(None, None, f"nested more than {self.max_depth} deep", mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -236,7 +231,7 @@ def _read(text: str, file: str) -> Document:
         message = f"not valid YAML: {error.problem or 'no value'}"
         since = f" since line {error.context_mark.line + 1}" if error.context_mark else ""
         mark = error.problem_mark or error.context_mark
-        hint = _SYNTAX_HINT.format(since=since)
+        hint = f"check the quotes, brackets and indentation{since}; YAML indents with spaces, not with tabs"
         raise document.error([document.finding("", message, hint, mark)]) from None
     except yaml.reader.ReaderError as error:
         mark = yaml.Mark(file, error.position, text.count("\n", 0, error.position), 0, None, 0)
@@ -247,7 +242,8 @@ def _read(text: str, file: str) -> Document:
 
 def _value(document: Document, node: yaml.Node, location: Location) -> Any:
     """Turn a node into data, and record the position of every value."""
-    if len(document.values) >= MAX_NODES or len(location) > MAX_DEPTH:
+    # Each use of an alias counts, so a document cannot grow without bound while it is read.
+    if len(document.values) >= 20_000 or len(location) > _Loader.max_depth:
         raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
     document.values[location] = node.start_mark
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":

@@ -27,13 +27,6 @@ from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_typ
 DOUBT = "data"
 """The code of a finding that is a warning: the rows may be intended."""
 
-_ROW_A_LINE = (
-    "Write an object for each row, one a line; `jq -c '.data[]' FILE > NEW_FILE` takes rows out of `data`."
-)
-
-_TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
-"""Causal models with a table of positions, which no sample can exceed. Other models accept longer samples."""
-
 
 class _Table(NamedTuple):
     name: str
@@ -70,7 +63,9 @@ def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
     if model_type in BORDERLESS and recipe.sft is not None and recipe.sft.sees_borders:
         said = f"packed samples would see each other in a {model_type}, which has no borders between them"
         yield document.finding_at(("sft", "packing"), said, "packing: false, or `packing_strategy: wrapped`")
-    if new is None and not (recipe.clm is not None and recipe.clm.packing and model_type in _TABLES):
+    # These causal models have a table of positions, which no sample can exceed. Others accept longer samples.
+    has_table = model_type in ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
+    if new is None and not (recipe.clm is not None and recipe.clm.packing and has_table):
         return  # in all other cases a sample longer than the context is a mistake
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
     max_length = recipe.section.max_length
@@ -143,7 +138,10 @@ def _about_file(
         inner = [column for column, value in first.items() if isinstance(value, list | dict)]
         if len(rows) == 1 and inner:
             said = f"{name} is one object, and not one for each row: its rows are in {listed(inner)}."
-            raise AssetError(said, _ROW_A_LINE) from error
+            hint = "Write an object for each row, one a line"
+            raise AssetError(
+                said, f"{hint}; `jq -c '.data[]' FILE > NEW_FILE` takes rows out of `data`."
+            ) from error
         raise
     tally = Tally(name)
     # With a slice or a fraction of the rows, it is uncertain which ones are used. A text file is one row.

@@ -92,8 +92,8 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
     near = [kind for kind in kinds if not kind.endswith("_type") and kind != "literal_error"]
     group = [each for each in group if each["type"] in (near or kinds)]
     details = group[0]
-    kind = group[0]["type"]
-    got = kind_of(group[0]["input"])
+    kind = details["type"]
+    got = kind_of(details["input"])
     if kind == "extra_forbidden":
         return "unknown key", _about_unknown(location)
     if kind == "missing":

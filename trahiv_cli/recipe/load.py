@@ -24,9 +24,6 @@ from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
 from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
 
-MAX_BYTES = 128 * 1024
-MAX_TEMPLATE_BYTES = 64 * 1024
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -53,7 +50,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = (), files: Path |
         RecipeError: there is no such recipe, or it has mistakes, all of which are in `findings`.
     """
     path = None if source == "-" else _find(source)
-    text = _read(path, MAX_BYTES, "recipe")
+    text = _read(path, 128 * 1024, "recipe")
     is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
     document = read_document(text, str(path or "<stdin>"))
     stem = "" if path is None or is_from_pipe else path.stem  # `<(generate)` is called /dev/fd/63
@@ -105,7 +102,7 @@ def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recip
 def _put_template(document: Document, location: Location, file: Path) -> None:
     """Replace the name of a chat template's file by its text, or record why that is impossible."""
     try:
-        text = _read(file, MAX_TEMPLATE_BYTES, "chat template")
+        text = _read(file, 64 * 1024, "chat template")
         if "{" not in text:
             raise RecipeError(f"{file} is no chat template: there is no `{{` in it")
     except RecipeError as error:

@@ -15,8 +15,14 @@ LOCAL = "local:"
 
 Reader = Literal["csv", "json", "parquet", "text"]
 
-READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
-READERS |= {".csv": "csv", ".parquet": "parquet", ".ndjson": "json"}
+READERS: dict[str, Reader] = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".ndjson": "json",
+}
 """Suffix of a data file -> the reader of `datasets`."""
 
 PACKAGED_BUILDERS = frozenset(
@@ -99,13 +105,14 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", name, re.ASCII) is not None
 
 
-def closest(word: object, words: Iterable[str]) -> str:
+def closest(word: str, words: Iterable[str]) -> str:
     """Return the first of `words` that begins with `word`, else the nearest one, or "" if none is near."""
-    if not isinstance(word, str) or not word:
+    if not word:
         return ""
     words = list(words)
     starting = [each for each in words if each.startswith(word.lower())]
-    return next(iter(starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)), "")
+    near = starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)
+    return near[0] if near else ""
 
 
 def closest_file(missing: Path) -> str:

@@ -40,9 +40,6 @@ the chat template of Qwen3, 5,000 with the template of gpt-oss (17 KB, the longe
 MAX_RECIPE_BYTES = 128 * 1024
 """Limit of the JSON, in bytes, and of all its texts together, in characters."""
 
-MAX_DEPTH = 16
-MAX_VALUES = 2_000
-
 PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 """Fields whose text libraries look up on this machine before they ask the hub."""
 
@@ -115,7 +112,10 @@ def _bounded(obj: Any) -> dict[str, Any]:
     is_whole = isinstance(obj, dict) and obj.keys() >= parts and (obj["v"] != WIRE_VERSION or len(obj) == 3)
     if not is_whole or not isinstance(obj["shared"], dict) or not isinstance(obj["suggested"], dict):
         raise _refusal([("", "is not in a form that this version reads")])
-    num_values = num_characters = 0
+    max_depth = 16
+    max_values = 2_000
+    num_values = 0
+    num_characters = 0
     waiting: list[tuple[Any, int]] = [(obj, 0)]
     while waiting:
         value, depth = waiting.pop()
@@ -128,8 +128,8 @@ def _bounded(obj: Any) -> dict[str, Any]:
             raise _refusal([("", what)])
         num_values += 1
         num_characters += sum(map(len, texts))
-        if depth > MAX_DEPTH or num_values > MAX_VALUES or num_characters > MAX_RECIPE_BYTES:
-            limits = f"{MAX_DEPTH} levels, {MAX_VALUES} values or {MAX_RECIPE_BYTES} characters"
+        if depth > max_depth or num_values > max_values or num_characters > MAX_RECIPE_BYTES:
+            limits = f"{max_depth} levels, {max_values} values or {MAX_RECIPE_BYTES} characters"
             raise _refusal([("", f"has more than {limits}")])
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         waiting += [(inner, depth + 1) for inner in inside]

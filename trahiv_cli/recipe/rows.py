@@ -14,20 +14,11 @@ from typing import Any
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.document import kind_of
 
-OPTIONAL = ("tools", "chat_template_kwargs")
-"""Columns that TRL passes to the chat template."""
-
 CHATML = ("role", "content")
 SHAREGPT = ("from", "value")
 """Keys of a message in the two formats of conversations."""
 
 KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
-
-ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's role -> the role that chat templates know; other roles have the same names."""
-
-LISTED = 10
-"""The number of rows, problems, columns or classes that a message lists at most."""
 
 MEND_A_ROW = "Fix or remove that row."
 """The hint for a row that no trainer could read."""
@@ -41,7 +32,6 @@ LABEL_HINT = (
 _KNOWN_ROLES = frozenset(
     "system developer user assistant tool function function_call observation ipython".split()
 )
-_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -136,7 +126,7 @@ class Tally:
         return [
             f"Row {rows[0]:,} of {self.name} {problem}"
             + (f" ({len(rows):,} rows: {listed(f'{row:,}' for row in rows)})." if len(rows) > 1 else ".")
-            for problem, rows in list(found.items())[:LISTED]
+            for problem, rows in list(found.items())[:10]
         ]
 
 
@@ -145,7 +135,8 @@ def chatml(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") is not None:
         return dict(message)
     named = {KEYS.get(key, key): value for key, value in message.items() if key not in CHATML}
-    return {**named, "role": ROLES.get(named["role"], named["role"])}
+    role = named["role"]
+    return {**named, "role": {"human": "user", "gpt": "assistant"}.get(role, role)}
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
@@ -197,7 +188,7 @@ def broken_row(name: str, row: int, problem: str, hint: str = MEND_A_ROW) -> Ass
 def listed(names: Iterable[str]) -> str:
     """Join names for a message; only the first ten are shown."""
     names = list(names)
-    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+    return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
 
 def _has_speakers(value: Any, key: str) -> bool:
@@ -240,7 +231,8 @@ def _are_parts(content: Any) -> bool:
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    return any(map(str.strip, texts_of(message))) or any(message.get(key) for key in _INSTEAD_OF_CONTENT)
+    instead = ("tool_calls", "function_call", "reasoning_content", "thinking")
+    return any(map(str.strip, texts_of(message))) or any(map(message.get, instead))
 
 
 def _reads_as_number(name: str) -> bool:

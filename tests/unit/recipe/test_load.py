@@ -12,7 +12,7 @@ from tests.unit.conftest import refused
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import read_document, read_location, render
-from trahiv_cli.recipe.load import MAX_TEMPLATE_BYTES, load_recipe, parse_recipe
+from trahiv_cli.recipe.load import load_recipe, parse_recipe
 from trahiv_cli.recipe.paths import anchor
 from trahiv_cli.recipe.schema import TASK_SECTIONS, SwarmSection
 
@@ -169,7 +169,7 @@ def test_chat_template_is_read_from_file(write, overrides, text):
     [
         (b"no template", "{folder}/chat.jinja is no chat template: there is no `{` in it"),
         (b"{{ x }}\n\xff", "{folder}/chat.jinja:2:1: is not UTF-8 text"),
-        (b"{" * (MAX_TEMPLATE_BYTES + 1), "{folder}/chat.jinja is larger than 64 KiB, so it is no chat"),
+        (b"{" * (64 * 1024 + 1), "{folder}/chat.jinja is larger than 64 KiB, so it is no chat"),
         (b"{{ x }}\n{% if x }", "is not valid Jinja: unexpected '}' (line 2 of the template)"),
     ],
 )
