@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 from multiprocessing.sharedctypes import RawValue
 
-TOLERATED_S = 1.0  # a difference that is ignored; hivemind refuses a peer that is more than 3 s apart
 # The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970.
 EARLIEST_S = 1767225600.0
 LATEST_S = 2.0**32
@@ -41,7 +40,7 @@ def take_over(answers: Iterable[tuple[float, float]]) -> float:
         return 0.0
     middle = found[(len(found) - 1) // 2 : len(found) // 2 + 1]
     difference, delay = min(middle, key=lambda one: abs(one[0]))
-    if abs(difference) <= TOLERATED_S + delay / 2:
+    if abs(difference) <= 1.0 + delay / 2:  # hivemind refuses only a peer that is more than 3 s apart
         return 0.0
     _ahead.value += difference
     return difference

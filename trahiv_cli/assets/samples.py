@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -25,7 +24,6 @@ from trahiv_cli.recipe.rows import (
     KEYS,
     LABEL_HINT,
     MEND_A_ROW,
-    OPTIONAL,
     Form,
     Tally,
     broken_row,
@@ -35,20 +33,15 @@ from trahiv_cli.recipe.rows import (
     listed,
     texts_of,
 )
-from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection, Task
+from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection
 
 logger = logging.getLogger(__name__)
 """`train/tasks.py` passes its warnings on while data is prepared."""
 
 Columns: TypeAlias = dict[str, list[list[int]]]
 
-IDS = List(Value("int32"))
+TOKENS = Features({"input_ids": List(Value("int32"))})
 """Token ids are int32: half the memory and disk of the int64 that `datasets` would infer."""
-
-TOKENS = Features({"input_ids": IDS})
-
-DOCUMENTS_PER_BATCH = 100
-"""Limits the memory of tokenization: a document may be a whole file."""
 
 TEMPLATE_FAILURES = (
     TemplateError,
@@ -60,8 +53,6 @@ TEMPLATE_FAILURES = (
     RecursionError,
 )
 """Errors of a chat template for a row: raised by the template itself, or by Python in an expression."""
-
-JUDGED = Features({"error": Value("string"), "warning": Value("string")})
 
 
 # -- clm ------------------------------------------------------------------------------------------
@@ -184,16 +175,8 @@ def classified(
         ids = encoded(tokenizer, [str(text) for text, _, _ in rows], seq_cls.max_length)
         return {"input_ids": ids, "labels": found}
 
-    features = Features({"input_ids": IDS, "labels": Value("int64")})
+    features = Features({**TOKENS, "labels": Value("int64")})
     return mapped(opened.rows, classify, [text, label], features, with_indices=True, num_proc=num_proc)
-
-
-TOKENIZED: dict[Task, Callable[..., Documents]] = {
-    "clm": clm_documents,
-    "mlm": mlm_documents,
-    "seq-cls": classified,
-}
-"""Task -> the function that tokenizes its dataset, for tasks that TRL does not tokenize itself."""
 
 
 # -- sft, dpo -------------------------------------------------------------------------------------
@@ -205,7 +188,8 @@ def trl_rows(
     """Keep the columns of a dataset that TRL's SFTTrainer reads, or its DPOTrainer if `sft` is None.
 
     `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
-    renames the keys only). Columns in `OPTIONAL` are kept too. A stream is checked while it is read.
+    renames the keys only). Columns that TRL passes to the chat template are kept too. A stream is checked
+    while it is read.
 
     Raises:
         AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row has an error.
@@ -215,7 +199,8 @@ def trl_rows(
         problem = "holds conversations, and the tokenizer has no chat template to write them as text"
         hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
         raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
-    optional = [column for column in OPTIONAL if column in opened.first]
+    passed_on = ("tools", "chat_template_kwargs")  # to the chat template
+    optional = [column for column in passed_on if column in opened.first]
     rows = opened.rows.select_columns([*form.columns, *optional])
     rows = judged(rows, form, tokenizer, opened.name, num_proc=num_proc)
     if form.columns != ("conversations",):
@@ -227,7 +212,7 @@ def trl_rows(
     if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
         # Known features are passed on: inferring them from the first rows fails if a later row has more.
         inner = {KEYS.get(key, key): feature for key, feature in told.feature.items()}
-        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
+        kept = {column: opened.features[column] for column in passed_on if column in opened.features}
         features = Features({**kept, "messages": type(told)(inner)})
     only = ["conversations"]
     options = {"input_columns": only, "remove_columns": only, "features": features}
@@ -288,7 +273,8 @@ def judged(
     if isinstance(rows, IterableDataset):
         return rows.filter(judge_stream, with_indices=True)
     tally = Tally(name)
-    options = {"features": JUDGED, "remove_columns": rows.column_names}
+    features = Features({"error": Value("string"), "warning": Value("string")})
+    options = {"features": features, "remove_columns": rows.column_names}
     batches = rows.map(judge, **options, **parallel(rows, num_proc)).iter(batch_size=1000)
     found = chain.from_iterable(zip(one["error"], one["warning"], strict=True) for one in batches)
     for number, (error, warning) in enumerate(found, 1):
@@ -353,7 +339,7 @@ def mapped(
         with_indices=with_indices,
         input_columns=columns,
         batched=True,
-        batch_size=DOCUMENTS_PER_BATCH,
+        batch_size=100,  # it limits the memory of tokenization: a document may be a whole file
         remove_columns=columns,
         features=features,
         **parallel(rows, num_proc),

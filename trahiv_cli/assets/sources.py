@@ -48,9 +48,6 @@ logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it 
 
 Documents: TypeAlias = Dataset | IterableDataset
 
-TEXT_SHARDS = 16
-"""Shards of the built-in text as a stream."""
-
 FAILURES = (DatasetsError, OSError, ValueError, TypeError, RuntimeError)
 """Errors of `datasets` about files that can't be read."""
 
@@ -85,7 +82,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     with reading(source):
         if source.path == TEXT:
             rows = Dataset.from_list([{"text": text} for text in read_text()])
-            rows = rows.to_iterable_dataset(TEXT_SHARDS) if streaming else rows
+            rows = rows.to_iterable_dataset(num_shards=16) if streaming else rows
         else:
             rows = load_dataset(**arguments(source, files), split=source.split, streaming=streaming)
         first = next(iter(rows), None)

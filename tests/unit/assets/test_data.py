@@ -8,12 +8,11 @@ from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, get_dataset
 
 from tests.unit.assets.conftest import splits_of
 from tests.unit.conftest import refused
-from trahiv_cli.assets.samples import DOCUMENTS_PER_BATCH
 from trahiv_cli.recipe.schema import DatasetSection
 
 EOS = 1
-# More documents than one batch has, of all lengths from 0, so that blocks cross batches.
-TEXTS = [f"{number} " * (number % 23) for number in range(2 * DOCUMENTS_PER_BATCH + 50)]
+# More documents than one batch has (100), of all lengths from 0, so that blocks cross batches.
+TEXTS = [f"{number} " * (number % 23) for number in range(250)]
 
 
 @pytest.fixture
