@@ -65,9 +65,10 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
     """
     disable_progress_bars()
     data = recipe.data
-    entries = enumerate(data.datasets)
-    rows = [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in entries]
-    opened = shares_of(rows)
+    options = {"streaming": data.streaming, "num_proc": data.num_proc}
+    opened = shares_of(
+        [load_rows(one, f"data.datasets.{n}", **options) for n, one in enumerate(data.datasets)]
+    )
     train = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened])
     held_out = None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides
@@ -121,16 +122,15 @@ def shards_of(stream: IterableDataset) -> int:
 
 def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Turn each row into a unit that can be held out: a document of tokens, or the row as TRL reads it."""
-    num_proc = recipe.data.num_proc
     try:
         if recipe.clm is not None:
-            documents = clm_documents(opened, recipe.clm, tokenizer, num_proc=num_proc)
+            documents = clm_documents(opened, recipe.clm, tokenizer)
         elif recipe.mlm is not None:
-            documents = mlm_documents(opened, recipe.mlm, tokenizer, num_proc=num_proc)
+            documents = mlm_documents(opened, recipe.mlm, tokenizer)
         elif recipe.seq_cls is not None:
-            documents = classified(opened, recipe.seq_cls, tokenizer, num_proc=num_proc)
+            documents = classified(opened, recipe.seq_cls, tokenizer)
         else:
-            return trl_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
+            return trl_rows(opened, recipe.sft, tokenizer)
         if next(iter(documents), None) is not None:
             tell_left_out(opened.rows, documents, f"rows of {opened.name} have nothing to learn from")
             return documents

@@ -254,8 +254,8 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
     rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     has_tiled_head = recipe.sft is not None or recipe.dpo is not None
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs its errors with a traceback
-    was_disabled = log.disabled
-    log.disabled = True
+    silence = logging.Filter("another logger")  # only records of a logger of this name pass
+    log.addFilter(silence)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
@@ -264,7 +264,7 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
-                run(model, tokens, dtype, count, has_head=not has_tiled_head)
+                held = run(model, tokens, dtype, count, has_head=not has_tiled_head)
     except RuntimeError as failure:  # where fake tensors lack values, they raise a subclass
         misfits = (
             "broadcast a dimension|must match the size|cannot be multiplied|is invalid for input of size"
@@ -273,15 +273,16 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
             raise
         return None
     finally:
-        log.disabled = was_disabled
+        log.removeFilter(silence)
     head = tiles_bytes(model, rows * length, dtype) if has_tiled_head else 0
-    return max(count.peak, count.held + head)
+    return max(count.peak, held + head)
 
 
-def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> None:
+def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> int:
     """Run the model forward and backward, with its own loss or without the head.
 
-    Outputs are converted to float32 as by `Trainer` under accelerate.
+    Outputs are converted to float32 as by `Trainer` under accelerate. Returns the bytes that live between the
+    two passes.
     """
     has_autocast = dtype != torch.float32
     with torch.autocast("cpu", dtype, enabled=has_autocast):
@@ -295,8 +296,9 @@ def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, h
         outputs = convert_to_fp32(outputs)
     last = outputs.loss if has_head else outputs.last_hidden_state
     del outputs
-    count.held = count.live
+    held = count.live
     last.backward(torch.ones_like(last))
+    return held
 
 
 def tiles_bytes(model: Any, num_tokens: int, dtype: torch.dtype) -> int:
@@ -321,7 +323,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0  # bytes now, and at most
-        self.held = 0  # bytes between the forward and the backward pass
         own = [*model.parameters(), *model.buffers()]
         own += [weight.grad for weight in model.parameters() if weight.grad is not None]
         self._known = {tensor.untyped_storage()._cdata for tensor in own}

@@ -269,10 +269,11 @@ def build_model(
     model = recipe.model
     seed = recipe.training.seed
     config = read_config(recipe)
-    config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    for name in ("bos_token_id", "eos_token_id"):  # a type's default ids do not fit other tokenizers
-        if model.config is not None and name not in model.config:
-            setattr(config.get_text_config(), name, getattr(tokenizer, name))
+    ids = {"pad_token_id": tokenizer.pad_token_id}
+    if model.config is not None:  # a type's default ids do not fit other tokenizers
+        free = {"bos_token_id", "eos_token_id"} - model.config.keys()
+        ids |= {name: getattr(tokenizer, name) for name in free}
+    config.get_text_config().update(ids)
     options = loading_options(recipe, config)
     loader = kind_of(recipe.task).loader
     head: list[str] = []
@@ -403,7 +404,7 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
     """Build the model as `build_model` does, but on the meta device; also return the weights to quantize."""
     config = read_config(recipe)
     text_config = config.get_text_config()
-    text_config.pad_token_id = 0  # the tokenizer sets it later; classifiers refuse a batch without it
+    text_config.update({"pad_token_id": 0})  # the tokenizer's comes later; classifiers refuse a batch without
     options = loading_options(recipe, config)
     if options["dtype"] == "auto":
         options["dtype"] = text_config.dtype or torch.float32

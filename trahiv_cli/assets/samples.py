@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -16,7 +17,7 @@ from datasets import ClassLabel, Dataset, Features, IterableDataset, LargeList, 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.sources import Documents, Opened, parallel, require_text
+from trahiv_cli.assets.sources import Documents, Opened, require_text
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import dpo_form, require_column, sft_form
 from trahiv_cli.recipe.rows import (
@@ -58,9 +59,7 @@ TEMPLATE_FAILURES = (
 # -- clm ------------------------------------------------------------------------------------------
 
 
-def clm_documents(
-    opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def clm_documents(opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Tokenize a dataset to documents of any length, each with exactly one end-of-text token at its end."""
 
     def tokenize(texts: list[str | None]) -> Columns:
@@ -72,7 +71,7 @@ def clm_documents(
         return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
 
     require_text(opened, clm.dataset_text_field, "clm.dataset_text_field")
-    return mapped(opened.rows, tokenize, [clm.dataset_text_field], TOKENS, num_proc=num_proc)
+    return mapped(opened.rows, tokenize, [clm.dataset_text_field], TOKENS, **opened.parallel)
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
@@ -117,9 +116,7 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
 # -- mlm ------------------------------------------------------------------------------------------
 
 
-def mlm_documents(
-    opened: Opened, mlm: MlmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def mlm_documents(opened: Opened, mlm: MlmSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
     A document of special tokens alone is left out: these are never masked, and its loss would be NaN.
@@ -131,15 +128,13 @@ def mlm_documents(
         return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
 
     require_text(opened, mlm.dataset_text_field, "mlm.dataset_text_field")
-    return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
+    return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, **opened.parallel)
 
 
 # -- seq-cls --------------------------------------------------------------------------------------
 
 
-def classified(
-    opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def classified(opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Tokenize a dataset of texts and classes, one sample a row, cut to `max_length`.
 
     A class is written as `class_of` reads it. If the dataset has a list of its classes, numbers are indices
@@ -176,15 +171,13 @@ def classified(
         return {"input_ids": ids, "labels": found}
 
     features = Features({**TOKENS, "labels": Value("int64")})
-    return mapped(opened.rows, classify, [text, label], features, with_indices=True, num_proc=num_proc)
+    return mapped(opened.rows, classify, [text, label], features, with_indices=True, **opened.parallel)
 
 
 # -- sft, dpo -------------------------------------------------------------------------------------
 
 
-def trl_rows(
-    opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def trl_rows(opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Keep the columns of a dataset that TRL's SFTTrainer reads, or its DPOTrainer if `sft` is None.
 
     `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
@@ -202,7 +195,7 @@ def trl_rows(
     passed_on = ("tools", "chat_template_kwargs")  # to the chat template
     optional = [column for column in passed_on if column in opened.first]
     rows = opened.rows.select_columns([*form.columns, *optional])
-    rows = judged(rows, form, tokenizer, opened.name, num_proc=num_proc)
+    rows = judged(replace(opened, rows=rows), form, tokenizer)
     if form.columns != ("conversations",):
         return rows
     if form.keys == CHATML:
@@ -216,7 +209,7 @@ def trl_rows(
         features = Features({**kept, "messages": type(told)(inner)})
     only = ["conversations"]
     options = {"input_columns": only, "remove_columns": only, "features": features}
-    return rows.map(to_messages, **options, **parallel(rows, num_proc))
+    return rows.map(to_messages, **options, **opened.parallel)
 
 
 def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -224,9 +217,7 @@ def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, 
     return {"messages": [chatml(message) for message in conversation]}
 
 
-def judged(
-    rows: Documents, form: Form, tokenizer: PreTrainedTokenizerBase, name: str, *, num_proc: int | None
-) -> Documents:
+def judged(opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Check each row by its form and with the chat template, log warnings, and return all rows.
 
     The rows of a stream are checked as they are read: the first row with an error ends the stream.
@@ -234,6 +225,8 @@ def judged(
     Raises:
         AssetError: rows have errors; the message has each kind of error, with its first rows.
     """
+    rows = opened.rows
+    name = opened.name  # the functions must not refer to the rows: `datasets` hashes and pickles them
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
         template = "\n".join(template.values())
@@ -275,7 +268,7 @@ def judged(
     tally = Tally(name)
     features = Features({"error": Value("string"), "warning": Value("string")})
     options = {"features": features, "remove_columns": rows.column_names}
-    batches = rows.map(judge, **options, **parallel(rows, num_proc)).iter(batch_size=1000)
+    batches = rows.map(judge, **options, **opened.parallel).iter(batch_size=1000)
     found = chain.from_iterable(zip(one["error"], one["warning"], strict=True) for one in batches)
     for number, (error, warning) in enumerate(found, 1):
         tally.add(number, error, warning)
@@ -325,22 +318,15 @@ def tell_left_out(before: Documents, after: Documents, what: str) -> None:
 
 
 def mapped(
-    rows: Documents,
-    function: Any,
-    columns: list[str],
-    features: Features,
-    *,
-    num_proc: int | None = None,
-    with_indices: bool = False,
+    rows: Documents, function: Any, columns: list[str], features: Features, **options: Any
 ) -> Documents:
-    """Replace all columns by the result of `function` for `columns`, batch by batch."""
+    """Replace all columns by the result of `function` for `columns`, with further `options` of `map`."""
     return rows.select_columns(columns).map(
         function,
-        with_indices=with_indices,
         input_columns=columns,
         batched=True,
         batch_size=100,  # it limits the memory of tokenization: a document may be a whole file
         remove_columns=columns,
         features=features,
-        **parallel(rows, num_proc),
+        **options,
     )

@@ -13,7 +13,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -61,6 +61,7 @@ class Opened:
     rows: Documents
     features: dict[str, Any]  # column -> its feature, if known: a stream may have none
     first: dict[str, Any]  # the first row; its keys are the columns
+    parallel: dict[str, int | None]  # the option of `map` for the number of processes; a stream has none
 
     @property
     def name(self) -> str:
@@ -68,7 +69,7 @@ class Opened:
         return repr(self.source.path)
 
 
-def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
+def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: int | None = None) -> Opened:
     """Open the dataset of one entry of the recipe (`place`), and rename its columns as the entry says.
 
     A stream is read while iterating, in bounded memory and disk, and raises `AssetError` at a broken row.
@@ -76,7 +77,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     Raises:
         AssetError: the dataset is missing, can't be read or is empty, or a column can't be renamed.
     """
-    files = local_files(source) if is_local(source.path) else []
+    files = local_files(source)
     if files and not any(file.stat().st_size for file in files):
         raise forms.empty_dataset(source.path, source.split)
     with reading(source):
@@ -94,7 +95,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
         known = rows.features if rows.features is not None and is_plain(rows.features) else None
         told = {"rows": rows, "source": source, "shards": shards}
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
-    opened = Opened(source, place, rows, features, first)
+    parallel = {} if streaming else {"num_proc": num_proc}
+    opened = Opened(source, place, rows, features, first, parallel)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
@@ -102,7 +104,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     def renamed(old: dict[str, Any]) -> dict[str, Any]:
         return {source.columns.get(name, name): value for name, value in old.items()}
 
-    return Opened(source, place, rows.rename_columns(source.columns), renamed(features), renamed(first))
+    renamed_rows = rows.rename_columns(source.columns)
+    return replace(opened, rows=renamed_rows, features=renamed(features), first=renamed(first))
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
@@ -110,11 +113,6 @@ def require_text(opened: Opened, column: str, setting: str) -> None:
     feature = opened.features.get(column)
     is_text = feature is None or getattr(feature, "dtype", "") in ("string", "large_string", "null")
     forms.require_text(opened, column, setting, is_mixed=not is_text)
-
-
-def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
-    """Return the option of `map` and `filter` for the number of processes; a stream has no such option."""
-    return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
 def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
@@ -279,8 +277,7 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     name = f"The dataset {source.path!r} (split {source.split!r})"
     said = failure
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
-    files = local_files(source) if is_local(source.path) else []
-    splits = read_splits(splits_of(source, files), source.split)
+    splits = read_splits(splits_of(source, local_files(source)), source.split)
     for file in chain.from_iterable(splits.values()):
         reader = reader_of(file)
         try:

@@ -90,7 +90,7 @@ def unreadable(error: OSError) -> AssetError:
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
-    """Find the files of a local dataset, at least one, sorted by path.
+    """Find the files of a local dataset, at least one, sorted by path; none for another dataset.
 
     The dataset's `path` is a file, a glob, or a folder. A folder means its `data_files`, or every data file
     in it and below that is not hidden.
@@ -98,6 +98,8 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     Raises:
         AssetError: there is no file, or one of an unknown kind; the hint has a near match or the known kinds.
     """
+    if not is_local(dataset.path):
+        return []
     path = Path(dataset.path).expanduser()
     known = f"Known are {' '.join(READERS)}."
     if path.is_dir() and dataset.data_files is None:

@@ -15,7 +15,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def _read(text: str, file: str) -> Document:
     document = Document({}, file, text.splitlines())
     try:
         node = _Loader(text).get_single_node()
-        document.data = None if node is None else _value(document, node, ())
+        data = None if node is None else _value(document, node, ())
     except yaml.MarkedYAMLError as error:
         message = f"not valid YAML: {error.problem or 'no value'}"
         since = f" since line {error.context_mark.line + 1}" if error.context_mark else ""
@@ -237,7 +237,7 @@ def _read(text: str, file: str) -> Document:
         mark = yaml.Mark(file, error.position, text.count("\n", 0, error.position), 0, None, 0)
         message = f"has a control character (#x{int(error.character):04x})"
         raise document.error([document.finding("", message, "remove it", mark)]) from None
-    return document
+    return replace(document, data=data)
 
 
 def _value(document: Document, node: yaml.Node, location: Location) -> Any:

@@ -19,7 +19,7 @@ from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.files import READ_BYTES, read_rows
-from trahiv_cli.recipe.paths import is_local, reader_of
+from trahiv_cli.recipe.paths import reader_of
 from trahiv_cli.recipe.rows import LABEL_HINT, MEND_A_ROW, Form, Tally, broken_row, label_error, listed
 from trahiv_cli.recipe.schema import TASK_SECTIONS, DatasetSection, ModelSection, Recipe
 from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_types, unknown_model_type
@@ -96,7 +96,7 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
         location: Location = ("data", "datasets", index, "path")
         code = AssetError.code
         try:
-            files = local_files(source) if is_local(source.path) else []
+            files = local_files(source)
             code = RecipeError.code  # the files are here, but they do not fit
             if files and not any(file.stat().st_size for file in files):
                 raise forms.empty_dataset(source.path, source.split)

@@ -78,7 +78,7 @@ def test_folder_content_counts_chosen_data_files(put):
     [
         ("empty", "The folder 'empty' holds no data files.", "Known are .txt .jsonl .json .csv .par"),
         ("./chat.xyz", "'chat.xyz' has a suffix that is not known.", "Known are .txt"),
-        ("chats.jsonl/x", "There is no file or folder 'chats.jsonl/x'.", "Looked in "),
+        ("./chats.jsonl/x", "There is no file or folder 'chats.jsonl/x'.", "Looked in "),
     ],
 )
 def test_missing_path_gets_suggestion(put, path, message, hint):
