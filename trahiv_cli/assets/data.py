@@ -65,10 +65,11 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
     """
     disable_progress_bars()
     data = recipe.data
-    options = {"streaming": data.streaming, "num_proc": data.num_proc}
-    opened = shares_of(
-        [load_rows(one, f"data.datasets.{n}", **options) for n, one in enumerate(data.datasets)]
-    )
+    rows = [
+        load_rows(one, f"data.datasets.{index}", streaming=data.streaming, num_proc=data.num_proc)
+        for index, one in enumerate(data.datasets)
+    ]
+    opened = shares_of(rows)
     train = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened])
     held_out = None
     if data.eval.test_split_size:  # by document, before blocks are cut: no text is on both sides

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 import urllib.request
+from concurrent.futures import wait
 from urllib.parse import urlsplit
 
+from trahiv_cli.background import in_background
 from trahiv_cli.recipe.paths import BUILTIN, is_local
 from trahiv_cli.recipe.schema import Recipe
 
@@ -52,16 +52,13 @@ def trouble(patience_s: float = PATIENCE_S) -> str:
     found = [f"The name of the hub {endpoint()} could not be resolved."]
 
     def ask() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            parts = urlsplit(endpoint())
-            place = parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)
-            socket.getaddrinfo(*place)
-            found[0] = f"The hub {endpoint()} does not answer."
-            socket.create_connection(place, patience_s).close()
-            found[0] = ""
+        parts = urlsplit(endpoint())
+        place = parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)
+        socket.getaddrinfo(*place)
+        found[0] = f"The hub {endpoint()} does not answer."
+        socket.create_connection(place, patience_s).close()
+        found[0] = ""
 
-    # In a thread, because the look-up of a name has no time limit.
-    asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
-    asking.start()
-    asking.join(patience_s)
+    # In the background, because the look-up of a name has no time limit; if it fails, `found` has the reason.
+    wait([in_background(ask)], patience_s)
     return found[0]

@@ -139,9 +139,7 @@ def add_up(
     has_own_weights = not (swarm.mode == "sync" or is_offloaded)
     device_copies, host_copies = mode_copies(swarm.mode, on_gpu=on_gpu, is_offloaded=is_offloaded)
     is_lossy = (opt.grad_compression or ("uniform8" if swarm.mode == "auto" else "none")) != "none"
-    step = 0
-    if is_offloaded or not on_gpu:
-        step = step_bytes(training.optim, max(trained_values, default=0))
+    step = step_bytes(training.optim, max(trained_values, default=0)) if is_offloaded or not on_gpu else 0
     if activation_bytes is not None and not on_gpu:
         # The C library keeps freed blocks of up to 32 MiB: it held 1.2 to 1.6 times the activations. With
         # `MALLOC_MMAP_THRESHOLD_=131072` it holds only these, and training is slower.

@@ -53,20 +53,13 @@ FAILURES = (DatasetsError, OSError, ValueError, TypeError, RuntimeError)
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A dataset whose first row was read."""
+class Opened(forms.Table):
+    """A dataset that was opened with `datasets`."""
 
     source: DatasetSection
-    place: str  # its entry in the recipe: `data.datasets.0`
     rows: Documents
     features: dict[str, Any]  # column -> its feature, if known: a stream may have none
-    first: dict[str, Any]  # the first row; its keys are the columns
     parallel: dict[str, int | None]  # the option of `map` for the number of processes; a stream has none
-
-    @property
-    def name(self) -> str:
-        """The dataset's path in quotes, for messages."""
-        return repr(self.source.path)
 
 
 def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: int | None = None) -> Opened:
@@ -96,7 +89,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: 
         told = {"rows": rows, "source": source, "shards": shards}
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
     parallel = {} if streaming else {"num_proc": num_proc}
-    opened = Opened(source, place, rows, features, first, parallel)
+    opened = Opened(repr(source.path), place, first, source, rows, features, parallel)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trahiv_cli.errors import AssetError, Finding, RecipeError
 from trahiv_cli.recipe import forms
@@ -26,12 +26,6 @@ from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_typ
 
 DOUBT = "data"
 """The code of a finding that is a warning: the rows may be intended."""
-
-
-class _Table(NamedTuple):
-    name: str
-    place: str
-    first: dict[str, Any]
 
 
 def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
@@ -128,12 +122,12 @@ def _about_file(
         if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if the first is `null`
             raise broken_row(name, number, "is no JSON object: {...}")
     first = dict.fromkeys(column for row in rows for column in row) | rows[0]
-    forms.require_renamable(_Table(name, place, first), source.columns)
+    forms.require_renamable(forms.Table(name, place, first), source.columns)
     first, *rows = [
         {source.columns.get(column, column): value for column, value in row.items()} for row in (first, *rows)
     ]
     try:
-        form = _form_of(recipe, _Table(name, place, first))
+        form = _form_of(recipe, forms.Table(name, place, first))
     except AssetError as error:
         inner = [column for column, value in first.items() if isinstance(value, list | dict)]
         if len(rows) == 1 and inner:
@@ -154,7 +148,7 @@ def _about_file(
         yield DOUBT, said, "Nothing to do where that is meant."
 
 
-def _form_of(recipe: Recipe, table: _Table) -> Form:
+def _form_of(recipe: Recipe, table: forms.Table) -> Form:
     """Return the form of a table's rows; for `clm`, `mlm` and `seq-cls` the form of a text."""
     if recipe.sft is not None:
         return forms.sft_form(table, recipe.sft)

@@ -7,7 +7,8 @@ first rows of local files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.paths import closest
@@ -15,20 +16,13 @@ from trahiv_cli.recipe.rows import CHATML, SHAREGPT, Form, is_conversation, list
 from trahiv_cli.recipe.schema import SftSection
 
 
-class Table(Protocol):
+@dataclass(frozen=True)
+class Table:
     """A dataset whose first row was read."""
 
-    @property
-    def name(self) -> str:
-        """The dataset's path in quotes, for messages."""
-
-    @property
-    def place(self) -> str:
-        """The dataset's entry in the recipe: `data.datasets.0`."""
-
-    @property
-    def first(self) -> dict[str, Any]:
-        """The first row; its keys are the columns."""
+    name: str  # its path in quotes, for messages
+    place: str  # its entry in the recipe: `data.datasets.0`
+    first: dict[str, Any]  # the first row; its keys are the columns
 
 
 def sft_form(table: Table, sft: SftSection) -> Form:

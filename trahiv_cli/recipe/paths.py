@@ -91,13 +91,8 @@ def reaches_out(text: str) -> bool:
 
     fsspec, with which `datasets` reads, takes text that begins with `file:` or `local:` for a path.
     """
-    return (
-        text.startswith(("/", "\\", "~", "file:", "local:"))
-        or re.match(r"[A-Za-z]:[\\/]", text) is not None
-        or ".." in re.split(r"[\\/]", text)
-        or "://" in text
-        or "::" in text
-    )
+    is_place = re.search(r"^([/\\~]|file:|local:|[A-Za-z]:[\\/])|://|::", text) is not None
+    return is_place or ".." in re.split(r"[\\/]", text)
 
 
 def is_hub_id(name: str) -> bool:
