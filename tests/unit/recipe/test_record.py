@@ -5,10 +5,12 @@ import json
 import random
 import tracemalloc
 import zlib
+from functools import reduce
+from operator import getitem
 
 import pytest
 
-from tests.unit.recipe.conftest import of_file
+from tests.unit.recipe.conftest import LOADED, error_of, of_file, of_task, quickstart, run_of
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.agreement import AgreedRun, resolve
 from trahiv_cli.recipe.builtin import builtin_recipes
@@ -16,36 +18,28 @@ from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, from_wire, pack, to_wire, unpack
 
-LOADED = ("model.config=", "model.model_name_or_path=owner/model")
-SFT = ("clm=", "task=sft")
-SEQ_CLS = ("clm=", "task=seq-cls", "seq_cls.labels=[no, yes]")
+SFT = of_task("sft")
+SEQ_CLS = of_task("seq-cls")
 DATASET = ("data", "datasets", 0)
 CONTENT_AT = (*DATASET, "content")
 
 
-def recipe_with(*overrides):
-    return load_recipe("quickstart", overrides).recipe
-
-
 def wire(*overrides):
-    return to_wire(AgreedRun.of(recipe_with(*LOADED, *overrides)))
+    return to_wire(run_of(*LOADED, *overrides))
 
 
 def with_value(sent, value, *place):
     """Set a value in the shared part of a published recipe."""
     *sections, key = place
-    at = sent["shared"]
-    for section in sections:
-        at = at[section]
-    at[key] = value
+    reduce(getitem, sections, sent["shared"])[key] = value
     return sent
 
 
-def refusal_of(obj, overrides=(), files=None):
-    with pytest.raises(RecipeError) as caught:
-        from_wire(obj, overrides, files)
-    assert caught.value.exit_code == 2 and caught.value.findings
-    return caught.value
+def refusal_of(*arguments):
+    error = error_of(from_wire, *arguments)
+    assert error.exit_code == 2
+    assert error.findings
+    return error
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
@@ -56,7 +50,7 @@ def test_recipe_survives_wire_round_trip(name):
     assert arrived.hivemind_config.opt.run_id == sent.run_id
 
 
-PACKED = pack(resolve(recipe_with()))
+PACKED = pack(resolve(quickstart()))
 NOISE = {
     "truncated": PACKED[:-20],
     "bit rot": PACKED[:40] + b"\0\0\0\0" + PACKED[44:],
@@ -90,23 +84,21 @@ LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
     ids=["inflated", "deflated"],
 )
 def test_oversized_recipe_names_longest_part(culprit, overrides):
-    with pytest.raises(RecipeError) as refused:
-        pack(resolve(recipe_with(*overrides)))
-    assert "too long to travel" in refused.value.message
-    assert refused.value.hint.startswith(f"`{culprit}` takes ")
+    error = error_of(pack, run_of(*overrides))
+    assert "too long to travel" in error.message
+    assert error.hint.startswith(f"`{culprit}` takes ")
 
 
 def test_unacceptable_recipe_is_refused_before_publishing():
-    with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
-        pack(resolve(recipe_with("model.config.notes=/home/me/model")))
-    (finding,) = refused.value.findings
-    assert (finding.path, finding.file) == ("model.config.notes", "")
+    error = error_of(pack, run_of("model.config.notes=/home/me/model"))
+    assert error.message == "No other peer would take this recipe over."
+    assert [(found.path, found.file) for found in error.findings] == [("model.config.notes", "")]
 
 
 def test_suggestions_travel_without_secrets():
     own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
     suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
-    sent = AgreedRun.of(recipe_with(*own, *suggested))
+    sent = run_of(*own, *suggested)
     before = to_wire(sent)
     arrived = from_wire(before)
     assert before == to_wire(sent), "what was sent is as it was"
@@ -128,12 +120,12 @@ def test_local_files_must_be_brought(put):
         f"the starter trains on its own `many` (2 files, 3 bytes, SHA-256 690ee061fc4e): {bring}. "
         "File names must sort in the same order, and there may be no other data files"
     )
-    there = refusal_of(sent, files=folder / "many").hint
+    there = refusal_of(sent, (), folder / "many").hint
     assert there == f"{wanted}{folder}/many has no copy in it or below"
     assert from_wire(sent, files=folder).data.datasets[0].path == f"{folder}/starter/chat.jsonl"
     set_path = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"])
     assert set_path.data.datasets[0].path == "/my/own.jsonl"
-    model = to_wire(AgreedRun.of(recipe_with("model={model_name_or_path: ./base}")))
+    model = to_wire(run_of("model={model_name_or_path: ./base}"))
     hint = "the starter has its own folder `base`: bring a copy and `--set model.model_name_or_path=FOLDER`"
     assert refusal_of(model).hint == hint
 
@@ -176,7 +168,8 @@ REFUSED = [
 def test_stranger_paths_and_code_are_refused(put, place, value, message):
     put({"Documents/x": ""})
     (finding,) = refusal_of(with_value(wire(), value, *place)).findings
-    assert finding.path.startswith(dotted(place)) and message in finding.message
+    assert finding.path.startswith(dotted(place))
+    assert message in finding.message
 
 
 CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
