@@ -16,15 +16,15 @@ from multiprocessing.sharedctypes import RawValue
 EARLIEST_S = 1767225600.0
 LATEST_S = 2.0**32
 
-_COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_began = time.time() - time.clock_gettime(_COUNTER)
+_counter = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_began = time.time() - time.clock_gettime(_counter)
 # The seconds by which the swarm's time is ahead of this machine's; shared with all forked processes.
 _ahead = RawValue(ctypes.c_double, 0.0)
 
 
 def swarm_time() -> float:
     """Return the swarm's time in seconds since 1970, as `time.time` has it."""
-    return _began + time.clock_gettime(_COUNTER) + float(_ahead.value)
+    return _began + time.clock_gettime(_counter) + float(_ahead.value)
 
 
 def take_over(answers: Iterable[tuple[float, float]]) -> float:

@@ -181,8 +181,9 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
         known = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
         for name in fields.keys() - known.keys():
             if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
-                said = f"A {model_type} config has no field {name!r}."
-                raise AssetError(said, f"Did you mean {close[0]!r}?")
+                raise AssetError(
+                    f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?"
+                )
         for name, mistake, hint in mistakes_in_config(fields):
             raise AssetError(f"`model.config.{name}`: {mistake}.", hint)
         with translated("model config", f"a new {model_type}"):
@@ -190,9 +191,9 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     else:
         name = expand_folder(model_name(model))
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            said = f"The folder {name!r} is not a model: it has no config.json."
             raise AssetError(
-                said, "Name what `save_pretrained` wrote; merge adapters into their model first."
+                f"The folder {name!r} is not a model: it has no config.json.",
+                "Name what `save_pretrained` wrote; merge adapters into their model first.",
             )
         with translated("model", name):
             written, _ = PreTrainedConfig.get_config_dict(name, revision=model.revision)
@@ -303,9 +304,9 @@ def head_drawn(model: PreTrainedModel, recipe: Recipe, info: Mapping[str, Any]) 
         AssetError: the checkpoint has a weight in another shape, or lacks one outside a new head.
     """
     for name, found, wanted in sorted(info["mismatched_keys"]):
-        said = f"The checkpoint's {name!r} has the shape {list(found)}, and the model's {list(wanted)}."
         raise AssetError(
-            said, "Correct config.json; for `seq-cls`, use the same number of labels, or another model."
+            f"The checkpoint's {name!r} has the shape {list(found)}, and the model's {list(wanted)}.",
+            "Correct config.json; for `seq-cls`, use the same number of labels, or another model.",
         )
     weights = [name for name, _ in model.named_parameters()]
     drawn = [name for name in weights if name in info["missing_keys"]]

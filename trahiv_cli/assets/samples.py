@@ -149,15 +149,16 @@ def classified(opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedToke
     require_text(opened, text, "seq_cls.dataset_text_field")
     require_column(opened, label, "seq_cls.dataset_label_field")
     feature = opened.features.get(label)
-    numbers = dict(enumerate(range(len(labels)))) if isinstance(feature, ClassLabel) else None
-    if isinstance(feature, ClassLabel) and set(feature.names) & set(labels):
-        if unknown := [name for name in feature.names if name not in labels]:
+    numbers = None
+    if isinstance(feature, ClassLabel):
+        names = feature.names if set(feature.names) & set(labels) else labels
+        if unknown := [name for name in names if name not in labels]:
             raise AssetError(
                 f"The dataset {opened.name} has classes that `seq_cls.labels` does not name: "
                 f"{listed(unknown)}.",
-                f"Its classes are {listed(feature.names)}.",
+                f"Its classes are {listed(names)}.",
             )
-        numbers = {number: labels.index(name) for number, name in enumerate(feature.names)}
+        numbers = {number: labels.index(name) for number, name in enumerate(names)}
 
     name = opened.name  # the function must not refer to the rows: `datasets` hashes and pickles it
 

@@ -85,20 +85,20 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: 
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken row is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # `datasets` divides lists among workers
-        known = rows.features if rows.features is not None and is_plain(rows.features) else None
         told = {"rows": rows, "source": source, "shards": shards}
+        known = rows.features if is_plain(rows.features) else None
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
     parallel = {} if streaming else {"num_proc": num_proc}
     opened = Opened(repr(source.path), place, first, source, rows, features, parallel)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
-
-    def renamed(old: dict[str, Any]) -> dict[str, Any]:
-        return {source.columns.get(name, name): value for name, value in old.items()}
-
-    renamed_rows = rows.rename_columns(source.columns)
-    return replace(opened, rows=renamed_rows, features=renamed(features), first=renamed(first))
+    return replace(
+        opened,
+        first=source.renamed(first),
+        rows=rows.rename_columns(source.columns),
+        features=source.renamed(features),
+    )
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
@@ -222,7 +222,7 @@ def reader_options(reader: Reader, files: list[Path]) -> dict[str, Any]:
 
 
 def is_plain(feature: Any) -> bool:
-    """Tell whether decoded values look like stored ones, so that they can be encoded again."""
+    """Tell whether decoded values are known to look like stored ones, so that they can be encoded again."""
     if isinstance(feature, dict):
         return all(map(is_plain, feature.values()))
     if isinstance(feature, List | LargeList):

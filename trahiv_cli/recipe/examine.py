@@ -123,18 +123,17 @@ def _about_file(
             raise broken_row(name, number, "is no JSON object: {...}")
     first = dict.fromkeys(column for row in rows for column in row) | rows[0]
     forms.require_renamable(forms.Table(name, place, first), source.columns)
-    first, *rows = [
-        {source.columns.get(column, column): value for column, value in row.items()} for row in (first, *rows)
-    ]
+    first = source.renamed(first)
+    rows = list(map(source.renamed, rows))
     try:
         form = _form_of(recipe, forms.Table(name, place, first))
     except AssetError as error:
         inner = [column for column, value in first.items() if isinstance(value, list | dict)]
         if len(rows) == 1 and inner:
-            said = f"{name} is one object, and not one for each row: its rows are in {listed(inner)}."
-            hint = "Write an object for each row, one a line"
             raise AssetError(
-                said, f"{hint}; `jq -c '.data[]' FILE > NEW_FILE` takes rows out of `data`."
+                f"{name} is one object, and not one for each row: its rows are in {listed(inner)}.",
+                "Write an object for each row, one a line; `jq -c '.data[]' FILE > NEW_FILE` takes rows out "
+                "of `data`.",
             ) from error
         raise
     tally = Tally(name)

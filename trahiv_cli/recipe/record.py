@@ -120,12 +120,11 @@ def _bounded(obj: Any) -> dict[str, Any]:
     while waiting:
         value, depth = waiting.pop()
         texts = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
-        is_plain = value is None or isinstance(value, str | list | dict)
+        is_plain = isinstance(value, str | list | dict | None)
         if isinstance(value, int | float):
             is_plain = abs(value) <= LARGEST  # false for NaN
         if not is_plain or not all(isinstance(text, str) and is_text(text) for text in texts):
-            what = f"has a value that is no list, no text and no number up to {LARGEST}"
-            raise _refusal([("", what)])
+            raise _refusal([("", f"has a value that is no list, no text and no number up to {LARGEST}")])
         num_values += 1
         num_characters += sum(map(len, texts))
         if depth > max_depth or num_values > max_values or num_characters > MAX_RECIPE_BYTES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from statistics import mode
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
@@ -311,6 +311,10 @@ class DatasetSection(Section):
 
     content: ContentSection | None = None
     """Content of local files. Leave it out: `init` fills it in, and a peer with other files is refused."""
+
+    def renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row, or other values by column, with the names that the task reads."""
+        return {self.columns.get(name, name): value for name, value in row.items()}
 
     def _broken_rules(self) -> Rules:
         if not self.path.strip():
