@@ -809,7 +809,8 @@ class Recipe(Section):
                 "gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is "
                 f"{opt.target_batch_size}: change one of them",
                 "hivemind_config.opt.target_batch_size",
-                *("training.per_device_train_batch_size", "training"),
+                "training.per_device_train_batch_size",
+                "training",
             )
         if opt.offload_optimizer is True and self.swarm.may_step_locally:
             message = f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU"
@@ -841,7 +842,7 @@ class Recipe(Section):
     def warmup_steps(self) -> int:
         """`training.warmup_steps` as a whole number of swarm steps (a share is rounded up)."""
         share = self.training.warmup_steps
-        return int(share) if share >= 1 else -int(-share * self.training.max_steps // 1)
+        return int(share) if share >= 1 else math.ceil(share * self.training.max_steps)
 
 
 # -- fields ---------------------------------------------------------------------------------------
