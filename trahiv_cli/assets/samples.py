@@ -309,7 +309,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: in
     if not texts:
         return []
     only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
-    return list(tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"])
+    return tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"]
 
 
 def tell_left_out(before: Documents, after: Documents, what: str) -> None:

@@ -35,12 +35,12 @@ def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
         RecipeError: the recipe contradicts itself or its data; the error has all findings.
         AssetError: the only mistakes are files that are not here or have an unknown suffix.
     """
-    found = (*_about_model(recipe, document), *_about_data(recipe, document))
+    found = [*_about_model(recipe, document), *_about_data(recipe, document)]
     errors = [finding for finding in found if finding.code != DOUBT]
     for kind in (RecipeError, AssetError):
         if any(finding.code == kind.code for finding in errors):
             raise document.error(errors, kind)
-    return [finding for finding in found if finding.code == DOUBT]
+    return found
 
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:

@@ -51,17 +51,21 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = (), files: Path |
     """
     path = None if source == "-" else _find(source)
     text = _read(path, 128 * 1024, "recipe")
-    is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
     document = read_document(text, str(path or "<stdin>"))
-    stem = "" if path is None or is_from_pipe else path.stem  # `<(generate)` is called /dev/fd/63
+    piped: str | None = str(source)
+    stem = ""
+    folder = Path.cwd()
+    # `<(generate)` is called /dev/fd/63.
+    if path is not None and path.is_file() and not path.is_relative_to("/dev"):
+        piped = None
+        stem = path.stem
+        if path not in builtin_recipes().values():
+            folder = path.parent.resolve()
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem)[:48].strip("-")
     document.data.setdefault("name", name or "recipe")
     document.replace(overrides)
-    folder = Path.cwd()
-    if path is not None and not is_from_pipe and path not in builtin_recipes().values():
-        folder = path.parent.resolve()
     recipe = with_copies(_checked(document, folder, reads_template=True), files)
-    return Loaded(recipe, text, str(source) if is_from_pipe else None, document)
+    return Loaded(recipe, text, piped, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:

@@ -52,9 +52,8 @@ def is_local(name: str) -> bool:
     if name.startswith(BUILTIN):
         return False
     return (
-        name.startswith(("/", ".", "~"))
+        re.search(r"^[/.~]|[*?\[]", name) is not None
         or name.count("/") > 1
-        or re.search(r"[*?\[]", name) is not None
         or is_data(name)
         or os.path.exists(name)
     )

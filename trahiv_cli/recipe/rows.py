@@ -46,7 +46,7 @@ class Form:
 
         A role that the chat `template` names is known. Without a template, unknown roles are left to `doubt`.
         """
-        if "chat_template_kwargs" in row and row["chat_template_kwargs"] is None:
+        if row.get("chat_template_kwargs", {}) is None:
             return "has no 'chat_template_kwargs'"
         for column in self.columns:
             if problem := self._error_in(column, row.get(column), template):
@@ -95,7 +95,7 @@ class Form:
             return f"has no {column!r}"
         if self.keys is None:
             return "" if isinstance(value, str) else f"has {type(value).__name__} in {column!r}, not text"
-        if not _has_speakers(value, self.keys[0]):
+        if not _all_have(value, self.keys[0]):
             return f"has something else in {column!r} than messages of {self.keys[0]} and {self.keys[1]}"
         messages = [chatml(message) for message in value]
         for message in messages:
@@ -147,7 +147,7 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 
 def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
     """Tell whether `value` is a list of messages; a message that calls tools may have no content."""
-    return _has_speakers(value, keys[0]) and any(keys[1] in message for message in value)
+    return _all_have(value, keys[0]) and any(keys[1] in message for message in value)
 
 
 def class_of(said: Any, labels: Sequence[str]) -> int | None:
@@ -191,10 +191,11 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
 
-def _has_speakers(value: Any, key: str) -> bool:
-    """Tell whether `value` is a non-empty list of mappings that all name a speaker."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value)
+def _all_have(value: Any, key: str) -> bool:
+    """Tell whether `value` is a non-empty list of mappings that all have a text under `key`."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value)
 
 
 def _error_of(message: dict[str, Any], keys: tuple[str, str], column: str, template: str | None) -> str:
@@ -222,12 +223,7 @@ def _no_text(content: Any, key: str, column: str) -> str:
 
 def _are_parts(content: Any) -> bool:
     """Tell whether a content is a list of `{type: text, text: ...}`, which some chat templates read."""
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
-        and all(isinstance(part.get("text"), str) for part in content)
-    )
+    return _all_have(content, "text") and all(part.get("type") == "text" for part in content)
 
 
 def _says_something(message: dict[str, Any]) -> bool:
