@@ -78,8 +78,7 @@ def test_each_shared_value_changes_fingerprint(task):
     before = fingerprint(shared)
     for location, value in leaves(shared):
         other = copy.deepcopy(shared)
-        holder = reduce(getitem, location[:-1], other)
-        holder[location[-1]] = "another"
+        reduce(getitem, location[:-1], other)[location[-1]] = "another"
         assert value != "another"
         assert fingerprint(other) != before, location
 
