@@ -31,10 +31,10 @@ Location = tuple[str | int, ...]
 """The path to a value in the data: `("data", "datasets", 0, "path")`."""
 
 _PLAIN = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
 }
 _TAG = "tag:yaml.org,2002:"
 
@@ -57,8 +57,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-for _kind, (_regexp, _first) in _PLAIN.items():
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_regexp})$"), _first)
+for _kind, _regexp in _PLAIN.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_regexp})$"), None)
 
 
 @dataclass
@@ -272,7 +272,7 @@ def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> An
     value: int | float | None = None
     if kind == "str":
         return text if is_text(text) else _refuse(document, node, location, "has half of a surrogate pair")
-    if not re.fullmatch(_PLAIN[kind][0], text):
+    if not re.fullmatch(_PLAIN[kind], text):
         return _refuse(document, node, location, f"{text!r} is not a !!{kind}")
     if kind in ("bool", "null"):
         return text.lower() == "true" if kind == "bool" else None

@@ -87,10 +87,6 @@ def test_peers_hold_out_same_documents(build):
     assert sorted(held_out + trained) == sorted(map(encoded, texts))
 
 
-def test_small_share_holds_out_one_document(build):
-    assert len(build(["one text", "another text"], share=0.01, max_length=4).eval) > 0
-
-
 def test_only_document_cannot_be_held_out(build):
     with refused("Of 1 documents, 1 would be held out", "split it into several"):
         build(["only one text"], share=0.1, max_length=4)
