@@ -72,7 +72,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: 
     """
     files = local_files(source)
     if files and not any(file.stat().st_size for file in files):
-        raise forms.empty_dataset(source.path, source.split)
+        raise forms.empty_dataset(source)
     with reading(source):
         if source.path == TEXT:
             rows = Dataset.from_list([{"text": text} for text in read_text()])
@@ -81,7 +81,7 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: 
             rows = load_dataset(**arguments(source, files), split=source.split, streaming=streaming)
         first = next(iter(rows), None)
     if first is None:
-        raise forms.empty_dataset(source.path, source.split)
+        raise forms.empty_dataset(source)
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken row is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # `datasets` divides lists among workers
@@ -247,7 +247,7 @@ def reading(source: DatasetSection) -> Iterator[None]:
     try:
         yield
     except StopIteration as failure:  # the JSON reader's way to say that a file has no first line
-        raise forms.empty_dataset(source.path, source.split) from failure
+        raise forms.empty_dataset(source) from failure
     except DatasetNotFoundError as failure:
         raise AssetError(
             f"There is no dataset {source.path!r} on the hub, or it is private or gated: "
@@ -261,7 +261,7 @@ def reading(source: DatasetSection) -> Iterator[None]:
         ) from failure
     except FAILURES as failure:
         if "corresponds to no data" in str(failure):  # a header and no row
-            raise forms.empty_dataset(source.path, source.split) from failure
+            raise forms.empty_dataset(source) from failure
         raise unreadable(source, failure) from failure
 
 

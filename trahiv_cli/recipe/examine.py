@@ -93,7 +93,7 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
             files = local_files(source)
             code = RecipeError.code  # the files are here, but they do not fit
             if files and not any(file.stat().st_size for file in files):
-                raise forms.empty_dataset(source.path, source.split)
+                raise forms.empty_dataset(source)
             # In a folder, `datasets` may read only some files, depending on their names and a README.md.
             whole = [] if Path(source.path).expanduser().is_dir() else files
             place = f"data.datasets.{index}"

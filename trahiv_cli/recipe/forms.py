@@ -13,7 +13,7 @@ from typing import Any
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.rows import CHATML, SHAREGPT, Form, is_conversation, listed
-from trahiv_cli.recipe.schema import SftSection
+from trahiv_cli.recipe.schema import DatasetSection, SftSection
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,12 @@ def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
             raise AssetError(taken, hint)
 
 
-def empty_dataset(path: str, split: str) -> AssetError:
+def empty_dataset(source: DatasetSection) -> AssetError:
     """Make the error for a dataset without rows."""
-    hint = "Check its files, or remove the entry from `data.datasets`."
-    return AssetError(f"The dataset {path!r} (split {split!r}) is empty.", hint)
+    return AssetError(
+        f"The dataset {source.path!r} (split {source.split!r}) is empty.",
+        "Check its files, or remove the entry from `data.datasets`.",
+    )
 
 
 def num_held_out(num_documents: int, share: float) -> int:
