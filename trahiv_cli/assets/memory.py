@@ -174,7 +174,7 @@ def add_up(
         # A checkpoint copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
         # At most three averages are kept for a joiner to replay (`optim/rounds.py`).
-        joiner_bytes=state + (5 if swarm.may_step_locally else 4) * one_copy,
+        joiner_bytes=state + (3 + (2 if swarm.may_step_locally else 1)) * one_copy,
     )
 
 
@@ -202,13 +202,13 @@ def step_bytes(optim: OptimName, num_values: int) -> int:
 
 def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:
     """Count the bytes of optimizer state for a weight; bitsandbytes keeps 32 bits for embeddings."""
-    # The values that an optimizer keeps for each weight, by a word in its name.
-    values = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
     num_values = shape.numel()
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
         return FLOAT32_BYTES * (rows_and_columns if len(shape) > 1 else num_values)
-    states = next(number for word, number in values.items() if word in training.optim)
+    # The values that an optimizer keeps for each weight, by a word in its name.
+    kept = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+    states = next(number for word, number in kept.items() if word in training.optim)
     if training.optim in ("sgd", "rmsprop"):
         said = (training.optim_args or "").replace(" ", "").lower()
         states += ("momentum=" in said) + ("centered=true" in said)
