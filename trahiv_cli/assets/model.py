@@ -181,9 +181,8 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
         known = CONFIG_MAPPING[model_type]().to_dict() if model_type in CONFIG_MAPPING else {}
         for name in fields.keys() - known.keys():
             if close := difflib.get_close_matches(name, known.keys() - fields.keys(), n=1, cutoff=0.85):
-                raise AssetError(
-                    f"A {model_type} config has no field {name!r}.", f"Did you mean {close[0]!r}?"
-                )
+                said = f"A {model_type} config has no field {name!r}."
+                raise AssetError(said, f"Did you mean {close[0]!r}?")
         for name, mistake, hint in mistakes_in_config(fields):
             raise AssetError(f"`model.config.{name}`: {mistake}.", hint)
         with translated("model config", f"a new {model_type}"):

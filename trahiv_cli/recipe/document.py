@@ -110,16 +110,17 @@ class Document:
         data = self.data
         for depth, part in enumerate(location):
             where = dotted(location[:depth])
-            if isinstance(data, list):
-                if not isinstance(part, int) or part >= len(data):
-                    raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
-            elif not isinstance(data, dict):
+            key: str | int = part
+            if isinstance(data, dict):
+                key = str(part)
+                if data.get(key) is None:
+                    data[key] = {}
+            elif not isinstance(data, list):
                 raise RecipeError(f"`{where}` is a value, not a section")
-            key = part if isinstance(data, list) else str(part)
+            elif not isinstance(part, int) or part >= len(data):
+                raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
             if depth == len(location) - 1:
                 data[key] = value
-            elif isinstance(data, dict) and data.get(key) is None:
-                data[key] = {}
             data = data[key]
 
     def is_replaced(self, location: Location) -> bool:
