@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 Tool = Literal["axolotl", "LLaMA-Factory", "TRL", "others"]
 TOOLS: tuple[Tool, ...] = get_args(Tool)
+"""Three tools, and all others together."""
 
 CALLED_ELSEWHERE: dict[str, dict[Tool, str]] = {
     "`task`, and `pt` is `clm`": {"LLaMA-Factory": "stage"},

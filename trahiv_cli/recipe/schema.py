@@ -157,10 +157,9 @@ def repeated_too_often(config: dict[str, Any]) -> Iterator[tuple[Location, str]]
     """Yield where a `transformers` config, maybe a stranger's, would take for ever to be read, and why."""
     for location, value in leaves(config, is_deep=True):
         names = [name for name in location if isinstance(name, str)]
-        if not names or not isinstance(value, int | float) or value <= 10_000:
-            continue
+        is_large = isinstance(value, int | float) and value > 10_000
         # The number in such a field is the length of a list that the config itself makes.
-        if re.fullmatch(".*(layers?|labels|types|blocks|replace)", names[-1]):
+        if is_large and names and re.fullmatch(".*(layers?|labels|types|blocks|replace)", names[-1]):
             yield location, f"asks for {value:,} `{names[-1]}`, and at most 10,000 are possible"
 
 
@@ -191,6 +190,7 @@ class ModelSection(Section):
         if "/" in self.attn_implementation:
             message = "names code on a hub, which is never run: install a package such as flash-attn"
             yield message, "attn_implementation"
+        # By these fields a config may load code, weights or another kind of layer.
         loads = re.compile(
             "_.*|.*_implementation|.*name_or_path|auto_map|trust_remote_code|custom_pipelines|use_kernels"
             "|kernel_config|quantization_config|use_pretrained_backbone|use_timm_backbone"
