@@ -8,15 +8,15 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TypeVar
 
-T = TypeVar("T")
+_Result = TypeVar("_Result")
 
 
-def in_background(work: Callable[[], T]) -> Future[T]:
+def in_background(work: Callable[[], _Result]) -> Future[_Result]:
     """Call `work` in a new daemon thread, and return the future of its result.
 
     Unlike a thread of an executor, it doesn't keep the process from ending.
     """
-    future: Future[T] = Future()
+    future: Future[_Result] = Future()
 
     def run() -> None:
         try:

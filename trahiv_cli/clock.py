@@ -12,20 +12,19 @@ import time
 from collections.abc import Iterable
 from multiprocessing.sharedctypes import RawValue
 
-TOLERATED_S = 1.0  # a difference that is ignored; hivemind refuses a peer that is more than 3 s apart
 # The beginning of 2026, before there was a trahiv, and the year 2106; in seconds since 1970.
 EARLIEST_S = 1767225600.0
 LATEST_S = 2.0**32
 
-_COUNTER = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_began = time.time() - time.clock_gettime(_COUNTER)
+_counter = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_began = time.time() - time.clock_gettime(_counter)
 # The seconds by which the swarm's time is ahead of this machine's; shared with all forked processes.
 _ahead = RawValue(ctypes.c_double, 0.0)
 
 
 def swarm_time() -> float:
     """Return the swarm's time in seconds since 1970, as `time.time` has it."""
-    return _began + time.clock_gettime(_COUNTER) + float(_ahead.value)
+    return _began + time.clock_gettime(_counter) + float(_ahead.value)
 
 
 def take_over(answers: Iterable[tuple[float, float]]) -> float:
@@ -41,7 +40,7 @@ def take_over(answers: Iterable[tuple[float, float]]) -> float:
         return 0.0
     middle = found[(len(found) - 1) // 2 : len(found) // 2 + 1]
     difference, delay = min(middle, key=lambda one: abs(one[0]))
-    if abs(difference) <= TOLERATED_S + delay / 2:
+    if abs(difference) <= 1.0 + delay / 2:  # hivemind refuses only a peer that is more than 3 s apart
         return 0.0
     _ahead.value += difference
     return difference

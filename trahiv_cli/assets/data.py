@@ -22,20 +22,18 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.samples import TOKENIZED, clm_samples, tell_left_out, trl_rows
+from trahiv_cli.assets.samples import (
+    classified,
+    clm_documents,
+    clm_samples,
+    mlm_documents,
+    tell_left_out,
+    trl_rows,
+)
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
 from trahiv_cli.recipe.schema import Recipe
-
-HEAD_ROWS = 5
-"""Rows from which a stream's features are inferred, the same number as in `datasets`."""
-
-STREAM_FILES = 10
-"""Files that are read at the same time, each in chunks of 10 MB at most."""
-
-STREAM_BUFFER = 1000
-"""Samples in the shuffle buffer of a stream: about 40 MB for blocks of 1024 tokens."""
 
 MOST_SHARDS = 256
 """More files than this are divided into groups: each shard leaves up to one block of tokens unread."""
@@ -67,8 +65,10 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
     """
     disable_progress_bars()
     data = recipe.data
-    entries = enumerate(data.datasets)
-    rows = [load_rows(one, f"data.datasets.{n}", streaming=data.streaming) for n, one in entries]
+    rows = [
+        load_rows(one, f"data.datasets.{index}", streaming=data.streaming, num_proc=data.num_proc)
+        for index, one in enumerate(data.datasets)
+    ]
     opened = shares_of(rows)
     train = mixed(opened, [prepared(part, recipe, tokenizer) for part in opened])
     held_out = None
@@ -83,8 +83,8 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
     is_stream = isinstance(train, IterableDataset)
     if is_shuffled and is_stream:
         # Files are mixed before blocks are packed: packing continues from one document to the next, so it
-        # needs one stream, and not one stream for each file.
-        train = shuffled_stream(train, peer_seed, num_samples=1, num_files=STREAM_FILES)
+        # needs one stream, and not one stream for each file. A file is read in chunks of 10 MB at most.
+        train = shuffled_stream(train, peer_seed, num_samples=1, num_files=10)
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
@@ -97,12 +97,12 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
 
 
 def shuffled_stream(
-    stream: IterableDataset, seed: int, *, num_samples: int = STREAM_BUFFER, num_files: int = 1
+    stream: IterableDataset, seed: int, *, num_samples: int = 1000, num_files: int = 1
 ) -> IterableDataset:
     """Shuffle a stream's files, and its samples in a buffer.
 
-    The buffer holds `num_samples`, read from `num_files` at a time. Before its version 5, `datasets` fills
-    the buffer from one file at a time.
+    The buffer holds `num_samples`, read from `num_files` at a time; 1,000 blocks of 1,024 tokens take about
+    40 MB. Before its version 5, `datasets` fills the buffer from one file at a time.
     """
     more: dict[str, int] = {}
     if "max_buffer_input_shards" in inspect.signature(stream.shuffle).parameters:
@@ -123,11 +123,15 @@ def shards_of(stream: IterableDataset) -> int:
 
 def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Turn each row into a unit that can be held out: a document of tokens, or the row as TRL reads it."""
-    num_proc = recipe.data.num_proc
     try:
-        if (tokenized := TOKENIZED.get(recipe.task)) is None:
-            return trl_rows(opened, recipe.sft, tokenizer, num_proc=num_proc)
-        documents = tokenized(opened, recipe.section, tokenizer, num_proc=num_proc)
+        if recipe.clm is not None:
+            documents = clm_documents(opened, recipe.clm, tokenizer)
+        elif recipe.mlm is not None:
+            documents = mlm_documents(opened, recipe.mlm, tokenizer)
+        elif recipe.seq_cls is not None:
+            documents = classified(opened, recipe.seq_cls, tokenizer)
+        else:
+            return trl_rows(opened, recipe.sft, tokenizer)
         if next(iter(documents), None) is not None:
             tell_left_out(opened.rows, documents, f"rows of {opened.name} have nothing to learn from")
             return documents
@@ -159,8 +163,9 @@ def mixed(opened: list[Opened], parts: list[Documents]) -> Documents:
     """Concatenate the datasets; their columns must agree."""
     if len(parts) == 1:
         return parts[0]
-    # A stream may have no features. They are inferred then, as `datasets` does when it concatenates.
-    features = [part.features or Dataset.from_list(list(part.take(HEAD_ROWS))).features for part in parts]
+    # A stream may have no features. They are inferred then from 5 rows, as `datasets` does when it
+    # concatenates.
+    features = [part.features or Dataset.from_list(list(part.take(5))).features for part in parts]
     kinds = [narrowed(feature) for feature in features]
     for part, kind in zip(opened[1:], kinds[1:], strict=True):
         for column in {**kinds[0], **kind}:

@@ -22,12 +22,6 @@ from trahiv_cli.recipe.rows import texts_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TEMPERATURE = 0.7
-"""The temperature of a sample. It is below 1, because the text of an early model is easier to read then."""
-
-HOLDS_ANSWER = "(answer)"
-"""Placeholder for an answer, to find the place where a template writes it."""
-
 
 def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
     """Write model, tokenizer and card into `folder`, replacing its content, all or nothing.
@@ -155,8 +149,8 @@ def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_to
     try:
         opened = write(messages, add_generation_prompt=True)
         if opened == write(messages):  # the template ignores that option
-            answered = [*messages, {"role": "assistant", "content": HOLDS_ANSWER}]
-            opened = write(answered).partition(HOLDS_ANSWER)[0]
+            answer = "(answer)"  # it shows where the template writes an answer
+            opened = write([*messages, {"role": "assistant", "content": answer}]).partition(answer)[0]
     except TEMPLATE_FAILURES:
         return None
     ids = tokenizer(opened, add_special_tokens=False)["input_ids"]
@@ -182,7 +176,7 @@ def sample_text(
                 input_ids=start,
                 attention_mask=torch.ones_like(start),
                 do_sample=True,
-                temperature=TEMPERATURE,
+                temperature=0.7,  # below 1, the text of an early model is easier to read
                 max_new_tokens=max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 import urllib.request
+from concurrent.futures import wait
 from urllib.parse import urlsplit
 
+from trahiv_cli.background import in_background
 from trahiv_cli.recipe.paths import BUILTIN, is_local
 from trahiv_cli.recipe.schema import Recipe
 
@@ -24,7 +24,7 @@ def is_of_hub(name: str | None) -> bool:
     return name is not None and not name.startswith(BUILTIN) and not is_local(name)
 
 
-def do_without_hub(recipe: Recipe) -> str:
+def do_without_hub(recipe: Recipe, *, patience_s: float = PATIENCE_S) -> str:
     """Make libraries use only their cache if the hub does not answer; they must not be imported yet.
 
     Does nothing if the recipe needs no hub, if the user has chosen already (`HF_HUB_OFFLINE`), or if there is
@@ -36,7 +36,7 @@ def do_without_hub(recipe: Recipe) -> str:
     has_chosen = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE")
     if not any(map(is_of_hub, names)) or has_chosen or urllib.request.getproxies():
         return ""
-    if not (said := trouble()):
+    if not (said := trouble(patience_s)):
         return ""
     os.environ["HF_HUB_OFFLINE"] = "1"
     return f"{said} Only files in this machine's cache are used."
@@ -47,21 +47,18 @@ def endpoint() -> str:
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
-def trouble() -> str:
+def trouble(patience_s: float = PATIENCE_S) -> str:
     """Connect to the hub; return a sentence about the failure, or ""."""
     found = [f"The name of the hub {endpoint()} could not be resolved."]
 
     def ask() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            parts = urlsplit(endpoint())
-            place = parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)
-            socket.getaddrinfo(*place)
-            found[0] = f"The hub {endpoint()} does not answer."
-            socket.create_connection(place, PATIENCE_S).close()
-            found[0] = ""
+        parts = urlsplit(endpoint())
+        place = parts.hostname, parts.port or {"http": 80}.get(parts.scheme, 443)
+        socket.getaddrinfo(*place)
+        found[0] = f"The hub {endpoint()} does not answer."
+        socket.create_connection(place, patience_s).close()
+        found[0] = ""
 
-    # In a thread, because the look-up of a name has no time limit.
-    asking = threading.Thread(target=ask, name="asking the hub", daemon=True)
-    asking.start()
-    asking.join(PATIENCE_S)
+    # In the background, because the look-up of a name has no time limit; if it fails, `found` has the reason.
+    wait([in_background(ask)], patience_s)
     return found[0]

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
@@ -29,56 +30,12 @@ from torch.utils._pytree import tree_leaves
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection
 
-GIB = 2**30
-
 FLOAT32_BYTES = 4
-
-LIBRARIES_BYTES = 800 * 2**20
-"""Python, torch, transformers, the DHT's process and p2pd, measured with a model of 0.1M weights."""
-
-REPLAYED_COPIES = 3
-"""Most averages kept for a joiner to replay (`rounds/replay_log.py`), in copies of the weights."""
-
-CPU_FRAGMENTS = 1.4
-"""Memory that the C library holds for each byte of activations: it keeps freed blocks of up to 32 MiB. 1.2 to
-1.6 were measured; with `MALLOC_MMAP_THRESHOLD_=131072` it is 1.0, and training is slower."""
-
-STATES = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
-"""Numbers that an optimizer keeps for each weight, by a word in its name. Adafactor has another rule."""
 
 OFFLOADED_OPTIMIZERS: frozenset[OptimName] = frozenset(
     ("adamw_torch", "adamw_torch_fused", "adafactor", "adagrad", "rmsprop", "sgd", "stable_adamw")
 )
 """The optimizers whose state `offload_optimizer: auto` keeps in RAM; bitsandbytes' states are small."""
-
-STEP_COPIES = 2
-BITSANDBYTES_STEP_COPIES = 5
-"""Float32 copies of a weight while it is stepped on a CPU; the largest weight decides. Counted for AdamW, and
-for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469. On a GPU bitsandbytes makes none."""
-
-MIN_8BIT_VALUES = 4096
-OPTIMIZER_BLOCK = 256
-"""A tensor of fewer values than `MIN_8BIT_VALUES` keeps 32 bits. In a larger one, `OPTIMIZER_BLOCK` values
-share a float32 scale; source: bitsandbytes/optim/optimizer.py."""
-
-BASE_BLOCK = 64
-NESTED_BLOCK = 256
-"""Values of a 4-bit weight that share a scale, and scales that share one; see bitsandbytes/functional.py."""
-
-TILE_TOKENS = 4096
-TILE_WORDS = 32768
-"""Size of a tile, in tokens and in words of the vocabulary, in which TRL multiplies with the head; it never
-holds all logits (trl 1.16, kernels/chunked_logprob.py:31 and trainer/utils.py:1506)."""
-
-TILE_COPIES = 7
-"""Number of float32 copies of a tile in its backward pass without Triton, as on a CPU: 7.25 were counted in
-kernels/chunked_logprob.py:257-296 with tiles of 4096 x 32768. With Triton there is none."""
-
-OUT_OF_MEMORY = ("DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "ALLOC_FAILED")
-"""Parts of the messages of out-of-memory errors that torch raises as a plain `RuntimeError`."""
-
-MISFIT = "broadcast a dimension|must match the size|cannot be multiplied|is invalid for input of size"
-"""Words in torch's errors about tensors whose shapes do not fit, whatever their values."""
 
 SAVINGS = (
     "Lower `training.per_device_train_batch_size` or `max_length`, set `training.activation_checkpointing: "
@@ -176,18 +133,17 @@ def add_up(
     embeddings = {module.weight for module in outline.modules() if isinstance(module, torch.nn.Embedding)}
     state = sum(state_bytes(one.shape, training, in_32_bits=one in embeddings) for one in trainable)
     is_offloaded = not swarm.may_step_locally and opt.offload_optimizer is True
-    if opt.offload_optimizer == "auto":  # as optim/assemble.py decides it
+    if opt.offload_optimizer == "auto":  # as step/build.py decides it
         is_offloaded = on_gpu and training.optim in OFFLOADED_OPTIMIZERS and swarm.mode == "sync"
     # Without offloading, in other modes than sync, the model's own weights exist beside the agreed ones.
     has_own_weights = not (swarm.mode == "sync" or is_offloaded)
     device_copies, host_copies = mode_copies(swarm.mode, on_gpu=on_gpu, is_offloaded=is_offloaded)
     is_lossy = (opt.grad_compression or ("uniform8" if swarm.mode == "auto" else "none")) != "none"
-    step = 0
-    if is_offloaded or not on_gpu:
-        step_copies = STEP_COPIES if training.optim in OFFLOADED_OPTIMIZERS else BITSANDBYTES_STEP_COPIES
-        step = step_copies * FLOAT32_BYTES * max(trained_values, default=0)
+    step = step_bytes(training.optim, max(trained_values, default=0)) if is_offloaded or not on_gpu else 0
     if activation_bytes is not None and not on_gpu:
-        activation_bytes = round(CPU_FRAGMENTS * activation_bytes)
+        # The C library keeps freed blocks of up to 32 MiB: it held 1.2 to 1.6 times the activations. With
+        # `MALLOC_MMAP_THRESHOLD_=131072` it holds only these, and training is slower.
+        activation_bytes = round(1.4 * activation_bytes)
     encoded_average = one_copy // 2 if is_lossy else one_copy  # with 16 bits a value, or fewer
     round_bytes = encoded_average + one_copy * is_lossy
     return Estimate(
@@ -213,11 +169,12 @@ def add_up(
         copy_bytes=one_copy if is_offloaded else 0,
         mode_host_bytes=host_copies * one_copy,
         residual_bytes=one_copy if is_lossy else 0,
-        libraries_bytes=LIBRARIES_BYTES,
+        libraries_bytes=800 * 2**20,  # measured with a model of 0.1M weights
         round_bytes=round_bytes,
         # A checkpoint copies the state; beside the agreed weights, the model's own are kept.
         moment_bytes=max(round_bytes, state + (one_copy if on_gpu or has_own_weights else 0), step),
-        joiner_bytes=state + (REPLAYED_COPIES + (2 if swarm.may_step_locally else 1)) * one_copy,
+        # At most three averages are kept for a joiner to replay (`rounds/replay_log.py`).
+        joiner_bytes=state + (3 + (2 if swarm.may_step_locally else 1)) * one_copy,
     )
 
 
@@ -235,18 +192,29 @@ def mode_copies(mode: str, *, on_gpu: bool, is_offloaded: bool) -> tuple[int, in
     return {"sync": (0, pinned), "overlap": (late, pinned)}.get(mode, (0, outer))
 
 
+def step_bytes(optim: OptimName, num_values: int) -> int:
+    """Count the bytes of the float32 copies of a weight while a CPU steps it; a GPU needs none of them.
+
+    2 copies were counted for AdamW, 5 for 8-bit Adam in bitsandbytes/backends/cpu/ops.py:469.
+    """
+    return (2 if optim in OFFLOADED_OPTIMIZERS else 5) * FLOAT32_BYTES * num_values
+
+
 def state_bytes(shape: torch.Size, training: TrainingSection, *, in_32_bits: bool = False) -> int:
     """Count the bytes of optimizer state for a weight; bitsandbytes keeps 32 bits for embeddings."""
     num_values = shape.numel()
     if training.optim == "adafactor":
         rows_and_columns = shape[:-1].numel() + (shape[:-2] + shape[-1:]).numel()
         return FLOAT32_BYTES * (rows_and_columns if len(shape) > 1 else num_values)
-    states = next(states for word, states in STATES.items() if word in training.optim)
+    # The values that an optimizer keeps for each weight, by a word in its name.
+    kept = {"adamw": 2, "ademamix": 3, "lion": 1, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+    states = next(number for word, number in kept.items() if word in training.optim)
     if training.optim in ("sgd", "rmsprop"):
         said = (training.optim_args or "").replace(" ", "").lower()
         states += ("momentum=" in said) + ("centered=true" in said)
-    if "8bit" in training.optim and num_values >= MIN_8BIT_VALUES and not in_32_bits:
-        return states * (num_values + FLOAT32_BYTES * -(-num_values // OPTIMIZER_BLOCK))
+    # As in bitsandbytes/optim/optimizer.py: small tensors keep 32 bits, and 256 values share a float32 scale.
+    if "8bit" in training.optim and num_values >= 4096 and not in_32_bits:
+        return states * (num_values + FLOAT32_BYTES * ceil(num_values / 256))
     return states * FLOAT32_BYTES * num_values
 
 
@@ -255,10 +223,12 @@ def quantized_bytes(shape: torch.Size, quantization: QuantizationSection) -> int
     num_values = shape.numel()
     if quantization.load_in_8bit:
         return num_values + FLOAT32_BYTES * shape[0]
-    scales = -(-num_values // BASE_BLOCK)
+    # 64 values of 4 bits share a scale, and 256 scales share one; see bitsandbytes/functional.py.
+    codes = ceil(num_values / 2)
+    scales = ceil(num_values / 64)
     if quantization.bnb_4bit_use_double_quant:
-        return -(-num_values // 2) + scales + FLOAT32_BYTES * -(-scales // NESTED_BLOCK)
-    return -(-num_values // 2) + FLOAT32_BYTES * scales
+        return codes + scales + FLOAT32_BYTES * ceil(scales / 256)
+    return codes + FLOAT32_BYTES * scales
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -272,7 +242,7 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
 
     `outline` is the recipe's model on the meta device; `length` is the number of tokens of each sample, and
     autocast computes in `dtype` (float32: no autocast). None if shapes depend on values, as in mixtures of
-    experts. If the model's layers do not fit each other, its error (`MISFIT`) is passed on.
+    experts. If the model's layers do not fit each other, its error is passed on.
     """
     model: Any = copy.deepcopy(outline)
     if model.config._attn_implementation not in ("eager", "sdpa"):
@@ -282,8 +252,8 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
     rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     has_tiled_head = recipe.sft is not None or recipe.dpo is not None
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs its errors with a traceback
-    was_disabled = log.disabled
-    log.disabled = True
+    silence = logging.Filter("another logger")  # only records of a logger of this name pass
+    log.addFilter(silence)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
@@ -292,21 +262,25 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
-                run(model, tokens, dtype, count, has_head=not has_tiled_head)
+                held = run(model, tokens, dtype, count, has_head=not has_tiled_head)
     except RuntimeError as failure:  # where fake tensors lack values, they raise a subclass
-        if re.search(MISFIT, str(failure)):
+        misfits = (
+            "broadcast a dimension|must match the size|cannot be multiplied|is invalid for input of size"
+        )
+        if re.search(misfits, str(failure)):  # shapes do not fit, whatever the values
             raise
         return None
     finally:
-        log.disabled = was_disabled
+        log.removeFilter(silence)
     head = tiles_bytes(model, rows * length, dtype) if has_tiled_head else 0
-    return max(count.peak, count.held + head)
+    return max(count.peak, held + head)
 
 
-def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> None:
+def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, has_head: bool) -> int:
     """Run the model forward and backward, with its own loss or without the head.
 
-    Outputs are converted to float32 as by `Trainer` under accelerate.
+    Outputs are converted to float32 as by `Trainer` under accelerate. Returns the bytes that live between the
+    two passes.
     """
     has_autocast = dtype != torch.float32
     with torch.autocast("cpu", dtype, enabled=has_autocast):
@@ -320,17 +294,24 @@ def run(model: Any, tokens: torch.Tensor, dtype: torch.dtype, count: Count, *, h
         outputs = convert_to_fp32(outputs)
     last = outputs.loss if has_head else outputs.last_hidden_state
     del outputs
-    count.held = count.live
+    held = count.live
     last.backward(torch.ones_like(last))
+    return held
 
 
 def tiles_bytes(model: Any, num_tokens: int, dtype: torch.dtype) -> int:
-    """Count the bytes of TRL's head in its backward pass; see `TILE_TOKENS`."""
+    """Count the bytes of TRL's head in its backward pass; it never holds all logits.
+
+    It works in tiles of tokens and words (trl 1.16, kernels/chunked_logprob.py:31, trainer/utils.py:1506).
+    """
     head = model.get_output_embeddings().weight
-    rows = min(num_tokens, TILE_TOKENS)
-    num_bytes = rows * TILE_WORDS * dtype.itemsize + num_tokens * head.shape[1] * 4
-    if not torch.cuda.is_available():  # on a GPU there is Triton, which works in place
-        num_bytes += TILE_COPIES * rows * min(head.shape[0], TILE_WORDS) * 4
+    rows = min(num_tokens, 4096)
+    words = 32_768
+    num_bytes = rows * words * dtype.itemsize + num_tokens * head.shape[1] * 4
+    if not torch.cuda.is_available():
+        # Float32 copies of a tile; 7.25 were counted (kernels/chunked_logprob.py:257-296). On a GPU there is
+        # Triton, which works in place.
+        num_bytes += 7 * rows * min(head.shape[0], words) * 4
     return int(num_bytes + (head.numel() * 4 if head.requires_grad else 0))
 
 
@@ -340,7 +321,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0  # bytes now, and at most
-        self.held = 0  # bytes between the forward and the backward pass
         own = [*model.parameters(), *model.buffers()]
         own += [weight.grad for weight in model.parameters() if weight.grad is not None]
         self._known = {tensor.untyped_storage()._cdata for tensor in own}
@@ -380,5 +360,8 @@ def translated_out_of_memory() -> Iterator[None]:
 
 def is_out_of_memory(failure: BaseException) -> bool:
     """Tell whether torch or Python raised this because memory ran out."""
-    is_plain = isinstance(failure, (torch.OutOfMemoryError, MemoryError))
-    return is_plain or any(words in str(failure) for words in OUT_OF_MEMORY)
+    if isinstance(failure, torch.OutOfMemoryError | MemoryError):
+        return True
+    # torch raises these as a plain `RuntimeError`.
+    words = "DefaultCPUAllocator: can't allocate memory|CUDA error: out of memory|ALLOC_FAILED"
+    return re.search(words, str(failure)) is not None

@@ -47,7 +47,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from trahiv_cli.assets.memory import GIB, SAVINGS, Estimate, activation_bytes, add_up, is_out_of_memory
+from trahiv_cli.assets.memory import SAVINGS, Estimate, activation_bytes, add_up, is_out_of_memory
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
 from trahiv_cli.recipe.paths import is_local
@@ -58,12 +58,6 @@ from trahiv_cli.recipe.upstream import mistakes_in_config
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-NUM_TOKENS = 2048
-"""Size of the vocabulary that is trained. With 1,024 or 4,096 the embedded default predicted each character
-worse after the same number of steps."""
-
-END = "<|end|>"
-
 
 class Kind(NamedTuple):
     """The kind of model that a task trains."""
@@ -73,30 +67,34 @@ class Kind(NamedTuple):
     peft_task: str | None  # peft has no class for masked models
 
 
-CAUSAL = Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
-KINDS: dict[Task, Kind] = {
-    **dict.fromkeys(("clm", "sft", "dpo"), CAUSAL),
-    "mlm": Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, None),
-    "seq-cls": Kind(AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, "SEQ_CLS"),
-}
+def kind_of(task: Task) -> Kind:
+    """Return the kind of model that a task trains."""
+    if task == "mlm":
+        return Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, None)
+    if task == "seq-cls":
+        configs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        return Kind(AutoModelForSequenceClassification, configs, "SEQ_CLS")
+    return Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
 
-CONFIG_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-)
-"""Errors that transformers raises for a config with an unexpected value."""
 
 NEXT_STEPS: dict[type[Exception], str] = {
     StrictDataclassError: "Correct the field in `model.config`.",
     OSError: "Check the name and the connection; for a private or gated model run `hf auth login`.",
     ImportError: "Install the package it names.",
-    **dict.fromkeys(CONFIG_ERRORS, "Check the `model` section."),
+    # transformers raises any of these for a config with an unexpected value.
+    **dict.fromkeys(
+        (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            SafetensorError,
+        ),
+        "Check the `model` section.",
+    ),
 }
 """Errors of transformers and the hub about a model or tokenizer -> the hint."""
 
@@ -144,20 +142,24 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def train_tokenizer() -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer of `NUM_TOKENS` tokens on the built-in text, in half a second.
+    """Train a byte-level BPE tokenizer of 2,048 tokens on the built-in text, in half a second.
 
-    It can encode any text, its end-of-text token is `END`, and it is the same on every machine: pairs that
-    are equally frequent are merged in the order of their tokens.
+    It can encode any text, its end-of-text token is `<|end|>`, and it is the same on every machine: pairs
+    that are equally frequent are merged in the order of their tokens.
     """
+    end = "<|end|>"
     tokenizer = Tokenizer(BpeModel())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteDecoder()
-    alphabet = sorted(ByteLevel.alphabet())
     trainer = BpeTrainer(
-        vocab_size=NUM_TOKENS, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        # With 1,024 or 4,096 the embedded default predicted each character worse after as many steps.
+        vocab_size=2048,
+        special_tokens=[end],
+        initial_alphabet=sorted(ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(read_text(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
 
 
 def model_name(model: ModelSection) -> str:
@@ -172,7 +174,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
         AssetError: there is no such model, a field does not fit, or the task trains another kind of model.
     """
     model = recipe.model
-    kind = KINDS[recipe.task]
+    kind = kind_of(recipe.task)
     if (fields := model.config) is not None:
         model_type = str(fields["model_type"])
         # transformers keeps unknown fields, such as older names; so only near misses are mistakes.
@@ -188,9 +190,9 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
     else:
         name = expand_folder(model_name(model))
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
-            said = f"The folder {name!r} is not a model: it has no config.json."
             raise AssetError(
-                said, "Name what `save_pretrained` wrote; merge adapters into their model first."
+                f"The folder {name!r} is not a model: it has no config.json.",
+                "Name what `save_pretrained` wrote; merge adapters into their model first.",
             )
         with translated("model", name):
             written, _ = PreTrainedConfig.get_config_dict(name, revision=model.revision)
@@ -267,12 +269,13 @@ def build_model(
     model = recipe.model
     seed = recipe.training.seed
     config = read_config(recipe)
-    config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    for name in ("bos_token_id", "eos_token_id"):  # a type's default ids do not fit other tokenizers
-        if model.config is not None and name not in model.config:
-            setattr(config.get_text_config(), name, getattr(tokenizer, name))
+    ids = {"pad_token_id": tokenizer.pad_token_id}
+    if model.config is not None:  # a type's default ids do not fit other tokenizers
+        free = {"bos_token_id", "eos_token_id"} - model.config.keys()
+        ids |= {name: getattr(tokenizer, name) for name in free}
+    config.get_text_config().update(ids)
     options = loading_options(recipe, config)
-    loader = KINDS[recipe.task].loader
+    loader = kind_of(recipe.task).loader
     head: list[str] = []
     torch.manual_seed(seed)
     name = model_name(model)
@@ -300,9 +303,9 @@ def head_drawn(model: PreTrainedModel, recipe: Recipe, info: Mapping[str, Any]) 
         AssetError: the checkpoint has a weight in another shape, or lacks one outside a new head.
     """
     for name, found, wanted in sorted(info["mismatched_keys"]):
-        said = f"The checkpoint's {name!r} has the shape {list(found)}, and the model's {list(wanted)}."
         raise AssetError(
-            said, "Correct config.json; for `seq-cls`, use the same number of labels, or another model."
+            f"The checkpoint's {name!r} has the shape {list(found)}, and the model's {list(wanted)}.",
+            "Correct config.json; for `seq-cls`, use the same number of labels, or another model.",
         )
     weights = [name for name, _ in model.named_parameters()]
     drawn = [name for name in weights if name in info["missing_keys"]]
@@ -363,8 +366,8 @@ def require_room(needed: Estimate, free: dict[str, int]) -> None:
         if needed_bytes > free[name]:
             before = " before activations" * (needed.activation_bytes is None)
             raise OutOfMemory(
-                f"Training needs {needed_bytes / GIB:.1f} GiB of {'the ' * (name == 'GPU')}{name}{before}, "
-                f"and {free[name] / GIB:.1f} GiB are free. Nothing was loaded.",
+                f"Training needs {needed_bytes / 2**30:.1f} GiB of {'the ' * (name == 'GPU')}{name}{before}, "
+                f"and {free[name] / 2**30:.1f} GiB are free. Nothing was loaded.",
                 SAVINGS,
             )
 
@@ -389,15 +392,11 @@ def bounded(most: int = 100_000) -> Iterator[None]:
             said = f"The model has more than {most:,} layers and weights; it was not built."
             raise AssetError(said, "Choose a model with fewer: none that can be trained has as many.")
 
-    hooks = (
+    with (
         register_module_module_registration_hook(count),
         register_module_parameter_registration_hook(count),
-    )
-    try:
+    ):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @bounded()
@@ -405,12 +404,12 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
     """Build the model as `build_model` does, but on the meta device; also return the weights to quantize."""
     config = read_config(recipe)
     text_config = config.get_text_config()
-    text_config.pad_token_id = 0  # the tokenizer sets it later; classifiers refuse a batch without it
+    text_config.update({"pad_token_id": 0})  # the tokenizer's comes later; classifiers refuse a batch without
     options = loading_options(recipe, config)
     if options["dtype"] == "auto":
         options["dtype"] = text_config.dtype or torch.float32
     with torch.device("meta"), translated("model", model_name(recipe.model)):
-        built = KINDS[recipe.task].loader.from_config(config, **options)
+        built = kind_of(recipe.task).loader.from_config(config, **options)
     quantized: frozenset[torch.Tensor] = frozenset()
     if (wanted := recipe.quantization) is not None:
         bits_of(recipe)  # raises if that is not possible here
@@ -503,7 +502,7 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel, head: Sequence[str] =
         if name not in layers:
             said = f"The model has no layer {name!r} (`peft.modules_to_save`)."
             raise AssetError(said, f"It has {', '.join(layers)}.")
-    return LoraConfig(task_type=KINDS[recipe.task].peft_task, **options)
+    return LoraConfig(task_type=kind_of(recipe.task).peft_task, **options)
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:

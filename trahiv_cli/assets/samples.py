@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from datasets import ClassLabel, Dataset, Features, IterableDataset, LargeList, 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trahiv_cli.assets.sources import Documents, Opened, parallel, require_text
+from trahiv_cli.assets.sources import Documents, Opened, require_text
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import dpo_form, require_column, sft_form
 from trahiv_cli.recipe.rows import (
@@ -25,7 +25,6 @@ from trahiv_cli.recipe.rows import (
     KEYS,
     LABEL_HINT,
     MEND_A_ROW,
-    OPTIONAL,
     Form,
     Tally,
     broken_row,
@@ -35,20 +34,15 @@ from trahiv_cli.recipe.rows import (
     listed,
     texts_of,
 )
-from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection, Task
+from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection
 
 logger = logging.getLogger(__name__)
 """`train/tasks.py` passes its warnings on while data is prepared."""
 
 Columns: TypeAlias = dict[str, list[list[int]]]
 
-IDS = List(Value("int32"))
+TOKENS = Features({"input_ids": List(Value("int32"))})
 """Token ids are int32: half the memory and disk of the int64 that `datasets` would infer."""
-
-TOKENS = Features({"input_ids": IDS})
-
-DOCUMENTS_PER_BATCH = 100
-"""Limits the memory of tokenization: a document may be a whole file."""
 
 TEMPLATE_FAILURES = (
     TemplateError,
@@ -61,15 +55,11 @@ TEMPLATE_FAILURES = (
 )
 """Errors of a chat template for a row: raised by the template itself, or by Python in an expression."""
 
-JUDGED = Features({"error": Value("string"), "warning": Value("string")})
-
 
 # -- clm ------------------------------------------------------------------------------------------
 
 
-def clm_documents(
-    opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def clm_documents(opened: Opened, clm: ClmSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Tokenize a dataset to documents of any length, each with exactly one end-of-text token at its end."""
 
     def tokenize(texts: list[str | None]) -> Columns:
@@ -81,7 +71,7 @@ def clm_documents(
         return {"input_ids": [ids if ids[-1:] == [eos] else [*ids, eos] for ids in documents]}
 
     require_text(opened, clm.dataset_text_field, "clm.dataset_text_field")
-    return mapped(opened.rows, tokenize, [clm.dataset_text_field], TOKENS, num_proc=num_proc)
+    return mapped(opened.rows, tokenize, [clm.dataset_text_field], TOKENS, **opened.parallel)
 
 
 def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Documents:
@@ -126,9 +116,7 @@ def clm_samples(documents: Documents, clm: ClmSection, which: str = "") -> Docum
 # -- mlm ------------------------------------------------------------------------------------------
 
 
-def mlm_documents(
-    opened: Opened, mlm: MlmSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def mlm_documents(opened: Opened, mlm: MlmSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Tokenize a dataset, one sample a document, with the tokenizer's special tokens, cut to `max_length`.
 
     A document of special tokens alone is left out: these are never masked, and its loss would be NaN.
@@ -140,15 +128,13 @@ def mlm_documents(
         return {"input_ids": [ids for ids in documents if not special.issuperset(ids)]}
 
     require_text(opened, mlm.dataset_text_field, "mlm.dataset_text_field")
-    return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, num_proc=num_proc)
+    return mapped(opened.rows, encode, [mlm.dataset_text_field], TOKENS, **opened.parallel)
 
 
 # -- seq-cls --------------------------------------------------------------------------------------
 
 
-def classified(
-    opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def classified(opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Tokenize a dataset of texts and classes, one sample a row, cut to `max_length`.
 
     A class is written as `class_of` reads it. If the dataset has a list of its classes, numbers are indices
@@ -163,15 +149,16 @@ def classified(
     require_text(opened, text, "seq_cls.dataset_text_field")
     require_column(opened, label, "seq_cls.dataset_label_field")
     feature = opened.features.get(label)
-    numbers = dict(enumerate(range(len(labels)))) if isinstance(feature, ClassLabel) else None
-    if isinstance(feature, ClassLabel) and set(feature.names) & set(labels):
-        if unknown := [name for name in feature.names if name not in labels]:
+    numbers = None
+    if isinstance(feature, ClassLabel):
+        names = feature.names if set(feature.names) & set(labels) else labels
+        if unknown := [name for name in names if name not in labels]:
             raise AssetError(
                 f"The dataset {opened.name} has classes that `seq_cls.labels` does not name: "
                 f"{listed(unknown)}.",
-                f"Its classes are {listed(feature.names)}.",
+                f"Its classes are {listed(names)}.",
             )
-        numbers = {number: labels.index(name) for number, name in enumerate(feature.names)}
+        numbers = {number: labels.index(name) for number, name in enumerate(names)}
 
     name = opened.name  # the function must not refer to the rows: `datasets` hashes and pickles it
 
@@ -184,28 +171,19 @@ def classified(
         ids = encoded(tokenizer, [str(text) for text, _, _ in rows], seq_cls.max_length)
         return {"input_ids": ids, "labels": found}
 
-    features = Features({"input_ids": IDS, "labels": Value("int64")})
-    return mapped(opened.rows, classify, [text, label], features, with_indices=True, num_proc=num_proc)
-
-
-TOKENIZED: dict[Task, Callable[..., Documents]] = {
-    "clm": clm_documents,
-    "mlm": mlm_documents,
-    "seq-cls": classified,
-}
-"""Task -> the function that tokenizes its dataset, for tasks that TRL does not tokenize itself."""
+    features = Features({**TOKENS, "labels": Value("int64")})
+    return mapped(opened.rows, classify, [text, label], features, with_indices=True, **opened.parallel)
 
 
 # -- sft, dpo -------------------------------------------------------------------------------------
 
 
-def trl_rows(
-    opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase, *, num_proc: int | None
-) -> Documents:
+def trl_rows(opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Keep the columns of a dataset that TRL's SFTTrainer reads, or its DPOTrainer if `sft` is None.
 
     `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
-    renames the keys only). Columns in `OPTIONAL` are kept too. A stream is checked while it is read.
+    renames the keys only). Columns that TRL passes to the chat template are kept too. A stream is checked
+    while it is read.
 
     Raises:
         AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row has an error.
@@ -215,9 +193,10 @@ def trl_rows(
         problem = "holds conversations, and the tokenizer has no chat template to write them as text"
         hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
         raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
-    optional = [column for column in OPTIONAL if column in opened.first]
+    passed_on = ("tools", "chat_template_kwargs")  # to the chat template
+    optional = [column for column in passed_on if column in opened.first]
     rows = opened.rows.select_columns([*form.columns, *optional])
-    rows = judged(rows, form, tokenizer, opened.name, num_proc=num_proc)
+    rows = judged(replace(opened, rows=rows), form, tokenizer)
     if form.columns != ("conversations",):
         return rows
     if form.keys == CHATML:
@@ -227,11 +206,11 @@ def trl_rows(
     if isinstance(told, List | LargeList) and isinstance(told.feature, dict):
         # Known features are passed on: inferring them from the first rows fails if a later row has more.
         inner = {KEYS.get(key, key): feature for key, feature in told.feature.items()}
-        kept = {column: opened.features[column] for column in OPTIONAL if column in opened.features}
+        kept = {column: opened.features[column] for column in passed_on if column in opened.features}
         features = Features({**kept, "messages": type(told)(inner)})
     only = ["conversations"]
     options = {"input_columns": only, "remove_columns": only, "features": features}
-    return rows.map(to_messages, **options, **parallel(rows, num_proc))
+    return rows.map(to_messages, **options, **opened.parallel)
 
 
 def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -239,9 +218,7 @@ def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, 
     return {"messages": [chatml(message) for message in conversation]}
 
 
-def judged(
-    rows: Documents, form: Form, tokenizer: PreTrainedTokenizerBase, name: str, *, num_proc: int | None
-) -> Documents:
+def judged(opened: Opened, form: Form, tokenizer: PreTrainedTokenizerBase) -> Documents:
     """Check each row by its form and with the chat template, log warnings, and return all rows.
 
     The rows of a stream are checked as they are read: the first row with an error ends the stream.
@@ -249,6 +226,8 @@ def judged(
     Raises:
         AssetError: rows have errors; the message has each kind of error, with its first rows.
     """
+    rows = opened.rows
+    name = opened.name  # the functions must not refer to the rows: `datasets` hashes and pickles them
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
         template = "\n".join(template.values())
@@ -288,8 +267,9 @@ def judged(
     if isinstance(rows, IterableDataset):
         return rows.filter(judge_stream, with_indices=True)
     tally = Tally(name)
-    options = {"features": JUDGED, "remove_columns": rows.column_names}
-    batches = rows.map(judge, **options, **parallel(rows, num_proc)).iter(batch_size=1000)
+    features = Features({"error": Value("string"), "warning": Value("string")})
+    options = {"features": features, "remove_columns": rows.column_names}
+    batches = rows.map(judge, **options, **opened.parallel).iter(batch_size=1000)
     found = chain.from_iterable(zip(one["error"], one["warning"], strict=True) for one in batches)
     for number, (error, warning) in enumerate(found, 1):
         tally.add(number, error, warning)
@@ -329,7 +309,7 @@ def encoded(tokenizer: PreTrainedTokenizerBase, texts: list[str], max_length: in
     if not texts:
         return []
     only_ids = {"return_attention_mask": False, "return_token_type_ids": False}
-    return list(tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"])
+    return tokenizer(texts, truncation=True, max_length=max_length, **only_ids)["input_ids"]
 
 
 def tell_left_out(before: Documents, after: Documents, what: str) -> None:
@@ -339,22 +319,15 @@ def tell_left_out(before: Documents, after: Documents, what: str) -> None:
 
 
 def mapped(
-    rows: Documents,
-    function: Any,
-    columns: list[str],
-    features: Features,
-    *,
-    num_proc: int | None = None,
-    with_indices: bool = False,
+    rows: Documents, function: Any, columns: list[str], features: Features, **options: Any
 ) -> Documents:
-    """Replace all columns by the result of `function` for `columns`, batch by batch."""
+    """Replace all columns by the result of `function` for `columns`, with further `options` of `map`."""
     return rows.select_columns(columns).map(
         function,
-        with_indices=with_indices,
         input_columns=columns,
         batched=True,
-        batch_size=DOCUMENTS_PER_BATCH,
+        batch_size=100,  # it limits the memory of tokenization: a document may be a whole file
         remove_columns=columns,
         features=features,
-        **parallel(rows, num_proc),
+        **options,
     )

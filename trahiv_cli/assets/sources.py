@@ -13,7 +13,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -48,30 +48,21 @@ logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it 
 
 Documents: TypeAlias = Dataset | IterableDataset
 
-TEXT_SHARDS = 16
-"""Shards of the built-in text as a stream."""
-
 FAILURES = (DatasetsError, OSError, ValueError, TypeError, RuntimeError)
 """Errors of `datasets` about files that can't be read."""
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A dataset whose first row was read."""
+class Opened(forms.Table):
+    """A dataset that was opened with `datasets`."""
 
     source: DatasetSection
-    place: str  # its entry in the recipe: `data.datasets.0`
     rows: Documents
     features: dict[str, Any]  # column -> its feature, if known: a stream may have none
-    first: dict[str, Any]  # the first row; its keys are the columns
-
-    @property
-    def name(self) -> str:
-        """The dataset's path in quotes, for messages."""
-        return repr(self.source.path)
+    parallel: dict[str, int | None]  # the option of `map` for the number of processes; a stream has none
 
 
-def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
+def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: int | None = None) -> Opened:
     """Open the dataset of one entry of the recipe (`place`), and rename its columns as the entry says.
 
     A stream is read while iterating, in bounded memory and disk, and raises `AssetError` at a broken row.
@@ -79,33 +70,35 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool) -> Opened:
     Raises:
         AssetError: the dataset is missing, can't be read or is empty, or a column can't be renamed.
     """
-    files = local_files(source) if is_local(source.path) else []
+    files = local_files(source)
     if files and not any(file.stat().st_size for file in files):
-        raise forms.empty_dataset(source.path, source.split)
+        raise forms.empty_dataset(source)
     with reading(source):
         if source.path == TEXT:
             rows = Dataset.from_list([{"text": text} for text in read_text()])
-            rows = rows.to_iterable_dataset(TEXT_SHARDS) if streaming else rows
+            rows = rows.to_iterable_dataset(num_shards=16) if streaming else rows
         else:
             rows = load_dataset(**arguments(source, files), split=source.split, streaming=streaming)
         first = next(iter(rows), None)
     if first is None:
-        raise forms.empty_dataset(source.path, source.split)
+        raise forms.empty_dataset(source)
     features = dict(rows.features or {})
     if isinstance(rows, IterableDataset):  # a broken row is an `AssetError` whenever it is reached
         shards = list(range(rows.num_shards))  # `datasets` divides lists among workers
-        known = rows.features if rows.features is not None and is_plain(rows.features) else None
         told = {"rows": rows, "source": source, "shards": shards}
+        known = rows.features if is_plain(rows.features) else None
         rows = IterableDataset.from_generator(guarded_rows, features=known, gen_kwargs=told)
-    opened = Opened(source, place, rows, features, first)
+    parallel = {} if streaming else {"num_proc": num_proc}
+    opened = Opened(repr(source.path), place, first, source, rows, features, parallel)
     forms.require_renamable(opened, source.columns)
     if not source.columns:
         return opened
-
-    def renamed(old: dict[str, Any]) -> dict[str, Any]:
-        return {source.columns.get(name, name): value for name, value in old.items()}
-
-    return Opened(source, place, rows.rename_columns(source.columns), renamed(features), renamed(first))
+    return replace(
+        opened,
+        first=source.renamed(first),
+        rows=rows.rename_columns(source.columns),
+        features=source.renamed(features),
+    )
 
 
 def require_text(opened: Opened, column: str, setting: str) -> None:
@@ -113,11 +106,6 @@ def require_text(opened: Opened, column: str, setting: str) -> None:
     feature = opened.features.get(column)
     is_text = feature is None or getattr(feature, "dtype", "") in ("string", "large_string", "null")
     forms.require_text(opened, column, setting, is_mixed=not is_text)
-
-
-def parallel(rows: Documents, num_proc: int | None) -> dict[str, int | None]:
-    """Return the option of `map` and `filter` for the number of processes; a stream has no such option."""
-    return {} if isinstance(rows, IterableDataset) else {"num_proc": num_proc}
 
 
 def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
@@ -234,7 +222,7 @@ def reader_options(reader: Reader, files: list[Path]) -> dict[str, Any]:
 
 
 def is_plain(feature: Any) -> bool:
-    """Tell whether decoded values look like stored ones, so that they can be encoded again."""
+    """Tell whether decoded values are known to look like stored ones, so that they can be encoded again."""
     if isinstance(feature, dict):
         return all(map(is_plain, feature.values()))
     if isinstance(feature, List | LargeList):
@@ -259,7 +247,7 @@ def reading(source: DatasetSection) -> Iterator[None]:
     try:
         yield
     except StopIteration as failure:  # the JSON reader's way to say that a file has no first line
-        raise forms.empty_dataset(source.path, source.split) from failure
+        raise forms.empty_dataset(source) from failure
     except DatasetNotFoundError as failure:
         raise AssetError(
             f"There is no dataset {source.path!r} on the hub, or it is private or gated: "
@@ -273,7 +261,7 @@ def reading(source: DatasetSection) -> Iterator[None]:
         ) from failure
     except FAILURES as failure:
         if "corresponds to no data" in str(failure):  # a header and no row
-            raise forms.empty_dataset(source.path, source.split) from failure
+            raise forms.empty_dataset(source) from failure
         raise unreadable(source, failure) from failure
 
 
@@ -282,8 +270,7 @@ def unreadable(source: DatasetSection, failure: Exception) -> AssetError:
     name = f"The dataset {source.path!r} (split {source.split!r})"
     said = failure
     hint = "Check its files, and `name`, `split` and `data_files` of the entry in `data.datasets`."
-    files = local_files(source) if is_local(source.path) else []
-    splits = read_splits(splits_of(source, files), source.split)
+    splits = read_splits(splits_of(source, local_files(source)), source.split)
     for file in chain.from_iterable(splits.values()):
         reader = reader_of(file)
         try:

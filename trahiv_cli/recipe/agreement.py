@@ -20,8 +20,6 @@ from trahiv_cli.recipe.schema import OWN, Recipe, marks_of
 
 Differences = tuple[tuple[str, object, object], ...]
 
-_RUN_ID = "hivemind_config.opt.run_id"
-
 
 @dataclass(frozen=True)
 class AgreedRun:
@@ -82,14 +80,14 @@ def fingerprint(agreement_dict: dict[str, Any]) -> str:
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> Differences:
     """List the differences of two agreements: dotted path, our value, their value; `None` for no value."""
-    named, nameless = (
-        [{dotted(location): value for location, value in leaves(side)} for side in sides]
-        for sides in ((ours, theirs), (_nameless(ours), _nameless(theirs)))
-    )
+    here = _by_path(ours)
+    there = _by_path(theirs)
+    nameless_here = _by_path(_nameless(ours))
+    nameless_there = _by_path(_nameless(theirs))
     return tuple(
-        (path, named[0].get(path), named[1].get(path))
-        for path in sorted(set().union(*nameless))
-        if len({canonical(side.get(path)) for side in nameless}) > 1
+        (path, here.get(path), there.get(path))
+        for path in sorted(nameless_here.keys() | nameless_there.keys())
+        if canonical(nameless_here.get(path)) != canonical(nameless_there.get(path))
     )
 
 
@@ -104,7 +102,7 @@ def what_changed(earlier: AgreedRun, later: AgreedRun) -> tuple[list[str], list[
     may_differ = {"training.max_steps"}
     edited = {}
     if all(AgreedRun.of(_renamed(run.recipe, None)).run_id == run.run_id for run in (earlier, later)):
-        may_differ.add(_RUN_ID)
+        may_differ.add("hivemind_config.opt.run_id")
     datasets = zip(earlier.recipe.data.datasets, later.recipe.data.datasets, strict=False)
     for index, (before, after) in enumerate(datasets):
         is_same_name = local_name(before.path) == local_name(after.path)
@@ -116,6 +114,10 @@ def what_changed(earlier: AgreedRun, later: AgreedRun) -> tuple[list[str], list[
         if path not in may_differ and path.rpartition(".")[0] not in edited
     ]
     return fields, list(edited.values())
+
+
+def _by_path(shared: dict[str, Any]) -> dict[str, Any]:
+    return {dotted(location): value for location, value in leaves(shared)}
 
 
 def _renamed(recipe: Recipe, run_id: str | None) -> Recipe:

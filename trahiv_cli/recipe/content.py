@@ -19,9 +19,6 @@ from trahiv_cli.recipe.document import is_text
 from trahiv_cli.recipe.paths import LOCAL, READERS, closest_file, is_data, is_local, reader_of
 from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 
-METADATA = frozenset({"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"})
-"""Files beside the data that `datasets` does not read as data (datasets 5.2, `data_files.py:109`)."""
-
 
 def read_contents(recipe: Recipe) -> Recipe:
     """Return the recipe with the `content` of its datasets of files filled in; each file is read once.
@@ -93,7 +90,7 @@ def unreadable(error: OSError) -> AssetError:
 
 
 def local_files(dataset: DatasetSection) -> list[Path]:
-    """Find the files of a local dataset, at least one, sorted by path.
+    """Find the files of a local dataset, at least one, sorted by path; none for another dataset.
 
     The dataset's `path` is a file, a glob, or a folder. A folder means its `data_files`, or every data file
     in it and below that is not hidden.
@@ -101,6 +98,8 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     Raises:
         AssetError: there is no file, or one of an unknown kind; the hint has a near match or the known kinds.
     """
+    if not is_local(dataset.path):
+        return []
     path = Path(dataset.path).expanduser()
     known = f"Known are {' '.join(READERS)}."
     if path.is_dir() and dataset.data_files is None:
@@ -138,11 +137,13 @@ def _is_of_files(dataset: DatasetSection) -> bool:
 
 def _data_files(folder: Path) -> list[Path]:
     """List, sorted by path, the names in a folder and below that `datasets` would read as data files."""
+    metadata = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
     found: list[Path] = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
-        files = (Path(parent, name) for name in names if not name.startswith(".") and name not in METADATA)
-        found += [file for file in files if is_data(file)]
+        # `datasets` does not read metadata as data (datasets 5.2, `data_files.py:109`).
+        data = {name for name in names if is_data(name) and not name.startswith(".")} - metadata
+        found += [Path(parent, name) for name in data]
     return sorted(found, key=lambda file: file.parts)
 
 

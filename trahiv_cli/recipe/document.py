@@ -15,7 +15,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,6 @@ import yaml
 
 from trahiv_cli.errors import Finding, RecipeError, TrahivError
 
-MAX_DEPTH = 32
-MAX_NODES = 20_000
-"""Each use of an alias counts, so a document cannot grow without bound while it is read."""
-
 LARGEST = 2**63
 """Limit of a number's absolute value: languages and formats of other peers may support no more."""
 
@@ -35,35 +31,34 @@ Location = tuple[str | int, ...]
 """The path to a value in the data: `("data", "datasets", 0, "path")`."""
 
 _PLAIN = {
-    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
-    "float": (r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", list("-+.0123456789")),
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
 }
 _TAG = "tag:yaml.org,2002:"
-
-_SYNTAX_HINT = "check the quotes, brackets and indentation{since}; YAML indents with spaces, not with tabs"
 
 
 class _Loader(yaml.SafeLoader):
     """Composes nodes with YAML 1.2 tags; its constructor is not used."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    max_depth = 32
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node, refusing nesting that would exhaust the interpreter's stack."""
         self.depth += 1
-        if self.depth > MAX_DEPTH:
+        if self.depth > self.max_depth:
             mark = parent.start_mark if parent else None
-            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+            raise yaml.composer.ComposerError(None, None, f"nested more than {self.max_depth} deep", mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 
 
-for _kind, (_regexp, _first) in _PLAIN.items():
-    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_regexp})$"), _first)
+for _kind, _regexp in _PLAIN.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, re.compile(rf"^(?:{_regexp})$"), None)
 
 
 @dataclass
@@ -115,16 +110,17 @@ class Document:
         data = self.data
         for depth, part in enumerate(location):
             where = dotted(location[:depth])
-            if isinstance(data, list):
-                if not isinstance(part, int) or part >= len(data):
-                    raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
-            elif not isinstance(data, dict):
+            key: str | int = part
+            if isinstance(data, dict):
+                key = str(part)
+                if data.get(key) is None:
+                    data[key] = {}
+            elif not isinstance(data, list):
                 raise RecipeError(f"`{where}` is a value, not a section")
-            key = part if isinstance(data, list) else str(part)
+            elif not isinstance(part, int) or part >= len(data):
+                raise RecipeError(f"`{where}` has the entries 0 to {len(data) - 1}, not {part!r}")
             if depth == len(location) - 1:
                 data[key] = value
-            elif isinstance(data, dict) and data.get(key) is None:
-                data[key] = {}
             data = data[key]
 
     def is_replaced(self, location: Location) -> bool:
@@ -231,23 +227,24 @@ def _read(text: str, file: str) -> Document:
     document = Document({}, file, text.splitlines())
     try:
         node = _Loader(text).get_single_node()
-        document.data = None if node is None else _value(document, node, ())
+        data = None if node is None else _value(document, node, ())
     except yaml.MarkedYAMLError as error:
         message = f"not valid YAML: {error.problem or 'no value'}"
         since = f" since line {error.context_mark.line + 1}" if error.context_mark else ""
         mark = error.problem_mark or error.context_mark
-        hint = _SYNTAX_HINT.format(since=since)
+        hint = f"check the quotes, brackets and indentation{since}; YAML indents with spaces, not with tabs"
         raise document.error([document.finding("", message, hint, mark)]) from None
     except yaml.reader.ReaderError as error:
         mark = yaml.Mark(file, error.position, text.count("\n", 0, error.position), 0, None, 0)
         message = f"has a control character (#x{int(error.character):04x})"
         raise document.error([document.finding("", message, "remove it", mark)]) from None
-    return document
+    return replace(document, data=data)
 
 
 def _value(document: Document, node: yaml.Node, location: Location) -> Any:
     """Turn a node into data, and record the position of every value."""
-    if len(document.values) >= MAX_NODES or len(location) > MAX_DEPTH:
+    # Each use of an alias counts, so a document cannot grow without bound while it is read.
+    if len(document.values) >= 20_000 or len(location) > _Loader.max_depth:
         raise yaml.composer.ComposerError(None, None, "too many values", node.start_mark)
     document.values[location] = node.start_mark
     if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
@@ -276,7 +273,7 @@ def _scalar(document: Document, node: yaml.ScalarNode, location: Location) -> An
     value: int | float | None = None
     if kind == "str":
         return text if is_text(text) else _refuse(document, node, location, "has half of a surrogate pair")
-    if not re.fullmatch(_PLAIN[kind][0], text):
+    if not re.fullmatch(_PLAIN[kind], text):
         return _refuse(document, node, location, f"{text!r} is not a !!{kind}")
     if kind in ("bool", "null"):
         return text.lower() == "true" if kind == "bool" else None

@@ -12,33 +12,20 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trahiv_cli.errors import AssetError, Finding, RecipeError
 from trahiv_cli.recipe import forms
 from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.files import READ_BYTES, read_rows
-from trahiv_cli.recipe.paths import is_local, reader_of
+from trahiv_cli.recipe.paths import reader_of
 from trahiv_cli.recipe.rows import LABEL_HINT, MEND_A_ROW, Form, Tally, broken_row, label_error, listed
 from trahiv_cli.recipe.schema import TASK_SECTIONS, DatasetSection, ModelSection, Recipe
 from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_types, unknown_model_type
 
 DOUBT = "data"
 """The code of a finding that is a warning: the rows may be intended."""
-
-_ROW_A_LINE = (
-    "Write an object for each row, one a line; `jq -c '.data[]' FILE > NEW_FILE` takes rows out of `data`."
-)
-
-_TABLES = frozenset({"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"})
-"""Causal models with a table of positions, which no sample can exceed. Other models accept longer samples."""
-
-
-class _Table(NamedTuple):
-    name: str
-    place: str
-    first: dict[str, Any]
 
 
 def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
@@ -48,12 +35,12 @@ def require_sound(recipe: Recipe, document: Document) -> list[Finding]:
         RecipeError: the recipe contradicts itself or its data; the error has all findings.
         AssetError: the only mistakes are files that are not here or have an unknown suffix.
     """
-    found = (*_about_model(recipe, document), *_about_data(recipe, document))
+    found = [*_about_model(recipe, document), *_about_data(recipe, document)]
     errors = [finding for finding in found if finding.code != DOUBT]
     for kind in (RecipeError, AssetError):
         if any(finding.code == kind.code for finding in errors):
             raise document.error(errors, kind)
-    return [finding for finding in found if finding.code == DOUBT]
+    return found
 
 
 def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
@@ -70,7 +57,9 @@ def _about_model(recipe: Recipe, document: Document) -> Iterator[Finding]:
     if model_type in BORDERLESS and recipe.sft is not None and recipe.sft.sees_borders:
         said = f"packed samples would see each other in a {model_type}, which has no borders between them"
         yield document.finding_at(("sft", "packing"), said, "packing: false, or `packing_strategy: wrapped`")
-    if new is None and not (recipe.clm is not None and recipe.clm.packing and model_type in _TABLES):
+    # These causal models have a table of positions, which no sample can exceed. Others accept longer samples.
+    has_table = model_type in ("biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt")
+    if new is None and not (recipe.clm is not None and recipe.clm.packing and has_table):
         return  # in all other cases a sample longer than the context is a mistake
     key = "max_position_embeddings" if "max_position_embeddings" in config else "n_positions"
     max_length = recipe.section.max_length
@@ -101,10 +90,10 @@ def _about_data(recipe: Recipe, document: Document) -> Iterator[Finding]:
         location: Location = ("data", "datasets", index, "path")
         code = AssetError.code
         try:
-            files = local_files(source) if is_local(source.path) else []
+            files = local_files(source)
             code = RecipeError.code  # the files are here, but they do not fit
             if files and not any(file.stat().st_size for file in files):
-                raise forms.empty_dataset(source.path, source.split)
+                raise forms.empty_dataset(source)
             # In a folder, `datasets` may read only some files, depending on their names and a README.md.
             whole = [] if Path(source.path).expanduser().is_dir() else files
             place = f"data.datasets.{index}"
@@ -133,17 +122,19 @@ def _about_file(
         if not isinstance(row, dict):  # `datasets` can't read it; pyarrow 26 crashes if the first is `null`
             raise broken_row(name, number, "is no JSON object: {...}")
     first = dict.fromkeys(column for row in rows for column in row) | rows[0]
-    forms.require_renamable(_Table(name, place, first), source.columns)
-    first, *rows = [
-        {source.columns.get(column, column): value for column, value in row.items()} for row in (first, *rows)
-    ]
+    forms.require_renamable(forms.Table(name, place, first), source.columns)
+    first = source.renamed(first)
+    rows = list(map(source.renamed, rows))
     try:
-        form = _form_of(recipe, _Table(name, place, first))
+        form = _form_of(recipe, forms.Table(name, place, first))
     except AssetError as error:
         inner = [column for column, value in first.items() if isinstance(value, list | dict)]
         if len(rows) == 1 and inner:
-            said = f"{name} is one object, and not one for each row: its rows are in {listed(inner)}."
-            raise AssetError(said, _ROW_A_LINE) from error
+            raise AssetError(
+                f"{name} is one object, and not one for each row: its rows are in {listed(inner)}.",
+                "Write an object for each row, one a line; `jq -c '.data[]' FILE > NEW_FILE` takes rows out "
+                "of `data`.",
+            ) from error
         raise
     tally = Tally(name)
     # With a slice or a fraction of the rows, it is uncertain which ones are used. A text file is one row.
@@ -156,7 +147,7 @@ def _about_file(
         yield DOUBT, said, "Nothing to do where that is meant."
 
 
-def _form_of(recipe: Recipe, table: _Table) -> Form:
+def _form_of(recipe: Recipe, table: forms.Table) -> Form:
     """Return the form of a table's rows; for `clm`, `mlm` and `seq-cls` the form of a text."""
     if recipe.sft is not None:
         return forms.sft_form(table, recipe.sft)

@@ -19,17 +19,6 @@ from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.schema import NAME_PATTERN, general, sections_of_a_recipe
 
-_WORDS = {
-    "a valid integer": "a whole number",
-    "a valid number": "a number",
-    "a valid boolean": "true or false",
-    "a valid string": "text",
-    "a valid list": "a list",
-    "a valid dictionary": "a section (`key: value` lines)",
-    f"match pattern '{NAME_PATTERN}'": "be letters, digits, `-` and `_`, at most 48",
-}
-"""pydantic's words for an expected value -> words for a user."""
-
 
 def explain(error: ValidationError, document: Document) -> list[Finding]:
     """Turn the errors of one validation into findings.
@@ -92,8 +81,8 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
     near = [kind for kind in kinds if not kind.endswith("_type") and kind != "literal_error"]
     group = [each for each in group if each["type"] in (near or kinds)]
     details = group[0]
-    kind = group[0]["type"]
-    got = kind_of(group[0]["input"])
+    kind = details["type"]
+    got = kind_of(details["input"])
     if kind == "extra_forbidden":
         return "unknown key", _about_unknown(location)
     if kind == "missing":
@@ -111,7 +100,16 @@ def _say(location: Location, group: list[ErrorDetails]) -> tuple[str, str]:
         return f"{details['msg'].removeprefix('Input ')}, got {got}", hint
     said = (re.sub(r"^.*? should | after validation| or instance of \w+", "", each["msg"]) for each in group)
     message = " or ".join(dict.fromkeys(said)).replace(" or be ", " or ")
-    for words, ours in _WORDS.items():
+    words_of_pydantic = {
+        "a valid integer": "a whole number",
+        "a valid number": "a number",
+        "a valid boolean": "true or false",
+        "a valid string": "text",
+        "a valid list": "a list",
+        "a valid dictionary": "a section (`key: value` lines)",
+        f"match pattern '{NAME_PATTERN}'": "be letters, digits, `-` and `_`, at most 48",
+    }
+    for words, ours in words_of_pydantic.items():
         message = message.replace(words, ours)
     is_number = kinds == ["string_type"] and isinstance(details["input"], int | float)
     return f"should {message}" + f", got {got}" * (kind != "too_short"), "put it in quotes" * is_number

@@ -6,75 +6,78 @@ LLaMA-Factory 0.9, torchtune 0.6, litgpt 0.5, unsloth 2026.10, TRL 1.16, transfo
 
 from __future__ import annotations
 
-TOOLS = (AXOLOTL, LLAMA_FACTORY, TRL, OTHERS) = ("axolotl", "LLaMA-Factory", "TRL", "others")
-_EACH = (AXOLOTL, LLAMA_FACTORY, TRL)
+from typing import Literal, get_args
 
-CALLED_ELSEWHERE: dict[str, dict[str, str]] = {
-    "`task`, and `pt` is `clm`": {LLAMA_FACTORY: "stage"},
-    "`model.model_name_or_path`": {AXOLOTL: "base_model"},
-    "`model.dtype`": {OTHERS: "torch_dtype"},
-    "`training.bf16` or `training.fp16`": {OTHERS: "precision"},
-    "`model.attn_implementation`": {AXOLOTL: "flash_attention", LLAMA_FACTORY: "flash_attn"},
+Tool = Literal["axolotl", "LLaMA-Factory", "TRL", "others"]
+TOOLS: tuple[Tool, ...] = get_args(Tool)
+"""Three tools, and all others together."""
+
+CALLED_ELSEWHERE: dict[str, dict[Tool, str]] = {
+    "`task`, and `pt` is `clm`": {"LLaMA-Factory": "stage"},
+    "`model.model_name_or_path`": {"axolotl": "base_model"},
+    "`model.dtype`": {"others": "torch_dtype"},
+    "`training.bf16` or `training.fp16`": {"others": "precision"},
+    "`model.attn_implementation`": {"axolotl": "flash_attention", "LLaMA-Factory": "flash_attn"},
     "`seq_cls.labels`, the names of the classes in the order of their numbers": {
-        AXOLOTL: "num_labels",
-        OTHERS: "id2label",
+        "axolotl": "num_labels",
+        "others": "id2label",
     },
     "`quantization.load_in_4bit` or `quantization.load_in_8bit`": {
-        LLAMA_FACTORY: "quantization_bit",
-        OTHERS: "quantization_config",
+        "LLaMA-Factory": "quantization_bit",
+        "others": "quantization_config",
     },
     "the section `peft`; without it every weight is trained": {
-        AXOLOTL: "adapter",
-        LLAMA_FACTORY: "finetuning_type",
-        TRL: "use_peft",
+        "axolotl": "adapter",
+        "LLaMA-Factory": "finetuning_type",
+        "TRL": "use_peft",
     },
-    "`peft.r`": {AXOLOTL: "lora_r", LLAMA_FACTORY: "lora_rank", TRL: "lora_r"},
+    "`peft.r`": {"axolotl": "lora_r", "LLaMA-Factory": "lora_rank", "TRL": "lora_r"},
     "`peft.target_modules`": {
-        AXOLOTL: "lora_target_modules",
-        LLAMA_FACTORY: "lora_target",
-        TRL: "lora_target_modules",
+        "axolotl": "lora_target_modules",
+        "LLaMA-Factory": "lora_target",
+        "TRL": "lora_target_modules",
     },
-    "`peft.target_modules: all-linear`": {AXOLOTL: "lora_target_linear"},
+    "`peft.target_modules: all-linear`": {"axolotl": "lora_target_linear"},
     "`data.datasets`, a list whose entries have a `path`": {
-        AXOLOTL: "datasets",
-        LLAMA_FACTORY: "dataset",
-        TRL: "dataset_name datasets",
+        "axolotl": "datasets",
+        "LLaMA-Factory": "dataset",
+        "TRL": "dataset_name datasets",
     },
     "`data.eval.test_split_size`, a share of the data": {
-        AXOLOTL: "val_set_size",
-        LLAMA_FACTORY: "val_size eval_dataset",
+        "axolotl": "val_set_size",
+        "LLaMA-Factory": "val_size eval_dataset",
     },
-    "`dataset_text_field` in the task's section": {AXOLOTL: "text_column"},
-    "`clm.packing` or `sft.packing`": {AXOLOTL: "sample_packing"},
+    "`dataset_text_field` in the task's section": {"axolotl": "text_column"},
+    "`clm.packing` or `sft.packing`": {"axolotl": "sample_packing"},
     "`max_length` in the task's section": {
-        AXOLOTL: "sequence_len",
-        LLAMA_FACTORY: "cutoff_len",
-        OTHERS: "max_seq_length",
+        "axolotl": "sequence_len",
+        "LLaMA-Factory": "cutoff_len",
+        "others": "max_seq_length",
     },
-    "`data.chat_template`, a `.jinja` file; without it the tokenizer's own": {LLAMA_FACTORY: "template"},
-    "`sft.completion_only_loss`, the other way round": {AXOLOTL: "train_on_inputs"},
-    "`training.per_device_train_batch_size`": {AXOLOTL: "micro_batch_size", OTHERS: "batch_size"},
-    "`hivemind_config.opt.target_batch_size`": {OTHERS: "global_batch_size"},
-    "`training.learning_rate`": {OTHERS: "lr"},
-    "`training.lr_scheduler_type`": {AXOLOTL: "lr_scheduler"},
-    "`training.optim`": {AXOLOTL: "optimizer"},
+    "`data.chat_template`, a `.jinja` file; without it the tokenizer's own": {"LLaMA-Factory": "template"},
+    "`sft.completion_only_loss`, the other way round": {"axolotl": "train_on_inputs"},
+    "`training.per_device_train_batch_size`": {"axolotl": "micro_batch_size", "others": "batch_size"},
+    "`hivemind_config.opt.target_batch_size`": {"others": "global_batch_size"},
+    "`training.learning_rate`": {"others": "lr"},
+    "`training.lr_scheduler_type`": {"axolotl": "lr_scheduler"},
+    "`training.optim`": {"axolotl": "optimizer"},
     "`training.warmup_steps`, where a value below 1 is a share": {
-        AXOLOTL: "warmup_ratio",
-        LLAMA_FACTORY: "warmup_ratio",
+        "axolotl": "warmup_ratio",
+        "LLaMA-Factory": "warmup_ratio",
     },
     "`training.max_steps`: a swarm's length is counted in its steps": {
-        AXOLOTL: "num_epochs",
-        LLAMA_FACTORY: "num_train_epochs",
-        TRL: "num_train_epochs",
-        OTHERS: "epochs",
+        "axolotl": "num_epochs",
+        "LLaMA-Factory": "num_train_epochs",
+        "TRL": "num_train_epochs",
+        "others": "epochs",
     },
-    "`training.activation_checkpointing`": dict.fromkeys(_EACH, "gradient_checkpointing"),
-    "`training.report_to: [wandb]`": {AXOLOTL: "wandb_project"},
+    "`training.activation_checkpointing`": dict.fromkeys(TOOLS[:3], "gradient_checkpointing"),
+    "`training.report_to: [wandb]`": {"axolotl": "wandb_project"},
     "nothing: trahiv never runs code that a model or dataset brings": dict.fromkeys(
-        _EACH, "trust_remote_code"
+        TOOLS[:3], "trust_remote_code"
     ),
-    "the option `--output-dir` of `init` and `join`": dict.fromkeys(_EACH, "output_dir"),
-    "nothing: the same command resumes the run": dict.fromkeys(_EACH, "resume_from_checkpoint"),
+    "the option `--output-dir` of `init` and `join`": dict.fromkeys(TOOLS[:3], "output_dir"),
+    "nothing: the same command resumes the run": dict.fromkeys(TOOLS[:3], "resume_from_checkpoint"),
 }
 """Setting here -> tool -> the tool's names for it, separated by spaces."""
 

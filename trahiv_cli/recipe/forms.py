@@ -7,30 +7,22 @@ first rows of local files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.rows import CHATML, SHAREGPT, Form, is_conversation, listed
-from trahiv_cli.recipe.schema import SftSection
-
-_RENAME = "Rename its columns with `{}.columns`, for example `{{instruction: prompt, output: completion}}`."
+from trahiv_cli.recipe.schema import DatasetSection, SftSection
 
 
-class Table(Protocol):
+@dataclass(frozen=True)
+class Table:
     """A dataset whose first row was read."""
 
-    @property
-    def name(self) -> str:
-        """The dataset's path in quotes, for messages."""
-
-    @property
-    def place(self) -> str:
-        """The dataset's entry in the recipe: `data.datasets.0`."""
-
-    @property
-    def first(self) -> dict[str, Any]:
-        """The first row; its keys are the columns."""
+    name: str  # its path in quotes, for messages
+    place: str  # its entry in the recipe: `data.datasets.0`
+    first: dict[str, Any]  # the first row; its keys are the columns
 
 
 def sft_form(table: Table, sft: SftSection) -> Form:
@@ -42,14 +34,10 @@ def sft_form(table: Table, sft: SftSection) -> Form:
     forms = [("prompt", "completion"), ("messages",), ("conversations",), (sft.dataset_text_field,)]
     columns = next((form for form in forms if all(column in table.first for column in form)), None)
     if columns is None:
-        hint = _RENAME.format(table.place)
-        if table.first.keys() >= {"chosen", "rejected"}:
-            hint = "It is a dataset of preferences: set `task: dpo`."
-        raise AssetError(
-            f"The dataset {table.name} has no `messages`, `prompt` and `completion`, or a text column "
-            f"({sft.dataset_text_field!r}, `sft.dataset_text_field`); it has {listed(table.first)}.",
-            hint,
-        )
+        text = f"a text column ({sft.dataset_text_field!r}, `sft.dataset_text_field`)"
+        is_preference = table.first.keys() >= {"chosen", "rejected"}
+        hint = "It is a dataset of preferences: set `task: dpo`." if is_preference else ""
+        raise _lacks(table, f"`messages`, `prompt` and `completion`, or {text}", hint)
     form = _form(table, columns)
     if columns[0] in ("messages", "conversations") and form.keys is None:
         raise _no_conversation(table, columns[0])
@@ -59,11 +47,8 @@ def sft_form(table: Table, sft: SftSection) -> Form:
             "Set `sft.assistant_only_loss: false`.",
         )
     if sft.completion_only_loss is True and "completion" not in columns:
-        raise AssetError(
-            f"The dataset {table.name} has no `completion` to train; it has {listed(table.first)}.",
-            "Set `sft.completion_only_loss: auto`; of conversations, `sft.assistant_only_loss: true` trains "
-            "the answers.",
-        )
+        hint = "Set `sft.completion_only_loss: auto`; of conversations, `sft.assistant_only_loss: true`"
+        raise _lacks(table, "`completion` to train", f"{hint} trains the answers.")
     return form
 
 
@@ -74,11 +59,9 @@ def dpo_form(table: Table) -> Form:
         AssetError: the dataset lacks these columns, or they do not fit together.
     """
     if not table.first.keys() >= {"chosen", "rejected"}:
-        hint = _RENAME.format(table.place)
-        if table.first.keys() & {"messages", "conversations", "completion"}:
-            hint = "It is a dataset of answers without preferences: set `task: sft`."
-        columns = listed(table.first)
-        raise AssetError(f"The dataset {table.name} has no `chosen` and `rejected`; it has {columns}.", hint)
+        has_answers = table.first.keys() & {"messages", "conversations", "completion"}
+        hint = "It is a dataset of answers without preferences: set `task: sft`." if has_answers else ""
+        raise _lacks(table, "`chosen` and `rejected`", hint)
     return _form(table, tuple(name for name in ("prompt", "chosen", "rejected") if name in table.first))
 
 
@@ -86,10 +69,8 @@ def require_column(table: Table, column: str, setting: str) -> None:
     """Raise an `AssetError` if `column`, which the recipe names in `setting`, is missing."""
     if column not in table.first:
         near = closest(column, table.first)
-        raise AssetError(
-            f"The dataset {table.name} has no column {column!r}; it has {listed(table.first)}.",
-            f"Set `{setting}` to {near!r}." if near else f"Set `{setting}`.",
-        )
+        hint = f"Set `{setting}` to {near!r}." if near else f"Set `{setting}`."
+        raise _lacks(table, f"column {column!r}", hint)
 
 
 def require_text(table: Table, column: str, setting: str, *, is_mixed: bool = False) -> None:
@@ -119,10 +100,12 @@ def require_renamable(table: Table, columns: Mapping[str, str]) -> None:
             raise AssetError(taken, hint)
 
 
-def empty_dataset(path: str, split: str) -> AssetError:
+def empty_dataset(source: DatasetSection) -> AssetError:
     """Make the error for a dataset without rows."""
-    hint = "Check its files, or remove the entry from `data.datasets`."
-    return AssetError(f"The dataset {path!r} (split {split!r}) is empty.", hint)
+    return AssetError(
+        f"The dataset {source.path!r} (split {source.split!r}) is empty.",
+        "Check its files, or remove the entry from `data.datasets`.",
+    )
 
 
 def num_held_out(num_documents: int, share: float) -> int:
@@ -162,6 +145,15 @@ def _form(table: Table, columns: tuple[str, ...]) -> Form:
             hint = f"Where the answers begin with the prompt, {away} leaves it out."
         raise AssetError(f"The columns of {table.name} do not fit together: {', '.join(said)}.", hint)
     return Form(columns, kinds[columns[0]])
+
+
+def _lacks(table: Table, columns: str, hint: str) -> AssetError:
+    """Make the error for a dataset without some columns; by default, it hints at renaming others."""
+    rename = f"Rename its columns with `{table.place}.columns`"
+    return AssetError(
+        f"The dataset {table.name} has no {columns}; it has {listed(table.first)}.",
+        hint or f"{rename}, for example `{{instruction: prompt, output: completion}}`.",
+    )
 
 
 def _no_conversation(table: Table, column: str) -> AssetError:

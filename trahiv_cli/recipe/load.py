@@ -24,9 +24,6 @@ from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
 from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
 
-MAX_BYTES = 128 * 1024
-MAX_TEMPLATE_BYTES = 64 * 1024
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -53,18 +50,22 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = (), files: Path |
         RecipeError: there is no such recipe, or it has mistakes, all of which are in `findings`.
     """
     path = None if source == "-" else _find(source)
-    text = _read(path, MAX_BYTES, "recipe")
-    is_from_pipe = path is None or not path.is_file() or path.is_relative_to("/dev")
+    text = _read(path, 128 * 1024, "recipe")
     document = read_document(text, str(path or "<stdin>"))
-    stem = "" if path is None or is_from_pipe else path.stem  # `<(generate)` is called /dev/fd/63
+    piped: str | None = str(source)
+    stem = ""
+    folder = Path.cwd()
+    # `<(generate)` is called /dev/fd/63.
+    if path is not None and path.is_file() and not path.is_relative_to("/dev"):
+        piped = None
+        stem = path.stem
+        if path not in builtin_recipes().values():
+            folder = path.parent.resolve()
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", stem)[:48].strip("-")
     document.data.setdefault("name", name or "recipe")
     document.replace(overrides)
-    folder = Path.cwd()
-    if path is not None and not is_from_pipe and path not in builtin_recipes().values():
-        folder = path.parent.resolve()
     recipe = with_copies(_checked(document, folder, reads_template=True), files)
-    return Loaded(recipe, text, str(source) if is_from_pipe else None, document)
+    return Loaded(recipe, text, piped, document)
 
 
 def parse_recipe(data: dict[str, Any], file: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -105,7 +106,7 @@ def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recip
 def _put_template(document: Document, location: Location, file: Path) -> None:
     """Replace the name of a chat template's file by its text, or record why that is impossible."""
     try:
-        text = _read(file, MAX_TEMPLATE_BYTES, "chat template")
+        text = _read(file, 64 * 1024, "chat template")
         if "{" not in text:
             raise RecipeError(f"{file} is no chat template: there is no `{{` in it")
     except RecipeError as error:

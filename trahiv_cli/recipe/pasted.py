@@ -1,7 +1,7 @@
 """Find invitations and addresses in text that was pasted from mails and chats.
 
-An invitation is `trahiv1:` and the base64url, without padding, of a checksum and the content. The checksum
-shows whether a wrapped invitation continues in the next line.
+An invitation is `trahiv1:` and the base64url, without padding, of a checksum (4 bytes) and the content. The
+checksum shows whether a wrapped invitation continues in the next line.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ import shlex
 INVITATION_PREFIX = "trahiv1:"
 """Every invitation begins with this prefix; the rest may hold a secret."""
 
-AROUND = re.compile(r"[\s\u200b-\u200d\u2060\ufeff\"'`´‘’‚‛“”„‟«»‹›<>]+")
-"""Characters between or around words: white space, visible or not, quotes, angle brackets."""
-
 INVITATION = re.compile(rf"{INVITATION_PREFIX}[A-Za-z0-9_-]*")
-OTHER = re.compile(r"@.+|/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/.+")
-"""The name of a file with an invitation, or a multiaddr."""
-
-CHECKSUM_BYTES = 4
 
 
 def invitation_of(content: bytes) -> str:
     """Encode the content of an invitation as one word; `content_of` decodes it."""
-    checksum = hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
+    checksum = hashlib.sha256(content).digest()[:4]
     return INVITATION_PREFIX + base64.urlsafe_b64encode(checksum + content).rstrip(b"=").decode()
 
 
@@ -34,7 +27,7 @@ def content_of(invitation: str) -> bytes | None:
     """Return the content that `invitation_of` encoded, or None if the word is damaged or incomplete."""
     encoded = invitation.removeprefix(INVITATION_PREFIX)
     try:
-        content = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))[CHECKSUM_BYTES:]
+        content = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4))[4:]
     except ValueError:
         return None
     return content if invitation_of(content) == invitation else None
@@ -58,12 +51,13 @@ def peers_in(text: str) -> list[str]:
         The matches, in their order; empty if `text` is about another subject.
     """
     peers: list[str] = []
-    for word in AROUND.split(text):
-        if (invitation := INVITATION.search(word)) is not None:
+    # White space, visible or not, quotes and angle brackets stand between words or around them.
+    for word in re.split(r"[\s\u200b-\u200d\u2060\ufeff\"'`´‘’‚‛“”„‟«»‹›<>]+", text):
+        if invitation := INVITATION.search(word):
             peers.append(invitation[0])
         elif peers and INVITATION.fullmatch(peers[-1] + word) and content_of(peers[-1]) is None:
             peers[-1] += word  # it was wrapped
-        elif found := OTHER.match(word.removeprefix("--peer=")):
+        elif found := re.match(r"@.+|/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/.+", word.removeprefix("--peer=")):
             peers.append(found[0])
     return peers
 

@@ -15,8 +15,14 @@ LOCAL = "local:"
 
 Reader = Literal["csv", "json", "parquet", "text"]
 
-READERS: dict[str, Reader] = {".txt": "text", ".jsonl": "json", ".json": "json"}
-READERS |= {".csv": "csv", ".parquet": "parquet", ".ndjson": "json"}
+READERS: dict[str, Reader] = {
+    ".txt": "text",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".ndjson": "json",
+}
 """Suffix of a data file -> the reader of `datasets`."""
 
 PACKAGED_BUILDERS = frozenset(
@@ -46,9 +52,8 @@ def is_local(name: str) -> bool:
     if name.startswith(BUILTIN):
         return False
     return (
-        name.startswith(("/", ".", "~"))
+        re.search(r"^[/.~]|[*?\[]", name) is not None
         or name.count("/") > 1
-        or re.search(r"[*?\[]", name) is not None
         or is_data(name)
         or os.path.exists(name)
     )
@@ -85,13 +90,8 @@ def reaches_out(text: str) -> bool:
 
     fsspec, with which `datasets` reads, takes text that begins with `file:` or `local:` for a path.
     """
-    return (
-        text.startswith(("/", "\\", "~", "file:", "local:"))
-        or re.match(r"[A-Za-z]:[\\/]", text) is not None
-        or ".." in re.split(r"[\\/]", text)
-        or "://" in text
-        or "::" in text
-    )
+    is_place = re.search(r"^([/\\~]|file:|local:|[A-Za-z]:[\\/])|://|::", text) is not None
+    return is_place or ".." in re.split(r"[\\/]", text)
 
 
 def is_hub_id(name: str) -> bool:
@@ -99,13 +99,14 @@ def is_hub_id(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", name, re.ASCII) is not None
 
 
-def closest(word: object, words: Iterable[str]) -> str:
+def closest(word: str, words: Iterable[str]) -> str:
     """Return the first of `words` that begins with `word`, else the nearest one, or "" if none is near."""
-    if not isinstance(word, str) or not word:
+    if not word:
         return ""
     words = list(words)
     starting = [each for each in words if each.startswith(word.lower())]
-    return next(iter(starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)), "")
+    near = starting or difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.7)
+    return near[0] if near else ""
 
 
 def closest_file(missing: Path) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,6 @@ the chat template of Qwen3, 5,000 with the template of gpt-oss (17 KB, the longe
 
 MAX_RECIPE_BYTES = 128 * 1024
 """Limit of the JSON, in bytes, and of all its texts together, in characters."""
-
-MAX_DEPTH = 16
-MAX_VALUES = 2_000
 
 PATH_KEYS = frozenset({"path", "model_name_or_path", "tokenizer_name_or_path"})
 """Fields whose text libraries look up on this machine before they ask the hub."""
@@ -69,7 +66,7 @@ def from_wire(obj: object, overrides: Sequence[str] = (), files: Path | None = N
     wire = _bounded(obj)
     if type(wire["v"]) is not int or wire["v"] != WIRE_VERSION:
         message = f"is in another form than this version's ({WIRE_VERSION})"
-        raise _refusal([("v", message)], "use the starter's trahiv")
+        raise _refusal(("v", message), hint="use the starter's trahiv")
     _require_harmless(wire)
     recipe = parse_recipe(_completed(wire["shared"], wire["suggested"]), SOURCE, overrides)
     recipe = with_copies(recipe, files)
@@ -114,23 +111,25 @@ def _bounded(obj: Any) -> dict[str, Any]:
     parts = {"v", "shared", "suggested"}  # another version may have more
     is_whole = isinstance(obj, dict) and obj.keys() >= parts and (obj["v"] != WIRE_VERSION or len(obj) == 3)
     if not is_whole or not isinstance(obj["shared"], dict) or not isinstance(obj["suggested"], dict):
-        raise _refusal([("", "is not in a form that this version reads")])
-    num_values = num_characters = 0
+        raise _refusal(("", "is not in a form that this version reads"))
+    max_depth = 16
+    max_values = 2_000
+    num_values = 0
+    num_characters = 0
     waiting: list[tuple[Any, int]] = [(obj, 0)]
     while waiting:
         value, depth = waiting.pop()
         texts = list(value) if isinstance(value, dict) else [value] if isinstance(value, str) else []
-        is_plain = value is None or isinstance(value, str | list | dict)
+        is_plain = isinstance(value, str | list | dict | None)
         if isinstance(value, int | float):
             is_plain = abs(value) <= LARGEST  # false for NaN
         if not is_plain or not all(isinstance(text, str) and is_text(text) for text in texts):
-            what = f"has a value that is no list, no text and no number up to {LARGEST}"
-            raise _refusal([("", what)])
+            raise _refusal(("", f"has a value that is no list, no text and no number up to {LARGEST}"))
         num_values += 1
         num_characters += sum(map(len, texts))
-        if depth > MAX_DEPTH or num_values > MAX_VALUES or num_characters > MAX_RECIPE_BYTES:
-            limits = f"{MAX_DEPTH} levels, {MAX_VALUES} values or {MAX_RECIPE_BYTES} characters"
-            raise _refusal([("", f"has more than {limits}")])
+        if depth > max_depth or num_values > max_values or num_characters > MAX_RECIPE_BYTES:
+            limits = f"{max_depth} levels, {max_values} values or {MAX_RECIPE_BYTES} characters"
+            raise _refusal(("", f"has more than {limits}"))
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         waiting += [(inner, depth + 1) for inner in inside]
     return obj
@@ -150,7 +149,7 @@ def _require_harmless(wire: dict[str, Any]) -> None:
             if objection:
                 wrong.append((dotted(location), objection))
     if wrong:
-        raise _refusal(wrong)
+        raise _refusal(*wrong)
 
 
 def _objection(location: Location, value: Any) -> str:
@@ -201,6 +200,6 @@ def _require_brought(recipe: Recipe, looked_in: Path | None) -> None:
         raise RecipeError(f"{SOURCE} is refused", findings[0].hint, tuple(findings))
 
 
-def _refusal(wrong: Iterable[tuple[str, str]], hint: str = "") -> RecipeError:
+def _refusal(*wrong: tuple[str, str], hint: str = "") -> RecipeError:
     findings = tuple(Finding(path, message, "", SOURCE) for path, message in wrong)
     return RecipeError(f"{SOURCE} is refused", hint, findings)

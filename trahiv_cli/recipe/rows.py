@@ -14,20 +14,11 @@ from typing import Any
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.document import kind_of
 
-OPTIONAL = ("tools", "chat_template_kwargs")
-"""Columns that TRL passes to the chat template."""
-
 CHATML = ("role", "content")
 SHAREGPT = ("from", "value")
 """Keys of a message in the two formats of conversations."""
 
 KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
-
-ROLES = {"human": "user", "gpt": "assistant"}
-"""ShareGPT's role -> the role that chat templates know; other roles have the same names."""
-
-LISTED = 10
-"""The number of rows, problems, columns or classes that a message lists at most."""
 
 MEND_A_ROW = "Fix or remove that row."
 """The hint for a row that no trainer could read."""
@@ -41,7 +32,6 @@ LABEL_HINT = (
 _KNOWN_ROLES = frozenset(
     "system developer user assistant tool function function_call observation ipython".split()
 )
-_INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)
@@ -56,7 +46,7 @@ class Form:
 
         A role that the chat `template` names is known. Without a template, unknown roles are left to `doubt`.
         """
-        if "chat_template_kwargs" in row and row["chat_template_kwargs"] is None:
+        if row.get("chat_template_kwargs", {}) is None:
             return "has no 'chat_template_kwargs'"
         for column in self.columns:
             if problem := self._error_in(column, row.get(column), template):
@@ -105,7 +95,7 @@ class Form:
             return f"has no {column!r}"
         if self.keys is None:
             return "" if isinstance(value, str) else f"has {type(value).__name__} in {column!r}, not text"
-        if not _has_speakers(value, self.keys[0]):
+        if not _all_have(value, self.keys[0]):
             return f"has something else in {column!r} than messages of {self.keys[0]} and {self.keys[1]}"
         messages = [chatml(message) for message in value]
         for message in messages:
@@ -136,7 +126,7 @@ class Tally:
         return [
             f"Row {rows[0]:,} of {self.name} {problem}"
             + (f" ({len(rows):,} rows: {listed(f'{row:,}' for row in rows)})." if len(rows) > 1 else ".")
-            for problem, rows in list(found.items())[:LISTED]
+            for problem, rows in list(found.items())[:10]
         ]
 
 
@@ -145,7 +135,8 @@ def chatml(message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") is not None:
         return dict(message)
     named = {KEYS.get(key, key): value for key, value in message.items() if key not in CHATML}
-    return {**named, "role": ROLES.get(named["role"], named["role"])}
+    role = named["role"]
+    return {**named, "role": {"human": "user", "gpt": "assistant"}.get(role, role)}
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
@@ -156,7 +147,7 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 
 def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
     """Tell whether `value` is a list of messages; a message that calls tools may have no content."""
-    return _has_speakers(value, keys[0]) and any(keys[1] in message for message in value)
+    return _all_have(value, keys[0]) and any(keys[1] in message for message in value)
 
 
 def class_of(said: Any, labels: Sequence[str]) -> int | None:
@@ -197,13 +188,14 @@ def broken_row(name: str, row: int, problem: str, hint: str = MEND_A_ROW) -> Ass
 def listed(names: Iterable[str]) -> str:
     """Join names for a message; only the first ten are shown."""
     names = list(names)
-    return ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+    return ", ".join(names[:10]) + ", ..." * (len(names) > 10)
 
 
-def _has_speakers(value: Any, key: str) -> bool:
-    """Tell whether `value` is a non-empty list of mappings that all name a speaker."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value)
+def _all_have(value: Any, key: str) -> bool:
+    """Tell whether `value` is a non-empty list of mappings that all have a text under `key`."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(one, dict) and isinstance(one.get(key), str) for one in value)
 
 
 def _error_of(message: dict[str, Any], keys: tuple[str, str], column: str, template: str | None) -> str:
@@ -231,16 +223,12 @@ def _no_text(content: Any, key: str, column: str) -> str:
 
 def _are_parts(content: Any) -> bool:
     """Tell whether a content is a list of `{type: text, text: ...}`, which some chat templates read."""
-    return (
-        isinstance(content, list)
-        and bool(content)
-        and all(isinstance(part, dict) and part.get("type") == "text" for part in content)
-        and all(isinstance(part.get("text"), str) for part in content)
-    )
+    return _all_have(content, "text") and all(part.get("type") == "text" for part in content)
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    return any(map(str.strip, texts_of(message))) or any(message.get(key) for key in _INSTEAD_OF_CONTENT)
+    instead = ("tool_calls", "function_call", "reasoning_content", "thinking")
+    return any(map(str.strip, texts_of(message))) or any(map(message.get, instead))
 
 
 def _reads_as_number(name: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from statistics import mode
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
@@ -35,18 +35,18 @@ SUGGESTED = "suggested"
 COMPARED = "compared"
 LOOKED_UP = "looked up"
 """Marks of fields; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
-_T = TypeVar("_T")
+_Type = TypeVar("_Type")
 
-Own = Annotated[_T, OWN]
+Own = Annotated[_Type, OWN]
 """A field or section that each peer decides for itself. All others are shared by all peers."""
 
-Suggested = Annotated[_T, OWN, SUGGESTED]
+Suggested = Annotated[_Type, OWN, SUGGESTED]
 """An own field that a newcomer without a recipe copies from the swarm; it may then choose otherwise."""
 
-Compared = Annotated[_T, COMPARED]
+Compared = Annotated[_Type, COMPARED]
 """Text that is never looked up anywhere: a class may be called `/r/python`, whoever wrote that."""
 
-LookedUp = Annotated[_T, LOOKED_UP]
+LookedUp = Annotated[_Type, LOOKED_UP]
 """Text that may name a file or folder here, and is looked up on this machine before the hub is asked."""
 
 NAME_PATTERN = r"^[A-Za-z0-9_-]{1,48}$"
@@ -65,7 +65,7 @@ CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 NumTokens = Annotated[int, Field(ge=2, le=10**9)]
 """Length of a sample. It needs two tokens: the second is what is predicted."""
 
-Some = Annotated[list[_T], Field(min_length=1)]
+Some = Annotated[list[_Type], Field(min_length=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -153,25 +153,14 @@ class Section(BaseModel):
         return self
 
 
-_LOADS = re.compile(
-    "_.*|.*_implementation|.*name_or_path|auto_map|trust_remote_code|custom_pipelines|use_kernels"
-    "|kernel_config|quantization_config|use_pretrained_backbone|use_timm_backbone"
-)
-"""Fields of a `transformers` config by which it may load code, weights or another kind of layer."""
-
-_REPEATS = re.compile(".*(layers?|labels|types|blocks|replace)")
-"""Fields of a `transformers` config whose number is the length of a list that the config itself makes."""
-
-MOST_REPEATS = 10_000
-
-
 def repeated_too_often(config: dict[str, Any]) -> Iterator[tuple[Location, str]]:
     """Yield where a `transformers` config, maybe a stranger's, would take for ever to be read, and why."""
     for location, value in leaves(config, is_deep=True):
         names = [name for name in location if isinstance(name, str)]
-        is_number = isinstance(value, int | float)
-        if names and is_number and _REPEATS.fullmatch(names[-1]) and value > MOST_REPEATS:
-            yield location, f"asks for {value:,} `{names[-1]}`, and at most {MOST_REPEATS:,} are possible"
+        is_large = isinstance(value, int | float) and value > 10_000
+        # The number in such a field is the length of a list that the config itself makes.
+        if is_large and names and re.fullmatch(".*(layers?|labels|types|blocks|replace)", names[-1]):
+            yield location, f"asks for {value:,} `{names[-1]}`, and at most 10,000 are possible"
 
 
 class ModelSection(Section):
@@ -201,8 +190,13 @@ class ModelSection(Section):
         if "/" in self.attn_implementation:
             message = "names code on a hub, which is never run: install a package such as flash-attn"
             yield message, "attn_implementation"
+        # By these fields a config may load code, weights or another kind of layer.
+        loads = re.compile(
+            "_.*|.*_implementation|.*name_or_path|auto_map|trust_remote_code|custom_pipelines|use_kernels"
+            "|kernel_config|quantization_config|use_pretrained_backbone|use_timm_backbone"
+        )
         names = {str(name) for location, _ in leaves(self.config or {}, is_deep=True) for name in location}
-        for name in sorted(filter(_LOADS.fullmatch, names)):
+        for name in sorted(filter(loads.fullmatch, names)):
             said = f"`{name}` would load something besides the weights, which `config` must not do: remove it"
             yield f"{said} (`attn_implementation` and `quantization` have their own places)", "config"
         for location, message in repeated_too_often(self.config or {}):
@@ -317,6 +311,10 @@ class DatasetSection(Section):
 
     content: ContentSection | None = None
     """Content of local files. Leave it out: `init` fills it in, and a peer with other files is refused."""
+
+    def renamed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a row, or other values by column, with the names that the task reads."""
+        return {self.columns.get(name, name): value for name, value in row.items()}
 
     def _broken_rules(self) -> Rules:
         if not self.path.strip():
@@ -666,16 +664,6 @@ class HivemindConfig(Section):
     opt: OptSection = OptSection()
 
 
-_MODES_OF: dict[str, tuple[str, ...]] = {
-    "communication_share": ("auto",),
-    "local_steps": ("diloco", "streaming"),
-    "fragments": ("streaming", "auto"),
-    "outer_learning_rate": ("diloco", "streaming", "auto"),
-    "outer_momentum": ("diloco", "streaming", "auto"),
-}
-"""Fields of `swarm` that are about some modes."""
-
-
 class SwarmSection(Section):
     """Settings of trahiv: how peers step together, and how a round is judged."""
 
@@ -736,7 +724,14 @@ class SwarmSection(Section):
     """A checkpoint is written so many minutes after the last one, too (`training.save_steps`). 0: none."""
 
     def _broken_rules(self) -> Rules:
-        for name, modes in _MODES_OF.items():
+        modes_of = {
+            "communication_share": ["auto"],
+            "local_steps": ["diloco", "streaming"],
+            "fragments": ["streaming", "auto"],
+            "outer_learning_rate": ["diloco", "streaming", "auto"],
+            "outer_momentum": ["diloco", "streaming", "auto"],
+        }
+        for name, modes in modes_of.items():
             if self.mode not in modes and getattr(self, name) != type(self).model_fields[name].default:
                 yield f"has no effect in mode {self.mode}: it is for {' and '.join(modes)}", name
         if 0 < self.norm_limit <= 1:
@@ -814,7 +809,8 @@ class Recipe(Section):
                 "gradient_accumulation_steps) but hivemind_config.opt.target_batch_size is "
                 f"{opt.target_batch_size}: change one of them",
                 "hivemind_config.opt.target_batch_size",
-                *("training.per_device_train_batch_size", "training"),
+                "training.per_device_train_batch_size",
+                "training",
             )
         if opt.offload_optimizer is True and self.swarm.may_step_locally:
             message = f"can't be on in mode {self.swarm.mode}: each local step would wait for the CPU"
@@ -846,7 +842,7 @@ class Recipe(Section):
     def warmup_steps(self) -> int:
         """`training.warmup_steps` as a whole number of swarm steps (a share is rounded up)."""
         share = self.training.warmup_steps
-        return int(share) if share >= 1 else -int(-share * self.training.max_steps // 1)
+        return int(share) if share >= 1 else math.ceil(share * self.training.max_steps)
 
 
 # -- fields ---------------------------------------------------------------------------------------

@@ -11,9 +11,6 @@ from typing import Any
 
 from trahiv_cli.recipe.paths import closest
 
-_PACKAGES = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}
-"""Tracker -> its package, if that has another name."""
-
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "constant": (),
     "constant_with_warmup": (),
@@ -37,8 +34,6 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 
 BORDERLESS = frozenset({"biogpt", "bloom", "falcon_mamba", "mamba", "mpt", "openai-gpt", "opt", "rwkv"})
 """Causal models in which a packed sample depends on the samples before it, whatever its position ids."""
-
-_DTYPES = frozenset({"auto", "float", "half", "double", "float16", "bfloat16", "float32", "float64"})
 
 
 def _source(pattern: str) -> str:
@@ -72,18 +67,15 @@ def mistakes_in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, str, st
         if field.endswith("hidden_act") or field in ("hidden_activation", "activation_function"):
             known = _keys("activations.py", "ACT2CLS")
         elif field in ("dtype", "torch_dtype"):
-            known = _DTYPES
+            known = frozenset("auto float half double float16 bfloat16 float32 float64".split())
         elif field in ("rope_scaling", "rope_parameters") and isinstance(word, dict):
             known = _keys("modeling_rope_utils.py", "ROPE_INIT_FUNCTIONS") | {"default", "mrope", "su"}
             word = word.get("rope_type", word.get("type"))
         if isinstance(word, str) and len(known) > 3 and word not in known:
             near = closest(word, known)
-            hint = f"did you mean {near!r}? " if near else ""
-            yield (
-                field,
-                f"transformers knows no {word!r} here",
-                f"{hint}It may be {', '.join(sorted(known))}.",
-            )
+            meant = f"did you mean {near!r}? " if near else ""
+            hint = f"{meant}It may be {', '.join(sorted(known))}."
+            yield field, f"transformers knows no {word!r} here", hint
 
 
 def mistakes_in_schedule(name: str, keywords: Mapping[str, Any], rate: float) -> Iterator[tuple[str, str]]:
@@ -115,7 +107,8 @@ def unknown_model_type(name: str, known: Iterable[str]) -> tuple[str, str]:
 def without_tracker(name: str) -> tuple[str, str]:
     """Return the message about a tracker that can't be used here, and the hint."""
     said = f"The tracker {name!r} (`training.report_to`) is not installed here, or not set up."
-    return said, f"pip install {_PACKAGES.get(name, name)}, or --set training.report_to=[]"
+    package = {"azure_ml": "azureml-core", "comet_ml": "comet-ml"}.get(name, name)
+    return said, f"pip install {package}, or --set training.report_to=[]"
 
 
 def mistake_in(template: str) -> str:

@@ -29,14 +29,11 @@ def called(monkeypatch):
     return called
 
 
-def said_of(*overrides):
-    return hub.do_without_hub(load_recipe("quickstart", overrides).recipe)
+HUB_MODEL = ("model.config=null", "model.model_name_or_path=a/model", "model.tokenizer_name_or_path=null")
 
 
-def said_of_hub_model():
-    return said_of(
-        "model.config=null", "model.model_name_or_path=a/model", "model.tokenizer_name_or_path=null"
-    )
+def said_of(*overrides, **options):
+    return hub.do_without_hub(load_recipe("quickstart", overrides).recipe, **options)
 
 
 def test_hub_names_are_known():
@@ -45,7 +42,7 @@ def test_hub_names_are_known():
 
 
 def test_answering_hub_is_used(called):
-    assert said_of_hub_model() == said_of('data.datasets=[{"path": "owner/data"}]') == ""
+    assert said_of(*HUB_MODEL) == said_of('data.datasets=[{"path": "owner/data"}]') == ""
     assert os.environ["HF_HUB_OFFLINE"] == ""
     assert called == [("huggingface.co", 443)] * 2
 
@@ -59,7 +56,7 @@ def test_answering_hub_is_used(called):
 )
 def test_mirror_is_asked_instead(called, monkeypatch, url, address):
     monkeypatch.setenv("HF_ENDPOINT", url)
-    said_of_hub_model()
+    said_of(*HUB_MODEL)
     assert called == [address]
 
 
@@ -70,13 +67,13 @@ def test_local_recipe_needs_no_hub(called):
 
 def test_user_choice_is_respected(called, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    said_of_hub_model()
+    said_of(*HUB_MODEL)
     assert called == []
 
 
 def test_proxy_is_left_to_libraries(called, monkeypatch):
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy"})
-    said_of_hub_model()
+    said_of(*HUB_MODEL)
     assert called == []
 
 
@@ -93,7 +90,6 @@ def test_unreachable_hub_falls_back_to_cache(monkeypatch, edge, error, said):
         raise error or TimeoutError
 
     monkeypatch.setattr(socket, edge, fail)
-    monkeypatch.setattr(hub, "PATIENCE_S", 0.1)
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror.example")
-    assert said_of_hub_model() == f"{said} Only files in this machine's cache are used."
+    assert said_of(*HUB_MODEL, patience_s=0.1) == f"{said} Only files in this machine's cache are used."
     assert os.environ["HF_HUB_OFFLINE"] == "1"

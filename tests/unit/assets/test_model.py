@@ -18,8 +18,6 @@ from tests.unit.assets.conftest import INT8, LABELS, LORA, NF4, TINY_LLAMA, are_
 from tests.unit.conftest import refused
 from trahiv_cli.assets.memory import checkpoint_activations
 from trahiv_cli.assets.model import (
-    END,
-    NUM_TOKENS,
     bounded,
     build_tokenizer,
     estimate,
@@ -46,9 +44,9 @@ def kinds(model, among=""):
 
 
 def test_trained_tokenizer_round_trips_any_text():
-    model = TINY_LLAMA | {"vocab_size": NUM_TOKENS}
+    model = TINY_LLAMA | {"vocab_size": 2048}
     tokenizer = build_tokenizer(recipe(model=model, model_section={"tokenizer_name_or_path": BPE}))
-    assert len(tokenizer) == NUM_TOKENS
+    assert len(tokenizer) == 2048
     text = "def f(x):\n\n    return x  # Grüße, 世界 \x00"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
@@ -60,7 +58,7 @@ def test_trained_tokenizer_is_reproducible(tmp_path, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     for other in (AutoTokenizer.from_pretrained(tmp_path), train_tokenizer()):
         assert other.get_vocab() == tokenizer.get_vocab()
-        assert other.eos_token == END
+        assert other.eos_token == "<|end|>"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Recipes and files that several tests of recipes begin with."""
 
-from trahiv_cli.recipe.agreement import resolve
+import pytest
+
+from trahiv_cli.errors import RecipeError
+from trahiv_cli.recipe.agreement import AgreedRun, resolve
 from trahiv_cli.recipe.load import load_recipe
 
 LOADED = ("model.config=", "model.model_name_or_path=owner/model")
@@ -9,6 +12,22 @@ LOADED = ("model.config=", "model.model_name_or_path=owner/model")
 
 def quickstart(*overrides):
     return load_recipe("quickstart", overrides).recipe
+
+
+def of_task(task):
+    """Return the changes of the quickstart to another task."""
+    return ["clm=", f"task={task}", *["seq_cls.labels=[no, yes]"] * (task == "seq-cls")]
+
+
+def run_of(*overrides):
+    return AgreedRun.of(quickstart(*overrides))
+
+
+def error_of(function, *arguments):
+    """Return the error that a function raises about a recipe."""
+    with pytest.raises(RecipeError) as caught:
+        function(*arguments)
+    return caught.value
 
 
 def of_file(path, *overrides):

@@ -2,12 +2,13 @@
 
 import copy
 import json
+import re
 from functools import reduce
 from operator import getitem
 
 import pytest
 
-from tests.unit.recipe.conftest import of_file
+from tests.unit.recipe.conftest import LOADED, of_file, of_task, quickstart, run_of
 from trahiv_cli.recipe.agreement import (
     AgreedRun,
     canonical,
@@ -17,7 +18,6 @@ from trahiv_cli.recipe.agreement import (
     what_changed,
 )
 from trahiv_cli.recipe.document import dotted, leaves
-from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.recipe.schema import TASK_SECTIONS, sections_of_a_recipe
 
@@ -41,22 +41,10 @@ FIELDS -= {place[:end] for place in sections_of_a_recipe() for end in range(len(
 SHARED = {dotted(field) for field in FIELDS if "dht" not in field}.difference(OWNED)
 
 
-LOADED = ("model.config=", "model.model_name_or_path=owner/model")
-
-
-def recipe_with(*overrides):
-    return load_recipe("quickstart", overrides).recipe
-
-
-def run_of(*overrides):
-    return AgreedRun.of(recipe_with(*overrides))
-
-
 @pytest.mark.parametrize("task", TASK_SECTIONS)
 def test_agreement_has_exactly_shared_fields(task, put):
     file = put({"chat.jsonl": "{}"}) / "chat.jsonl"
-    more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
-    run = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more)
+    run = of_file(file, "peft.r=4", "quantization.load_in_4bit=true", *LOADED, *of_task(task))
     others = {section for other, section in TASK_SECTIONS.items() if other != task}
     held = {dotted(location) for location, _ in leaves(run.agreement)}
     assert held == {path for path in SHARED if path.partition(".")[0] not in others}
@@ -86,14 +74,13 @@ def test_only_shared_values_change_fingerprint(override, is_same):
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
 def test_each_shared_value_changes_fingerprint(task):
-    more = ("clm=", f"task={task}") + ("seq_cls.labels=[no, yes]",) * (task == "seq-cls")
-    shared = run_of("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *more).agreement
+    shared = run_of("peft.r=4", "quantization.load_in_4bit=true", *LOADED, *of_task(task)).agreement
     before = fingerprint(shared)
     for location, value in leaves(shared):
         other = copy.deepcopy(shared)
-        holder = reduce(getitem, location[:-1], other)
-        holder[location[-1]] = "another"
-        assert value != "another" and fingerprint(other) != before, location
+        reduce(getitem, location[:-1], other)[location[-1]] = "another"
+        assert value != "another"
+        assert fingerprint(other) != before, location
 
 
 def test_fingerprint_is_stable():
@@ -103,9 +90,9 @@ def test_fingerprint_is_stable():
 
 
 def test_run_id_is_given_or_derived():
-    recipe = recipe_with("data.datasets.0.path=owner/data")
+    recipe = quickstart("data.datasets.0.path=owner/data")
     run = resolve(recipe)
-    assert run.run_id.startswith("quickstart-") and len(run.run_id) == len("quickstart-") + 8
+    assert re.fullmatch("quickstart-.{8}", run.run_id)
     assert run_of("hivemind_config.opt.run_id=mine").run_id == "mine"
     assert len(run_of(f"name={'n' * 48}").run_id) == 48
     assert run.recipe.hivemind_config.opt.run_id == run.run_id

@@ -1,6 +1,7 @@
 """Local data is known by its content: files that count, equality, missing files, and places of copies."""
 
 import os
+import runpy
 import shutil
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from tests.unit.conftest import refused
 from tests.unit.recipe.conftest import quickstart
 from trahiv_cli.errors import RecipeMismatch
-from trahiv_cli.recipe import builtin, content
+from trahiv_cli.recipe import content
 from trahiv_cli.recipe.builtin import TEXT, builtin_recipes, text_files, version
 from trahiv_cli.recipe.content import content_of, knows_contents, local_files, read_contents, with_copies
 from trahiv_cli.recipe.load import parse_recipe
@@ -77,7 +78,7 @@ def test_folder_content_counts_chosen_data_files(put):
     [
         ("empty", "The folder 'empty' holds no data files.", "Known are .txt .jsonl .json .csv .par"),
         ("./chat.xyz", "'chat.xyz' has a suffix that is not known.", "Known are .txt"),
-        ("chats.jsonl/x", "There is no file or folder 'chats.jsonl/x'.", "Looked in "),
+        ("./chats.jsonl/x", "There is no file or folder 'chats.jsonl/x'.", "Looked in "),
     ],
 )
 def test_missing_path_gets_suggestion(put, path, message, hint):
@@ -117,14 +118,14 @@ def test_builtin_text_is_sorted_as_everywhere():
     assert {file.parts[0] for file in files} == {"docs", "trahiv_cli"}
 
 
-def test_wheel_has_same_builtin_files(tmp_path, monkeypatch):
-    in_checkout = held_by(TEXT), sorted(builtin_recipes())
+def test_wheel_has_same_builtin_files(tmp_path):
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     for source in wheel["only-include"]:
         place = tmp_path / wheel["sources"].get(source, source)
         shutil.copytree(ROOT / source, place, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.setattr(builtin, "_PACKAGE", tmp_path / "trahiv_cli")
-    assert (held_by(TEXT), sorted(builtin_recipes())) == in_checkout
+    in_wheel = runpy.run_path(str(tmp_path / "trahiv_cli/recipe/builtin.py"))
+    assert in_wheel["read_text"]() == [file.read_text() for file in text_files()]
+    assert in_wheel["builtin_recipes"]().keys() == builtin_recipes().keys()
 
 
 def found(path):

@@ -5,47 +5,40 @@ import json
 import random
 import tracemalloc
 import zlib
+from functools import reduce
+from operator import getitem
 
 import pytest
 
-from tests.unit.recipe.conftest import of_file
+from tests.unit.recipe.conftest import LOADED, error_of, of_file, of_task, quickstart, run_of
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.agreement import AgreedRun, resolve
 from trahiv_cli.recipe.builtin import builtin_recipes
-from trahiv_cli.recipe.document import dotted, leaves
+from trahiv_cli.recipe.document import dotted, leaves, read_location
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, MAX_RECIPE_BYTES, from_wire, pack, to_wire, unpack
 
-LOADED = ("model.config=", "model.model_name_or_path=owner/model")
-SFT = ("clm=", "task=sft")
-SEQ_CLS = ("clm=", "task=seq-cls", "seq_cls.labels=[no, yes]")
-DATASET = ("data", "datasets", 0)
-CONTENT_AT = (*DATASET, "content")
-
-
-def recipe_with(*overrides):
-    return load_recipe("quickstart", overrides).recipe
+SFT = of_task("sft")
+SEQ_CLS = of_task("seq-cls")
+DATASET = "data.datasets.0"
 
 
 def wire(*overrides):
-    return to_wire(AgreedRun.of(recipe_with(*LOADED, *overrides)))
+    return to_wire(run_of(*LOADED, *overrides))
 
 
-def with_value(sent, value, *place):
+def with_value(sent, place, value):
     """Set a value in the shared part of a published recipe."""
-    *sections, key = place
-    at = sent["shared"]
-    for section in sections:
-        at = at[section]
-    at[key] = value
+    *sections, key = read_location(place)
+    reduce(getitem, sections, sent["shared"])[key] = value
     return sent
 
 
-def refusal_of(obj, overrides=(), files=None):
-    with pytest.raises(RecipeError) as caught:
-        from_wire(obj, overrides, files)
-    assert caught.value.exit_code == 2 and caught.value.findings
-    return caught.value
+def refusal_of(*arguments):
+    error = error_of(from_wire, *arguments)
+    assert error.exit_code == 2
+    assert error.findings
+    return error
 
 
 @pytest.mark.parametrize("name", builtin_recipes())
@@ -56,7 +49,7 @@ def test_recipe_survives_wire_round_trip(name):
     assert arrived.hivemind_config.opt.run_id == sent.run_id
 
 
-PACKED = pack(resolve(recipe_with()))
+PACKED = pack(resolve(quickstart()))
 NOISE = {
     "truncated": PACKED[:-20],
     "bit rot": PACKED[:40] + b"\0\0\0\0" + PACKED[44:],
@@ -90,23 +83,21 @@ LONG_TEXT = 'data.chat_template="{' + 64_000 * r"\n" + '"'
     ids=["inflated", "deflated"],
 )
 def test_oversized_recipe_names_longest_part(culprit, overrides):
-    with pytest.raises(RecipeError) as refused:
-        pack(resolve(recipe_with(*overrides)))
-    assert "too long to travel" in refused.value.message
-    assert refused.value.hint.startswith(f"`{culprit}` takes ")
+    error = error_of(pack, run_of(*overrides))
+    assert "too long to travel" in error.message
+    assert error.hint.startswith(f"`{culprit}` takes ")
 
 
 def test_unacceptable_recipe_is_refused_before_publishing():
-    with pytest.raises(RecipeError, match="No other peer would take this recipe over") as refused:
-        pack(resolve(recipe_with("model.config.notes=/home/me/model")))
-    (finding,) = refused.value.findings
-    assert (finding.path, finding.file) == ("model.config.notes", "")
+    error = error_of(pack, run_of("model.config.notes=/home/me/model"))
+    assert error.message == "No other peer would take this recipe over."
+    assert [(found.path, found.file) for found in error.findings] == [("model.config.notes", "")]
 
 
 def test_suggestions_travel_without_secrets():
     own = ("training.report_to=[wandb]", "hivemind_config.dht.identity_path=/home/me/key")
     suggested = ("training.per_device_train_batch_size=3", "hivemind_config.opt.averaging_timeout=77")
-    sent = AgreedRun.of(recipe_with(*own, *suggested))
+    sent = run_of(*own, *suggested)
     before = to_wire(sent)
     arrived = from_wire(before)
     assert before == to_wire(sent), "what was sent is as it was"
@@ -128,12 +119,12 @@ def test_local_files_must_be_brought(put):
         f"the starter trains on its own `many` (2 files, 3 bytes, SHA-256 690ee061fc4e): {bring}. "
         "File names must sort in the same order, and there may be no other data files"
     )
-    there = refusal_of(sent, files=folder / "many").hint
+    there = refusal_of(sent, (), folder / "many").hint
     assert there == f"{wanted}{folder}/many has no copy in it or below"
     assert from_wire(sent, files=folder).data.datasets[0].path == f"{folder}/starter/chat.jsonl"
     set_path = from_wire(sent, ["data.datasets.0.path=/my/own.jsonl"])
     assert set_path.data.datasets[0].path == "/my/own.jsonl"
-    model = to_wire(AgreedRun.of(recipe_with("model={model_name_or_path: ./base}")))
+    model = to_wire(run_of("model={model_name_or_path: ./base}"))
     hint = "the starter has its own folder `base`: bring a copy and `--set model.model_name_or_path=FOLDER`"
     assert refusal_of(model).hint == hint
 
@@ -142,12 +133,12 @@ def test_path_like_words_are_accepted():
     labels = ["/r/python", "~", "a::b", "local:x", "../up"]
     columns = {"/home": "text", "a::b": "label"}
     sent = wire(*SEQ_CLS, f"seq_cls.labels={json.dumps(labels)}")
-    arrived = from_wire(with_value(sent, columns, *DATASET, "columns"))
+    arrived = from_wire(with_value(sent, f"{DATASET}.columns", columns))
     assert (arrived.seq_cls.labels, arrived.data.datasets[0].columns) == (labels, columns)
     template = "{%- for message in messages[::-1] %}{{ 'https://x /etc ../' }}\n{%- endfor %}"
     sent = wire(*SFT, f"data.chat_template={json.dumps(template)}")
     assert from_wire(sent).data.chat_template == template
-    layers = with_value(wire("peft.r=4"), ["q_proj"], "peft", "target_modules")
+    layers = with_value(wire("peft.r=4"), "peft.target_modules", ["q_proj"])
     assert from_wire(layers).peft.target_modules == ["q_proj"], "names of layers are no pattern"
 
 
@@ -156,27 +147,29 @@ PLACES = [
     *("file:///etc/passwd", "https://example.org/x", "zip://a::b", "local:../../etc/passwd", "local:"),
     *("local:a\x1b[2J", "json", "", "Documents"),
 ]
-MODEL, TOKENIZER = ("model", "model_name_or_path"), ("model", "tokenizer_name_or_path")
-NAMED = [(place, path) for place in (MODEL, TOKENIZER, (*DATASET, "path")) for path in PLACES]
-NAMED += [((*DATASET, "data_files"), files) for files in ("/etc/passwd", ["ok.txt", "../x"], "a/../../x")]
-NAMED += [((*DATASET, "data_files"), files) for files in ("file:/etc/passwd", ["a.csv", "local:b.csv"])]
-NAMED += [(("model", "config"), {"model_type": "llama", "deep": [[{"x": "/etc"}]]})]
-
-
+FILES = ["/etc/passwd", "a/../../x", "file:/etc/passwd", ["ok.txt", "../x"], ["a.csv", "local:b.csv"]]
+NAMED = {
+    "model.model_name_or_path": PLACES,
+    "model.tokenizer_name_or_path": PLACES,
+    f"{DATASET}.path": PLACES,
+    f"{DATASET}.data_files": FILES,
+    "model.config": [{"model_type": "llama", "deep": [[{"x": "/etc"}]]}],
+}
 REFUSED = [
-    *((*named, "names a place on this machine") for named in NAMED),
-    (("model", "trust_remote_code"), True, "unknown key"),
-    (("model", "config"), {"model_type": "llama", "deep": [{"auto_map": "x"}]}, "which `config` must not do"),
-    (("hivemind_config", "dht"), {"host_maddrs": {"x": 1}}, "this peer's own choice"),
-    (("hivemind_config", "opt", "tracker_opts"), {"x": 1}, "this peer's own choice"),
+    *((place, value, "names a place on this machine") for place, values in NAMED.items() for value in values),
+    ("model.trust_remote_code", True, "unknown key"),
+    ("model.config", {"model_type": "llama", "deep": [{"auto_map": "x"}]}, "which `config` must not do"),
+    ("hivemind_config.dht", {"host_maddrs": {"x": 1}}, "this peer's own choice"),
+    ("hivemind_config.opt.tracker_opts", {"x": 1}, "this peer's own choice"),
 ]
 
 
 @pytest.mark.parametrize(("place", "value", "message"), REFUSED)
 def test_stranger_paths_and_code_are_refused(put, place, value, message):
     put({"Documents/x": ""})
-    (finding,) = refusal_of(with_value(wire(), value, *place)).findings
-    assert finding.path.startswith(dotted(place)) and message in finding.message
+    (finding,) = refusal_of(with_value(wire(), place, value)).findings
+    assert finding.path.startswith(place)
+    assert message in finding.message
 
 
 CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}
@@ -185,25 +178,22 @@ CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        *((("seq_cls", "labels"), labels) for labels in (["x"], ["x", ""], ["x"] * 3_000)),
-        *(
-            (("data", "chat_template"), text)
-            for text in ("chat.jinja", "~/x.j2", "chatml", "", "{" * 200_000)
-        ),
-        ((*DATASET, "columns"), {"a": ["text"]}),
-        (CONTENT_AT, CONTENT | {"sha256": "../etc"}),
-        (CONTENT_AT, CONTENT | {"readers": ["pickle"]}),
-        (("quantization",), {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
-        (("quantization",), {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
-        (("swarm", "solo"), "after " + "9" * 400 + " seconds"),
-        (("peft", "target_modules"), "(a+)+$"),
-        (("extra",), 1),
+        *(("seq_cls.labels", labels) for labels in (["x"], ["x", ""], ["x"] * 3_000)),
+        *(("data.chat_template", text) for text in ("chat.jinja", "~/x.j2", "chatml", "", "{" * 200_000)),
+        (f"{DATASET}.columns", {"a": ["text"]}),
+        (f"{DATASET}.content", CONTENT | {"sha256": "../etc"}),
+        (f"{DATASET}.content", CONTENT | {"readers": ["pickle"]}),
+        ("quantization", {"load_in_4bit": True, "bnb_4bit_quant_storage": "float64"}),
+        ("quantization", {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}),
+        ("swarm.solo", "after " + "9" * 400 + " seconds"),
+        ("peft.target_modules", "(a+)+$"),
+        ("extra", 1),
     ],
 )
 def test_stranger_values_are_bounded(put, place, value):
     put({"chat.jinja": "{{ secret }}"})
-    findings = refusal_of(with_value(wire(*SEQ_CLS, "peft.r=4"), value, *place)).findings
-    assert any(finding.path.startswith(dotted(place)) or not finding.path for finding in findings)
+    findings = refusal_of(with_value(wire(*SEQ_CLS, "peft.r=4"), place, value)).findings
+    assert any(finding.path.startswith(place) or not finding.path for finding in findings)
 
 
 @pytest.mark.parametrize(("section", "key"), [("dht", "host_maddrs"), ("opt", "tracker_opts")])
@@ -246,7 +236,7 @@ def test_junk_anywhere_raises_only_recipe_error(junk):
     ways = [location for location, _ in leaves(sent["shared"], is_deep=True)]
     for place in dict.fromkeys(way[:end] for way in ways for end in range(1, len(way) + 1)):
         try:
-            arrived = from_wire(with_value(copy.deepcopy(sent), junk, *place))
+            arrived = from_wire(with_value(copy.deepcopy(sent), dotted(place), junk))
         except RecipeError as error:
             assert error.findings
         else:

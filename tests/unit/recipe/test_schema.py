@@ -12,11 +12,10 @@ from transformers.training_args import OptimizerNames
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from tests.kit.stand_ins import CHATML, CHATML_MARKED
-from trahiv_cli.errors import RecipeError
+from tests.unit.recipe.conftest import error_of, quickstart
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import dotted, read_document
 from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
-from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.schema import TrackerName, recipe_schema, sections_of_a_recipe
 from trahiv_cli.recipe.upstream import mistake_in, model_types
 
@@ -32,7 +31,8 @@ def test_choices_match_transformers():
     followers = {"reduce_lr_on_plateau", "greedy"}
     assert choices("training.lr_scheduler_type") == {name.value for name in SchedulerType} - followers
     assert set(get_args(TrackerName)) == {"all", "none", *INTEGRATION_TO_CALLBACK}
-    assert set(CONFIG_MAPPING) <= model_types() and "lama" not in model_types()
+    assert set(CONFIG_MAPPING) <= model_types()
+    assert "lama" not in model_types()
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,8 @@ def test_foreign_name_hints_at_ours():
     sections = sections_of_a_recipe()
     places = {dotted((*home, field)) for home, fields in sections.items() for field in fields}
     for key, here in FOREIGN.items():
-        with pytest.raises(RecipeError) as caught:
-            load_recipe("quickstart", [f"{key}=1"])
-        assert caught.value.findings[0].hint.endswith(here.removeprefix("nothing: "))
+        (found,) = error_of(quickstart, f"{key}=1").findings
+        assert found.hint.endswith(here.removeprefix("nothing: "))
         words = (word.partition(":")[0] for word in here.split("`")[1::2])
         assert {word for word in words if "." in word and not word.startswith(".")} <= places
 
