@@ -184,7 +184,6 @@ def test_long_run_opens_whole(watch, browse, tmp_path):
 FROM_FILE = """
 import json
 from trahiv_cli.errors import Unreachable
-lookout.LOOK_EVERY_S = 0.1
 
 def look():
     there = json.loads(Path(sys.argv[1]).read_text())
@@ -196,7 +195,7 @@ def look():
              round_at=0.0, round_peers=0, round_seconds=0.0,
              trouble="", waits_for="", state="training") for name in there])
 
-page = Page(Nothing, "token", lookout=Lookout(look))
+page = Page(Nothing, "token", lookout=Lookout(look, every_s=0.1))
 """
 
 
@@ -220,7 +219,6 @@ def test_swarm_is_shown_from_peer_reports(serve, browse, tmp_path):
 
 
 HOSTILE = """
-lookout.LOOK_EVERY_S = 0.2
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt;"
 NAMES = [
     MARKUP, "\\u202egnihton si siht\\u2066", "x" * 10_000, "\\U0001F469\\u200d\\U0001F4BB " * 9,
@@ -238,7 +236,7 @@ def look(count=[0]):
         for number, name in enumerate(NAMES)])
 
 deeds = {"kick": lambda wanted: {"message": to_json(wanted)}}
-page = Page(Nothing, "token", lookout=Lookout(look), deeds=deeds)
+page = Page(Nothing, "token", lookout=Lookout(look, every_s=0.2), deeds=deeds)
 """
 
 

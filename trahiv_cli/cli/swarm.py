@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.peer import PeerOptions
 
-LINE_HELP = "The line to join by, or a recipe of your own that agrees with the swarm's."
-
 
 @with_shared_options
 def init(
@@ -82,7 +80,10 @@ def init(
 
 @with_shared_options
 def join(
-    recipe: Annotated[str | None, argument("LINE|RECIPE", LINE_HELP)] = None,
+    recipe: Annotated[
+        str | None,
+        argument("LINE|RECIPE", "The line to join by, or a recipe of your own that agrees with the swarm's."),
+    ] = None,
     peer: PeerOption = None,
     *,
     shared: SharedOptions,

@@ -14,30 +14,30 @@ from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
 from trahiv_cli.cli.output import FormatOption, line_in, out
 from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
+from trahiv_cli.files import OWNER_FILE
 from trahiv_cli.recipe.builtin import how_to_install
+from trahiv_cli.run.lock import RESOLVED
 
 if TYPE_CHECKING:
     from trahiv_cli.run.control import Request
     from trahiv_cli.watch.server import Deed, Page
 
-RUN_HELP = "The run's folder. Default: the newest in runs/."
-PORT_HELP = "The port of this machine that the page is at. Default: a free one."
-BROWSER_HELP = "Only print the address of the page."
-WAY_IN = '<!doctype html><meta http-equiv="refresh" content="0; url={}">'
-MAX_HOURS = 10_000
-SAID: dict[Request | None, str] = {
-    "pause": "It pauses when its present local step is over.",
-    "finish": "It leaves when the swarm has taken its present step.",
-    None: "It goes on, unless a condition of --only-when speaks against that.",
-}
-"""Control request to a peer -> the page's answer."""
-
-PortOption = Annotated[int, option("--port N", PORT_HELP, min=0, max=65535)]
-BrowserOption = Annotated[bool, option("--no-browser", BROWSER_HELP)]
+PortOption = Annotated[
+    int,
+    option(
+        "--port N",
+        "The port of this machine that the page is at. Default: a free one.",
+        min=0,
+        max=65535,
+    ),
+]
+BrowserOption = Annotated[bool, option("--no-browser", "Only print the address of the page.")]
 
 
 def watch(
-    run_dir: Annotated[Path | None, argument("RUN_DIR", RUN_HELP)] = None,
+    run_dir: Annotated[
+        Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/.")
+    ] = None,
     peer: SwarmOption = None,
     port: PortOption = 0,
     no_browser: BrowserOption = False,
@@ -136,7 +136,8 @@ def open_page(page: Page, no_browser: bool, folder: Path) -> None:
             import webbrowser
 
             try:
-                write_private(way_in, WAY_IN.format(page.url).encode())
+                redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={page.url}">'
+                write_private(way_in, redirect.encode())
                 webbrowser.open(way_in.as_uri())
             except OSError as error:
                 out.hint(f"open that address yourself: {way_in} can't be written ({error.strerror})")
@@ -159,12 +160,12 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
     An action that needs hivemind loads it, which takes seconds, only when it runs.
     """
 
-    def wishing(what: Request | None) -> Deed:
+    def wishing(what: Request | None, answer: str) -> Deed:
         def deed(_: dict[str, Any]) -> dict[str, Any]:
             from trahiv_cli.run.control import request
 
             request(folder, what)
-            return {"message": SAID[what]}
+            return {"message": answer}
 
         return deed
 
@@ -175,8 +176,8 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         is_watcher = wanted.get("watch") is True
         is_once = wanted.get("once") is True
         hours = wanted.get("hours")
-        if not (hours is None or (isinstance(hours, int) and 0 < hours <= MAX_HOURS)):
-            raise TrahivError(f"An invitation lasts a number of hours, at most {MAX_HOURS:,}.")
+        if not (hours is None or (isinstance(hours, int) and 0 < hours <= 10_000)):
+            raise TrahivError("An invitation lasts a number of hours, at most 10,000.")
         if is_watcher and (is_once or hours is None):
             raise TrahivError("Who watches leaves no trace; nothing was made.", hint="give a time")
         lasts_s = None if hours is None else 3600.0 * hours
@@ -193,8 +194,13 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
             text += " No peer answers here; it counts once one sees this folder's peer."
         return {"message": text}
 
-    deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
-    if not (folder / "recipe.json").exists():  # the peer of a user's program reads no requests
-        deeds = {}
-    is_owner = (folder / "owner.key").exists()  # `swarm.invitation.OWNER_FILE`
-    return deeds | ({"invite": invite, "kick": kick} if is_owner else {})
+    deeds: dict[str, Deed] = {}
+    if (folder / RESOLVED).exists():  # the peer of a user's program reads no requests
+        deeds = {
+            "pause": wishing("pause", "It pauses when its present local step is over."),
+            "resume": wishing(None, "It goes on, unless a condition of --only-when speaks against that."),
+            "finish": wishing("finish", "It leaves when the swarm has taken its present step."),
+        }
+    if (folder / OWNER_FILE).exists():
+        deeds |= {"invite": invite, "kick": kick}
+    return deeds

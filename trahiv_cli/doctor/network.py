@@ -9,7 +9,7 @@ import asyncio
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -30,18 +30,7 @@ from trahiv_cli.swarm.node import ADDRESSES_KEY, REACH_KNOWN_S, Node
 from trahiv_cli.swarm.reach import Reach, servers_of
 from trahiv_cli.telemetry.events import short_name
 
-MEASURE_S = 8.0  # a measurement at 2 Mbit/s takes this long
-MEET_S = 8.0  # the node waits this long for connections with all peers
-CLOCK_S = 60.0  # a clock that is further off also fails the hub's certificates
-KNOCK_S = 3.0
-HTTPS = 443  # the port that office and hotel networks let through
-
 Way = Literal["dialled", "punched", "relayed"]
-WORDS: Mapping[Way, str] = {
-    "dialled": "directly with",
-    "punched": "through both routers with",
-    "relayed": "through a member with",
-}
 
 
 class Network(NamedTuple):
@@ -53,8 +42,13 @@ class Network(NamedTuple):
     @property
     def sentence(self) -> str:
         """The same in one sentence."""
+        words_of_ways = {
+            "dialled": "directly with",
+            "punched": "through both routers with",
+            "relayed": "through a member with",
+        }
         said = []
-        for way, words in WORDS.items():
+        for way, words in words_of_ways.items():
             if peers := [short_name(peer) for peer, how in self.ways.items() if how == way]:
                 said.append(f"{words} {', '.join(peers)}")
         how = f"You can train: {'; '.join(said)}." if said else "You are connected with no peer."
@@ -89,9 +83,10 @@ def examine_members(invitation: Invitation) -> Check:
         fix = "connect it to a network"
     elif not are_refused:
         with ThreadPoolExecutor() as pool:
+            # Office and hotel networks let the port of HTTPS through.
             if any(pool.map(_lets_https_out, hosts)):
-                said += f". Their port {HTTPS} answers, so a firewall on the way lets nothing else out"
-                fix = f"have a member listen at --host-maddr /ip4/0.0.0.0/tcp/{HTTPS}, or use another network"
+                said += ". Their port 443 answers, so a firewall on the way lets nothing else out"
+                fix = "have a member listen at --host-maddr /ip4/0.0.0.0/tcp/443, or use another network"
     return Check("members", "bad", f"{found}: {said}.", "one that answers", fix)
 
 
@@ -110,7 +105,7 @@ def _has_route(hosts: set[str]) -> bool:
 def _lets_https_out(host: str) -> bool:
     """Whether a host's HTTPS port answers, if only with a refusal."""
     try:
-        socket.create_connection((host, HTTPS), KNOCK_S).close()
+        socket.create_connection((host, 443), timeout=3.0).close()
     except ConnectionRefusedError:
         return True
     except OSError:
@@ -146,7 +141,7 @@ def examine_reach(
 
 def _clock() -> Check:
     off = ahead_s()
-    if abs(off) < CLOCK_S:
+    if abs(off) < 60.0:  # a clock that is further off also fails the hub's certificates
         return Check("clock", "fine", "as the swarm's")
     said = f"This machine's clock is {abs(off):.0f} s {'behind' if off > 0 else 'ahead of'} the swarm's."
     fix = "set it (on Linux: timedatectl set-ntp true); peers go by the swarm's, but downloads may fail"
@@ -187,8 +182,8 @@ async def connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
 
 
 def _connected(node: Node) -> Network:
-    """Wait until all peers that publish an address are connected, or `MEET_S` have passed."""
-    until = time.monotonic() + MEET_S
+    """Wait until all peers that publish an address are connected, or 8 s have passed."""
+    until = time.monotonic() + 8.0
     while True:
         wanted = node.fetch(ADDRESSES_KEY).keys() - {node.peer_id}
         ways = {peer: way for peer, way in node.run(connections).items() if peer in wanted}
@@ -202,7 +197,7 @@ async def _measured(dht: hivemind.DHT, node: DHTNode) -> tuple[str, float, float
     del dht
     for peer in servers_of(node) if node.meeting else ():
         try:
-            async with asyncio.timeout(MEASURE_S):
+            async with asyncio.timeout(8.0):  # at 2 Mbit/s a measurement takes this long
                 return peer.to_base58(), *await node.meeting.measure(peer)
         except FAILED:
             break

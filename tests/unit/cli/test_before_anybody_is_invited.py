@@ -6,6 +6,7 @@ The checks of `trahiv check` are in `test_broken_recipes.py`, some of these erro
 """
 
 import contextlib
+import functools
 import json
 import re
 import time
@@ -26,7 +27,7 @@ from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.exchange import publish_recipe
 from trahiv_cli.swarm.status import PROTOCOL, Status, publish_status
-from trahiv_cli.telemetry import events as telemetry
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import folder, peer
 from trahiv_cli.train.checkpoint import CHECKPOINTS, CheckpointData, Checkpoints, State, saved_in
 from trahiv_cli.train.leaving import Left
@@ -65,7 +66,7 @@ def test_init_refuses_before_inviting(events, here, monkeypatch, changes, messag
 
 def test_slow_data_read_is_announced(events, here, monkeypatch):
     read = content.content_of
-    monkeypatch.setattr(telemetry, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(Events, "waiting", functools.partialmethod(Events.waiting, every_s=0.01))
     monkeypatch.setattr(content, "content_of", lambda dataset: time.sleep(0.1) or read(dataset))
     monkeypatch.setattr(swarm, "live", lambda *_: None)
     waiting, *_ = events("init", write_tiny(here))

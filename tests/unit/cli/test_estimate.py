@@ -10,7 +10,7 @@ import torch
 from tests.kit.recipes import write_tiny
 from tests.unit.assets.conftest import LORA, recipe
 from trahiv_cli.assets.model import estimate, require_memory
-from trahiv_cli.cli.estimate import TIME_UNITS, memory_table, size, traffic_of
+from trahiv_cli.cli.estimate import memory_table, size, traffic_of
 from trahiv_cli.optim.auto import CODECS_BY_LOSS
 from trahiv_cli.recipe.load import load_recipe
 
@@ -109,7 +109,7 @@ def test_sizes_and_times_have_fitting_units():
     sizes = {0: "0.0 KiB", 512: "0.5 KiB", int(2**20 * 99.96): "100 MiB", int(2**30 * 7.25): "7.2 GiB"}
     assert [size(num_bytes) for num_bytes in sizes] == list(sizes.values())
     times = {0.04: "0.0 s", 9.6: "9.6 s", 119: "2.0 min", 7200: "2.0 h", 10**7: "116 days"}
-    assert [size(seconds, TIME_UNITS) for seconds in times] == list(times.values())
+    assert [size(seconds, "time") for seconds in times] == list(times.values())
 
 
 def traffic_in(mode, **sections):

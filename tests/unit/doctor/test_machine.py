@@ -11,9 +11,10 @@ import torch
 
 from tests.kit.recipes import write_tiny
 from trahiv_cli.assets import model
+from trahiv_cli.assets.memory import GIB
 from trahiv_cli.doctor import machine
 from trahiv_cli.doctor.checks import Check
-from trahiv_cli.doctor.machine import GIB, disk, examine_machine, gpu, names, packages
+from trahiv_cli.doctor.machine import disk, examine_machine, gpu, names, packages
 from trahiv_cli.recipe.load import load_recipe
 
 REQUIRED = ["here>=2,<3", "beta>=1.5", "elsewhere>=1; python_version < '3'", "tests>=1; extra == 'dev'"]
@@ -53,7 +54,6 @@ def test_missing_or_wrong_package_is_named(monkeypatch, installed, said):
     ],
 )
 def test_unusable_gpu_is_explained(monkeypatch, tmp_path, driver, visible, cuda, capability, verdict, words):
-    monkeypatch.setattr(machine, "DRIVER", tmp_path / "file")
     (tmp_path / driver).touch()
     monkeypatch.setattr(shutil, "which", lambda _: driver == "program" or None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -66,7 +66,7 @@ def test_unusable_gpu_is_explained(monkeypatch, tmp_path, driver, visible, cuda,
         "get_arch_list": ["sm_75", "sm_80", "compute_90"],
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda said=said: said)
-    check = gpu()
+    check = gpu(driver=tmp_path / "file")
     assert check.verdict == verdict
     assert bool(check.wanted) == (verdict != "fine")
     assert words in check.found

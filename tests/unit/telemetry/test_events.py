@@ -40,9 +40,7 @@ def test_event_json_is_one_valid_line():
 
 
 @pytest.fixture
-def path(tmp_path, monkeypatch):
-    """A path whose files are limited to 200 bytes."""
-    monkeypatch.setattr(events, "MAX_BYTES", 200)
+def path(tmp_path):
     return tmp_path / "events.jsonl"
 
 
@@ -67,7 +65,7 @@ def test_half_line_of_killed_process_is_ended(path):
 
 
 def test_event_files_rotate_across_processes(path):
-    processes = EventFile(path), EventFile(path)
+    processes = EventFile(path, 200), EventFile(path, 200)
     for step in range(100):
         processes[step % 2]({"event": "step", "step": step})  # 29 or 30 bytes
         assert steps_in(path)[-1] == step
@@ -147,14 +145,13 @@ def test_events_of_threads_are_serialized():
     assert sorted(record) == list(range(200))
 
 
-def test_long_wait_is_reported_repeatedly(monkeypatch):
+def test_long_wait_is_reported_repeatedly():
     told = queue.Queue()
     stream = Events(told.put)
     with pytest.raises(KeyError), stream.waiting("nothing much", until_s=60):
         raise KeyError
     assert told.empty(), "it was short"
-    monkeypatch.setattr(events, "SAY_AFTER_S", 0.001)
-    with stream.waiting("the others", until_s=60.04) as tell:
+    with stream.waiting("the others", until_s=60.04, every_s=0.001) as tell:
         first, second = (told.get(timeout=10) for _ in range(2))
         tell("download", "half of it", 30.0, bytes=5)
         while (news := told.get(timeout=10))["event"] != "download":
