@@ -23,8 +23,8 @@ from trahiv_cli.cli.options import (
 )
 from trahiv_cli.cli.output import out
 from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
-from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
-from trahiv_cli.recipe.builtin import how_to_install
+from trahiv_cli.cli.watch import require_web
+from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
 from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
 
@@ -273,13 +273,9 @@ def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, loa
 
 def serve_metrics(port: int, events: Events) -> None:
     """Serve a peer's events as metrics; SetupError if the port is taken, or the package is missing."""
-    try:
-        from trahiv_cli.telemetry.metrics import Metrics
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"Metrics need the package {error.name}, which is not installed.",
-            hint=how_to_install("trahiv[web]"),
-        ) from None
+    require_web("Metrics need", "prometheus_client")
+    from trahiv_cli.telemetry.metrics import Metrics
+
     kept = Metrics()
     kept.serve(port)
     events.add(kept)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import getpass
 import os
 import sys
+from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +18,7 @@ from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
 from trahiv_cli.files import OWNER_FILE
 from trahiv_cli.recipe.builtin import how_to_install
-from trahiv_cli.run.lock import RESOLVED
+from trahiv_cli.run.lock import RESOLVED, RUNS
 
 if TYPE_CHECKING:
     from trahiv_cli.run.control import Request
@@ -45,38 +47,35 @@ def watch(
 ) -> None:
     """Show a run, or a swarm, on a page in your browser."""
     out.use(format)
-    require_web()
+    require_web("The page needs", "starlette", "uvicorn")
     from trahiv_cli.watch.guard import kept_token, new_token
     from trahiv_cli.watch.lookout import Follower, Lookout, Seen
     from trahiv_cli.watch.server import Page
     from trahiv_cli.watch.tail import Nothing, Tail
 
     texts = taken_peers(peer)
-    folder = run_dir or (None if texts else newest_run())
-    if folder is not None and texts:
-        said = "name a run's folder, or a swarm by --peer, and not both"
-        raise typer.BadParameter(said, param_hint="--peer")
-    if folder is not None and not folder.is_dir():
-        raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
-    if folder is not None:
-        about = {"folder": folder.name}
-        token = kept_token(folder)
-        lookout = Lookout(Seen(folder))
-        page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
-        open_page(page, no_browser, folder)
+    if texts:
+        if run_dir is not None:
+            said = "name a run's folder, or a swarm by --peer, and not both"
+            raise typer.BadParameter(said, param_hint="--peer")
+        with closing(Follower(texts, PEER_VARIABLE)) as follower:
+            open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser, Path())
         return
-    follower = Follower(texts, PEER_VARIABLE)
-    try:
-        open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser, Path())
-    finally:
-        follower.close()
+    folder = run_dir or newest_run()
+    if not folder.is_dir():
+        raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
+    about = {"folder": folder.name}
+    token = kept_token(folder)
+    lookout = Lookout(Seen(folder))
+    page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
+    open_page(page, no_browser, folder)
 
 
 def newest_run() -> Path:
     """Return the folder in `runs` with the newest event; SetupError if there is none."""
     from trahiv_cli.telemetry.events import EVENT_FILE
 
-    there = sorted(Path("runs").glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
+    there = sorted(RUNS.glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
     if not there:
         hint = "name its folder: trahiv watch DIR; or a swarm: trahiv watch --peer ADDR"
         raise SetupError("There is no run in runs/.", hint)
@@ -91,7 +90,7 @@ def replay(
 ) -> None:
     """Play back on the page what has happened in a run."""
     out.use(format)
-    require_web()
+    require_web("The page needs", "starlette", "uvicorn")
     from trahiv_cli.telemetry.events import EVENT_FILE
     from trahiv_cli.watch.guard import new_token
     from trahiv_cli.watch.server import Page
@@ -104,14 +103,14 @@ def replay(
     open_page(page, no_browser, folders[0])
 
 
-def require_web() -> None:
-    """Raise SetupError if a package that the page needs is missing."""
+def require_web(need: str, *packages: str) -> None:
+    """Raise SetupError, which begins with `need`, if a package of the extra `web` is missing."""
     try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        for package in packages:
+            import_module(package)
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"The page needs the package {error.name}, which is not installed.",
+            f"{need} the package {error.name}, which is not installed.",
             hint=how_to_install("trahiv[web]"),
         ) from None
 

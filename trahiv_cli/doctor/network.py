@@ -106,10 +106,8 @@ def _lets_https_out(host: str) -> bool:
     """Whether a host's HTTPS port answers, if only with a refusal."""
     try:
         socket.create_connection((host, 443), timeout=3.0).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
 
 
