@@ -126,13 +126,15 @@ def test_failing_listener_is_dropped_with_warning(path):
     stream.emit("step", step=3)
     assert sum(event["event"] == "step" for event in record) == 3
     warnings = [event for event in record if event["event"] == "warning"]
-    assert {(event["code"], bool(event["hint"])) for event in warnings} == {("telemetry", True)}
+    assert {event["code"] for event in warnings} == {"telemetry"}
+    assert all(event["hint"] for event in warnings)
     assert warnings[0]["message"] == "Screen failed (no space left); it gets no more events."
     assert warnings[-1]["message"].startswith("EventFile failed")
 
 
 def test_events_of_threads_are_serialized():
-    record, inside = [], threading.Lock()
+    record = []
+    inside = threading.Lock()
 
     def listener(event):
         assert inside.acquire(blocking=False), "another thread is told at the same time"
@@ -161,6 +163,5 @@ def test_long_wait_is_reported_repeatedly():
     assert not any(thread.name.startswith("waiting for") for thread in threading.enumerate())
     assert first == first | {"event": "waiting", "what": "the others", "until_seconds": 60.0}
     assert first["seconds"] <= second["seconds"]
-    assert news["what"] == "half of it"
-    assert news["bytes"] == 5
-    assert news["until_seconds"] == pytest.approx(30.0 + news["seconds"], abs=0.2)
+    until_s = pytest.approx(30.0 + news["seconds"], abs=0.2)
+    assert news == news | {"what": "half of it", "bytes": 5, "until_seconds": until_s}
