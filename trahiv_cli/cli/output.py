@@ -223,14 +223,18 @@ def quiet_libraries() -> None:
     transformers and bitsandbytes fetch such code with the package `kernels`, which is made to look missing.
     """
     sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    defaults = {
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HIVEMIND_LOGLEVEL": "WARNING",
+        # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     # On some CPUs bitsandbytes asks for `kernels`, needed only to generate text with 4-bit weights.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # torch 2.15 warns about a function of hivemind's.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
-    # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")

@@ -19,7 +19,6 @@ from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.cli.preview import readable
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.train import preview as preview_module
 from trahiv_cli.train.preview import build_preview, pieces_of, require_trainable
 from trahiv_cli.train.tasks import heeding, preparing
 
@@ -159,13 +158,12 @@ def test_pieces_keep_characters_whole(tokenizer):
         assert [piece.text for piece in pieces] == [whole, text.removeprefix(whole)]
 
 
-@pytest.mark.parametrize(("task", "is_stream", "total"), [("sft", True, "a stream"), ("clm", False, "5")])
-def test_only_first_samples_are_examined(trahiv, write, monkeypatch, task, is_stream, total):
-    monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
-    recipe = write(task, [{"text": "is a text"}] * 5, data={"streaming": is_stream}, packing=False)
-    out = trahiv("preview -n 9", recipe).out
-    assert f"samples  {total}, the first 3 looked at" in out
-    assert re.findall(r"^sample (\d)", out, re.MULTILINE) == ["1", "2", "3"]
+@pytest.mark.parametrize(("task", "is_stream", "total"), [("sft", True, "a stream"), ("clm", False, "1,001")])
+def test_only_first_samples_are_examined(trahiv, write, task, is_stream, total):
+    recipe = write(task, [{"text": "is a text"}] * 1001, data={"streaming": is_stream}, packing=False)
+    out = trahiv("preview -n 1001", recipe).out
+    assert f"samples  {total}, the first 1,000 looked at" in out
+    assert re.findall(r"^sample (\d+)", out, re.MULTILINE)[-1] == "1000"
 
 
 ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] }}")
