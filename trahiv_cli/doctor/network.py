@@ -76,7 +76,7 @@ def examine_members(invitation: Invitation) -> Check:
         return Check("members", "fine", found)
     said = "; ".join(addresses.what_answers(address, trouble) for address, trouble in knocks.items())
     fix = "ask for a fresh `trahiv join` line of any peer that is training"
-    hosts = {named.host for address in tried if (named := addresses.socket_of(Multiaddr(address)))}
+    hosts = _hosts_of(tried)
     are_refused = any(isinstance(trouble, ConnectionRefusedError) for trouble in knocks.values())
     if not _has_route(hosts):
         said = "This machine has no route to any of them."
@@ -88,6 +88,12 @@ def examine_members(invitation: Invitation) -> Check:
                 said += ". Their port 443 answers, so a firewall on the way lets nothing else out"
                 fix = "have a member listen at --host-maddr /ip4/0.0.0.0/tcp/443, or use another network"
     return Check("members", "bad", f"{found}: {said}.", "one that answers", fix)
+
+
+def _hosts_of(maddrs: Sequence[str]) -> set[str]:
+    """Return the hosts of the multiaddrs that name a socket."""
+    sockets = (addresses.socket_of(Multiaddr(maddr)) for maddr in maddrs)
+    return {named.host for named in sockets if named}
 
 
 def _has_route(hosts: set[str]) -> bool:
@@ -147,24 +153,25 @@ def _clock() -> Check:
 
 
 def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
-    seen = sorted({place for look in reach.looks for place in look.places})
     if reach.kind == "direct":
         at = ", ".join(f"{host}:{port}" for host, port in reach.places)
         yield Check("inbound", "fine", f"Members can dial this peer at {at}.")
     else:
         fix = "forward a TCP port of the router to this machine, and add --host-maddr /ip4/0.0.0.0/tcp/PORT"
         yield Check("inbound", "poor", reach.why, "to be dialled", fix)
+    seen = [place for look in reach.looks for place in look.places]
     hosts = {host for host, _ in seen}
-    ports = {port for _, port in seen}
-    told = {named.host for maddr in announced if (named := addresses.socket_of(Multiaddr(maddr)))}
+    told = _hosts_of(announced)
     if told and hosts and not told & hosts:
         said = f"{', '.join(sorted(told))} is announced, and members see {', '.join(sorted(hosts))}."
         yield Check("announced", "bad", said, "the same address", "correct --announce-maddr, or leave it out")
-    if reach.kind != "direct" and len(reach.looks) > 1 and len(ports) > 1:
+    if reach.kind == "direct":
+        return
+    if len(reach.looks) > 1 and len({port for _, port in seen}) > 1:
         said = "The router takes another port for each destination: it can't be punched through."
         fix = "nothing, as long as a member relays"
         yield Check("router", "poor", said, "the same port for all", fix)
-    if reach.kind != "direct" and reach.looks and not any(look.carries for look in reach.looks):
+    if reach.looks and not any(look.carries for look in reach.looks):
         said = "No member has room to relay to this peer."
         fix = "ask a member that can be dialled to raise swarm.relay"
         yield Check("relay", "poor", said, "one that has", fix)

@@ -73,24 +73,22 @@ class Metrics:
 
     def __call__(self, event: Event) -> None:
         """Update the metrics with one event."""
+        if event["event"] in ("ready", "joined", "reach"):
+            self._reach.state(event["reached"])
         match event["event"]:
             case "ready":
                 self._run.info({"run_id": event["run_id"] or "", "peer_id": event["peer_id"]})
                 self._steps.set(event.get("max_steps", 0))
-                self._reach.state(event["reached"])
             case "joined":
                 self._state.state("training")
                 self._step.set(event["step"])
                 self._peers.set(event["peers"])
-                self._reach.state(event["reached"])
             case "step":
                 self._take_step(event)
             case "eval" if "eval_loss" in event:
                 self._held_out.set(event["eval_loss"])
             case "checkpoint":
                 self._saved.set(event["step"])
-            case "reach":
-                self._reach.state(event["reached"])
             case "warning":
                 self._warnings.labels(event["code"]).inc()
                 if event["code"] == "round":
