@@ -38,11 +38,9 @@ def place(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def test_public_names_are_pinned():
-    trainers = {"SwarmDPOTrainer", "SwarmSFTTrainer", "SwarmTrainer", "SwarmTrainerMixin"}
-    others = {"SwarmTrainingArguments", "load_recipe", "__version__", "errors"}
-    assert set(trahiv_cli.__all__) == trainers | others
-    assert trainers | others <= set(dir(trahiv_cli))
+def test_public_names_can_be_imported():
+    """The names themselves are pinned by `docs/stable.md`; see `test_docs.py`."""
+    assert set(trahiv_cli.__all__) <= set(dir(trahiv_cli))
     assert all(getattr(trahiv_cli, name) is not None for name in trahiv_cli.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         trahiv_cli.no_such_name  # noqa: B018

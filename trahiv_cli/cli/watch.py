@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trahiv_cli.run.control import Request
     from trahiv_cli.watch.server import Deed, Page
 
+RunArgument = Annotated[Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/.")]
 PortOption = Annotated[
     int,
     option(
@@ -37,9 +38,7 @@ BrowserOption = Annotated[bool, option("--no-browser", "Only print the address o
 
 
 def watch(
-    run_dir: Annotated[
-        Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/.")
-    ] = None,
+    run_dir: RunArgument = None,
     peer: SwarmOption = None,
     port: PortOption = 0,
     no_browser: BrowserOption = False,
