@@ -65,6 +65,12 @@ def spent_before() -> tuple[int, int]:
     return samples, steps
 
 
+def left_of(budget: Budget) -> Budget:
+    """Subtract the time, samples and steps that this peer spent before it restarted."""
+    samples, steps = spent_before()
+    return Budget(budget.seconds - seconds_spent(), budget.samples - samples, budget.steps - steps)
+
+
 def note_spent(spent: Budget) -> None:
     """Add the budget that this process has spent to the earlier sum, for the next process."""
     samples, steps = spent_before()

@@ -22,11 +22,11 @@ from trahiv_cli.cli.options import (
     with_shared_options,
 )
 from trahiv_cli.cli.output import out
-from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
+from trahiv_cli.cli.restarting import is_again, left_of, note_spent, restart, start_again
 from trahiv_cli.cli.watch import require_web
 from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
-from trahiv_cli.train.leaving import ENDLESS_BUDGET, Budget
+from trahiv_cli.train.leaving import ENDLESS_BUDGET
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.agreement import AgreedRun
@@ -211,7 +211,6 @@ def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> Pee
             now = psutil.Process().nice()
             said = f"this process is at {now} already, and may not go back to {shared.niceness}"
             raise typer.BadParameter(said, param_hint="--niceness") from error
-    spend, (samples, steps) = shared.budget or ENDLESS_BUDGET, spent_before()
     return PeerOptions(
         output_dir=shared.output_dir,
         identity=shared.identity,
@@ -224,7 +223,7 @@ def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> Pee
         max_upload=shared.max_upload,
         max_download=shared.max_download,
         is_again=is_again(),
-        budget=Budget(spend.seconds - seconds_spent(), spend.samples - samples, spend.steps - steps),
+        budget=left_of(shared.budget or ENDLESS_BUDGET),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
         piped=loaded.piped if loaded else None,
         **more,
