@@ -22,11 +22,11 @@ SECTIONS = {"clm": {"packing": False}, "sft": {}, "dpo": {}, "seq-cls": {"labels
 
 
 @pytest.fixture
-def write(here):
+def write(here, write_rows):
     """`write("sft", [row])`: a recipe of this task on rows in `rows.jsonl`."""
 
     def write(task, rows, **changes):
-        (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_rows(rows)
         section = {task.replace("-", "_"): {"max_length": 32, **SECTIONS[task]}}
         data = {"datasets": [{"path": "rows.jsonl"}]}
         changes = {"clm": None, **section, "data": data, **changes}

@@ -1,6 +1,5 @@
 """`init --dry-run` and `check --deep`: the cost of a run, shown before it starts."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -79,9 +78,8 @@ def test_gpu_has_own_column(drawn, monkeypatch):
     )
 
 
-def test_deep_check_reports_doubt_once(nothing_starts, here, events):
-    rows = [{"prompt": "a", "completion": text} for text in ("b", "", "b", "b")]
-    (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+def test_deep_check_reports_doubt_once(nothing_starts, here, write_rows, events):
+    write_rows([{"prompt": "a", "completion": text} for text in ("b", "", "b", "b")])
     data = {"datasets": [{"path": "rows.jsonl"}]}
     file = write_tiny(here, task="sft", clm=None, sft={"max_length": 32}, data=data)
     assert str(events("check --deep", file)).count("has an empty 'completion'") == 1

@@ -1,6 +1,5 @@
 """`trahiv preview`: its findings about data and their look, and data that is refused before a run."""
 
-import json
 import logging
 import os
 import re
@@ -35,11 +34,11 @@ def model_for(tmp_path_factory):
 
 
 @pytest.fixture
-def write(model_for, here):
+def write(model_for, here, write_rows):
     """Write a recipe and its rows: `write("sft", rows, max_length=64)`."""
 
     def write(task, rows, *, data=None, **section):
-        (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_rows(rows)
         sections = {"clm": None, task.replace("-", "_"): section}
         sections["model"] = {"model_name_or_path": model_for(task)}
         sections["data"] = {"datasets": [{"path": "rows.jsonl"}], "shuffle": False} | (data or {})
