@@ -9,13 +9,10 @@ An upper room may import a lower one; rooms on one level never import each other
 alone do not count; imports inside functions do. Loaded modules decide what is light, not a clock.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -64,23 +61,23 @@ class Import(NamedTuple):
     line: int
 
 
-def module_of(path: Path) -> str:
+def module_of(path):
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> str:
+def room_of(module):
     """The room of one of our modules; the face and `__main__` are rooms of their own."""
     return (module.split(".") + ["face"])[1]
 
 
-def imports_of(source: str, package: str) -> Iterator[Import]:
+def imports_of(source, package):
     """Every import in the source of a module inside `package`, but for those under `if TYPE_CHECKING:`."""
 
-    nodes: list[ast.AST] = [ast.parse(source)]
+    nodes = [ast.parse(source)]
     while nodes:
         node = nodes.pop()
-        children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+        children = ast.iter_child_nodes(node)
         match node:
             case ast.Import(names=names):
                 yield from (Import(alias.name, "", node.lineno) for alias in names)
@@ -94,7 +91,7 @@ def imports_of(source: str, package: str) -> Iterator[Import]:
         nodes += children
 
 
-def violations(source: str, module: str) -> list[str]:
+def violations(source, module):
     """Return how a module's imports break the rules of its room, one sentence each."""
     room = room_of(module)
     found = []
@@ -118,9 +115,9 @@ def violations(source: str, module: str) -> list[str]:
     return found
 
 
-def edges(sources: dict[str, str]) -> dict[str, set[str]]:
+def edges(sources):
     """Map each of our modules to those of ours that it imports."""
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for module, source in sources.items():
         is_package = any(other.startswith(f"{module}.") for other in sources)
         found = imports_of(source, module if is_package else module.rpartition(".")[0])

@@ -1,11 +1,9 @@
 """The systemd unit agrees with the exit codes of the errors, and compose's second peer can join the first."""
 
-from __future__ import annotations
-
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,33 +17,32 @@ MAY_BE_OTHERWISE_NEXT_TIME = {errors.TrahivError.exit_code, errors.Unreachable.e
 """Exit codes after which a peer is started again: it failed while running, or no peer answered."""
 
 
-def exit_codes(error: type[errors.TrahivError] = errors.TrahivError) -> Iterator[int]:
+def exit_codes(error=errors.TrahivError):
     yield error.exit_code
     for narrower in error.__subclasses__():
         yield from exit_codes(narrower)
 
 
-def settings(key: str) -> list[str]:
-    lines = UNIT.read_text(encoding="utf-8").splitlines()
-    return [line.partition("=")[2] for line in lines if line.startswith(f"{key}=")]
+def setting(key):
+    [value] = re.findall(rf"^{key}=(.*)", UNIT.read_text(encoding="utf-8"), re.MULTILINE)
+    return value.split()
 
 
 def test_systemd_restarts_only_after_transient_failures():
-    (codes,) = settings("RestartPreventExitStatus")
-    assert {int(code) for code in codes.split()} == set(exit_codes()) - MAY_BE_OTHERWISE_NEXT_TIME
+    codes = setting("RestartPreventExitStatus")
+    assert {*map(int, codes)} == set(exit_codes()) - MAY_BE_OTHERWISE_NEXT_TIME
 
 
 def test_systemd_verifies_unit(tmp_path):
     if not shutil.which("systemd-analyze"):
         pytest.skip("systemd-analyze is not installed; it comes with Debian's package systemd")
-    (command,) = settings("ExecStart")
-    program = Path(command.split()[0].replace("%h", str(tmp_path)))
+    program = Path(setting("ExecStart")[0].replace("%h", str(tmp_path)))
     program.parent.mkdir(parents=True)
     program.touch(mode=0o700)
     verified = subprocess.run(
         ["systemd-analyze", "--user", "verify", UNIT],
         env=os.environ | {"HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
 

@@ -1,14 +1,11 @@
 """The files that a project has besides its code exist, and agree with the code."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +23,7 @@ PINNED = re.compile(r"uses: (\./\S+.*|\S+@[0-9a-f]{40} # v[\d.]+)$")
 RELATIVE_LINK = re.compile(r"\]\((?!https?:|#)[^)\s]+\)")
 
 CHECK = ("check-jsonschema", "--builtin-schema")
-LINTERS: dict[str, tuple[str | Path, ...]] = {
+LINTERS = {
     "workflows": (*CHECK, "vendor.github-workflows", *WORKFLOWS),
     "forms": (*CHECK, "vendor.github-issue-forms", *FORMS),
     "links of the forms": (*CHECK, "vendor.github-issue-config", GITHUB / "ISSUE_TEMPLATE/config.yml"),
@@ -37,11 +34,11 @@ LINTERS: dict[str, tuple[str | Path, ...]] = {
 }
 
 
-def text(file: str | Path) -> str:
+def text(file):
     return (ROOT / file).read_text(encoding="utf-8")
 
 
-def loaded(file: str | Path) -> Any:
+def loaded(file):
     return yaml.safe_load(text(file))
 
 
@@ -50,7 +47,7 @@ METADATA = PROJECT["project"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_file_exists(name: str):
+def test_file_exists(name):
     assert text(name).strip()
 
 
@@ -59,10 +56,11 @@ def test_package_is_typed():
 
 
 def test_version_license_and_repository_agree():
+    repository = METADATA["urls"]["Repository"]
+    named = {"version": METADATA["version"], "license": METADATA["license"], "repository-code": repository}
     citation = loaded("CITATION.cff")
-    cited = (citation["version"], citation["license"], citation["repository-code"])
-    assert cited == (METADATA["version"], METADATA["license"], METADATA["urls"]["Repository"])
-    assert f"{citation['repository-code']}/security/advisories/new" in text("SECURITY.md")
+    assert citation == citation | named
+    assert f"{repository}/security/advisories/new" in text("SECURITY.md")
 
 
 def test_security_policy_has_required_sections():
@@ -86,7 +84,7 @@ def test_issue_forms_link_security_policy():
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
-def test_workflow_has_permissions_timeouts_and_pins(file: Path):
+def test_workflow_has_permissions_timeouts_and_pins(file):
     workflow = loaded(file)
     assert workflow["permissions"] == {}
     # A workflow that is called would end its caller if both were of one group.
@@ -124,12 +122,10 @@ def test_readme_links_are_absolute_on_pypi():
 
 
 @pytest.mark.parametrize("what", LINTERS)
-def test_linter_finds_nothing(what: str):
+def test_linter_finds_nothing(what):
     name, *arguments = LINTERS[what]
     linter = shutil.which(name, path=Path(sys.executable).parent)
     if not linter:
         pytest.skip(f"{name} is not installed in this environment; pip installs it")
-    found = subprocess.run(
-        [linter, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    found = subprocess.run([linter, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout + found.stderr

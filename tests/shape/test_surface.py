@@ -1,12 +1,9 @@
 """The public surface is pinned, and source rules that no linter checks are kept."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,31 +34,29 @@ OPTIONS_OF_OTHERS = {
 }
 
 
-def place(path: Path) -> str:
+def place(path):
     return path.relative_to(ROOT).as_posix()
 
 
-def test_public_names_are_pinned():
-    trainers = {"SwarmDPOTrainer", "SwarmSFTTrainer", "SwarmTrainer", "SwarmTrainerMixin"}
-    lazy = trainers | {"SwarmTrainingArguments", "load_recipe"}
-    assert set(trahiv_cli.__all__) == lazy | {"__version__", "errors"}
+def test_public_names_can_be_imported():
+    """The names themselves are pinned by `docs/stable.md`; see `test_docs.py`."""
     assert set(trahiv_cli.__all__) <= set(dir(trahiv_cli))
     assert all(getattr(trahiv_cli, name) is not None for name in trahiv_cli.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
         trahiv_cli.no_such_name  # noqa: B018
 
 
-def commands() -> dict[str, Any]:
+def commands():
     """Each command of the command line by its name; `trahiv` itself is the empty one."""
     from typer.main import get_command
 
     from trahiv_cli.cli.app import app
 
-    whole: Any = get_command(app)
+    whole = get_command(app)
     return {"": whole, **whole.commands}
 
 
-def options_of(command: Any) -> list[str]:
+def options_of(command):
     return [
         name
         for parameter in command.params
@@ -70,7 +65,7 @@ def options_of(command: Any) -> list[str]:
     ]
 
 
-def cli_surface() -> list[str]:
+def cli_surface():
     """Each argument and option of each command, one line each, as `command --option`."""
     lines = []
     for name, command in commands().items():

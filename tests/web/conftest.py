@@ -54,7 +54,6 @@ import sys
 from pathlib import Path
 from tests.web import recorded
 from trahiv_cli.telemetry.events import to_json
-from trahiv_cli.watch import lookout
 from trahiv_cli.watch.lookout import Lookout
 from trahiv_cli.watch.server import Page
 from trahiv_cli.watch.tail import Nothing, Tail

@@ -1,6 +1,5 @@
 """Reports of a swarm's peers, through a child process that stands in for `trahiv status` here."""
 
-import contextlib
 import sys
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from trahiv_cli.cli.options import PEER_VARIABLE
 from trahiv_cli.errors import TrahivError
 from trahiv_cli.telemetry.events import PEERS_FILE
-from trahiv_cli.watch import lookout
 from trahiv_cli.watch.lookout import Follower, Seen
 
 PEERS = '{"v": 1, "t": 1, "event": "peers", "run_id": "run-1", "peers": [{"peer_id": "QmA"}]}'
@@ -16,21 +14,19 @@ ERROR = '{"v": 1, "t": 1, "event": "error", "message": "No peer answers.", "hint
 
 
 @pytest.fixture
-def follower(monkeypatch):
+def follower(request):
     """`follower(lines)` follows a child that prints these lines, and then lives on for some seconds."""
-    monkeypatch.setattr(lookout, "AGAIN_S", 0.0)
-    with contextlib.ExitStack() as children:
 
-        def follower(lines, seconds=0):
-            one = Follower(["trahiv1:a", "trahiv1:b"], PEER_VARIABLE)
-            assert one._command[1:] == ["-m", "trahiv_cli", "status", "--follow", "--format", "json"]
-            script = f"import os, time; assert os.environ[{PEER_VARIABLE!r}] == 'trahiv1:a trahiv1:b'\n"
-            script += f"print({lines!r}, flush=True); time.sleep({seconds})"
-            one._command = [sys.executable, "-c", script]
-            children.callback(one.close)
-            return one
+    def follower(lines, seconds=0):
+        one = Follower(["trahiv1:a", "trahiv1:b"], PEER_VARIABLE, again_s=0.0)
+        assert one._command[1:] == ["-m", "trahiv_cli", "status", "--follow", "--format", "json"]
+        script = f"import os, time; assert os.environ[{PEER_VARIABLE!r}] == 'trahiv1:a trahiv1:b'\n"
+        script += f"print({lines!r}, flush=True); time.sleep({seconds})"
+        one._command = [sys.executable, "-c", script]
+        request.addfinalizer(one.close)
+        return one
 
-        yield follower
+    return follower
 
 
 def test_follower_restarts_ended_child(follower):

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,7 +20,7 @@ from playwright.sync_api import expect  # noqa: E402
 REWRITE = "TRAHIV_REWRITE"
 """Set to 1 to make the pictures of the docs anew."""
 
-PAGE = Path(__import__("trahiv_cli").__file__).parent / "watch" / "page"
+PAGE = ROOT / "trahiv_cli" / "watch" / "page"
 
 MOMENT = 5_000  # milliseconds, in which a busy machine shows a change
 
@@ -184,7 +183,6 @@ def test_long_run_opens_whole(watch, browse, tmp_path):
 FROM_FILE = """
 import json
 from trahiv_cli.errors import Unreachable
-lookout.LOOK_EVERY_S = 0.1
 
 def look():
     there = json.loads(Path(sys.argv[1]).read_text())
@@ -196,7 +194,7 @@ def look():
              round_at=0.0, round_peers=0, round_seconds=0.0,
              trouble="", waits_for="", state="training") for name in there])
 
-page = Page(Nothing, "token", lookout=Lookout(look))
+page = Page(Nothing, "token", lookout=Lookout(look, every_s=0.1))
 """
 
 
@@ -220,7 +218,6 @@ def test_swarm_is_shown_from_peer_reports(serve, browse, tmp_path):
 
 
 HOSTILE = """
-lookout.LOOK_EVERY_S = 0.2
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>&lt;b&gt;"
 NAMES = [
     MARKUP, "\\u202egnihton si siht\\u2066", "x" * 10_000, "\\U0001F469\\u200d\\U0001F4BB " * 9,
@@ -238,7 +235,7 @@ def look(count=[0]):
         for number, name in enumerate(NAMES)])
 
 deeds = {"kick": lambda wanted: {"message": to_json(wanted)}}
-page = Page(Nothing, "token", lookout=Lookout(look), deeds=deeds)
+page = Page(Nothing, "token", lookout=Lookout(look, every_s=0.2), deeds=deeds)
 """
 
 
@@ -246,11 +243,11 @@ page = Page(Nothing, "token", lookout=Lookout(look), deeds=deeds)
 def test_strangers_text_is_never_markup(serve, browse, width):
     page = browse(serve(HOSTILE), width)
     count(page, "#people tr", 50)
-    names = page.locator("#people bdi").all_inner_texts()
-    assert names[0].startswith("<img src=x onerror")
-    assert names[1:3] == ["�gnihton si siht�", "x" * 39 + "…"]
-    assert "\U0001f469\u200d\U0001f4bb" in names[3]
-    assert names[4] == "a�[31m�b c"
+    first, *names = page.locator("#people bdi").all_inner_texts()
+    assert first.startswith("<img src=x onerror")
+    assert names[:2] == ["�gnihton si siht�", "x" * 39 + "…"]
+    assert "\U0001f469\u200d\U0001f4bb" in names[2]
+    assert names[3] == "a�[31m�b c"
     assert page.locator("img, main script, #people b").count() == 0
     require_readable(page)
 
@@ -307,15 +304,23 @@ page = Page(lambda: Tail(Path(sys.argv[1])), "token", deeds=deeds)
 """
 
 
-def test_refused_button_shows_reason(serve, browse, trained):
-    page = browse(serve(DEEDS, trained))
+@pytest.fixture
+def peer(serve, trained):
+    """A process whose page has buttons."""
+    return serve(DEEDS, trained)
+
+
+@pytest.fixture
+def page(browse, peer):
+    return browse(peer)
+
+
+def test_refused_button_shows_reason(page):
     press(page, "Pause")
     expect(page.get_by_role("alert")).to_have_text("It does not run. start it")
 
 
-def test_finish_asks_first(serve, browse, trained):
-    peer = serve(DEEDS, trained)
-    page = browse(peer)
+def test_finish_asks_first(peer, page):
     press(page, "Finish…")
     require_readable(page)
     press(page, "Cancel")
@@ -326,9 +331,7 @@ def test_finish_asks_first(serve, browse, trained):
     assert len(peer.events) == 2
 
 
-def test_invitation_has_chosen_terms(serve, browse, trained):
-    peer = serve(DEEDS, trained)
-    page = browse(peer)
+def test_invitation_has_chosen_terms(peer, page):
     press(page, "Invite…")
     page.locator("#role").select_option("look on only")
     expect(page.get_by_label("for one peer only")).to_be_disabled()

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.web.recorded import step, write
-from trahiv_cli.telemetry import events
 from trahiv_cli.telemetry.events import EventFile
 from trahiv_cli.watch.tail import Recording, Tail
 
@@ -22,10 +21,9 @@ def everything(tail):
 
 
 @pytest.fixture
-def writer(tmp_path, monkeypatch):
+def writer(tmp_path):
     """A peer's file of events that is full after some ten steps."""
-    monkeypatch.setattr(events, "MAX_BYTES", 3000)
-    file = EventFile(tmp_path / "events.jsonl")
+    file = EventFile(tmp_path / "events.jsonl", max_bytes=3000)
     yield lambda numbers: [file(step(1.0, number, 2.0)) for number in numbers]
     file.close()
 

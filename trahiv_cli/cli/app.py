@@ -49,12 +49,27 @@ def _options(
     """Take the options of `trahiv` itself."""
 
 
-COMMANDS = (
-    *(init, join, status, watch, pause, resume, finish, doctor, invite, members, kick),
-    *(new, check, show, schema, preview, replay, report),
-)
-for command in COMMANDS:
-    app.command()(command)  # in the order of `--help`
+for command in (  # in the order of `--help`
+    init,
+    join,
+    status,
+    watch,
+    pause,
+    resume,
+    finish,
+    doctor,
+    invite,
+    members,
+    kick,
+    new,
+    check,
+    show,
+    schema,
+    preview,
+    replay,
+    report,
+):
+    app.command()(command)
 
 
 def run(args: Sequence[str] | None = None) -> None:

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from trahiv_cli.members.invitation import Invitation
     from trahiv_cli.recipe.schema import DhtSection, Recipe
 
-CODES = {"memory": 6, "members": 4, "swarm": 4, "membership": 5}
-"""Failed check -> exit code (docs/exit-codes.md); for all others it is 3."""
-
-MARKS = {"fine": ("32", "ok"), "poor": ("33", "poor"), "bad": ("1;31", "bad")}
-
 
 def doctor(
     recipe: Annotated[str | None, RECIPE] = None,
@@ -53,11 +48,12 @@ def doctor(
     network: Network | None = None
     bad: list[str] = []
     for found in looked_at(loaded, invitation, {key: on for key, on in changes.items() if on}, output_dir):
-        if isinstance(found, Check):
-            show(found)
-            bad += [found.name] if found.verdict == "bad" else []
-        else:
+        if not isinstance(found, Check):
             network = found
+            continue
+        show(found)
+        if found.verdict == "bad":
+            bad.append(found.name)
     conclude(network, bad)
 
 
@@ -95,23 +91,28 @@ def network_of(section: DhtSection, invitation: Invitation, folder: Path | None)
 
 def show(check: Check) -> None:
     """Show one check: a line, and below it the requirement and the fix."""
-    colour, mark = MARKS[check.verdict]
-    more = [f"wanted: {check.wanted}"] if check.wanted and check.verdict != "fine" else []
-    more += [f"to do: {check.fix}"] if check.fix and check.verdict != "fine" else []
-    first = f"{out.paint(colour, f'{mark:<5}')}{check.name:<11}{check.found}"
-    out.record("\n".join([first, *(" " * 16 + one for one in more)]), "check", **check._asdict())
+    marks = {"fine": ("32", "ok"), "poor": ("33", "poor"), "bad": ("1;31", "bad")}
+    colour, mark = marks[check.verdict]
+    lines = [f"{out.paint(colour, f'{mark:<5}')}{check.name:<11}{check.found}"]
+    if check.verdict != "fine":
+        more = {"wanted": check.wanted, "to do": check.fix}
+        lines += [f"{'':16}{name}: {text}" for name, text in more.items() if text]
+    out.record("\n".join(lines), "check", **check._asdict())
 
 
 def conclude(network: Network | None, bad: list[str]) -> None:
     """Show in one sentence whether this peer can train; if not, exit with the code of the first failure."""
-    ways, missed = ({}, ()) if network is None else network
+    ways, missed = network or ({}, ())
+    code = 0
     if bad:
         said = f"You can't train here yet: see {', '.join(bad)}."
-    elif network is None or not (ways or missed):
-        said = "You can train here; `--peer LINE` says with whom."
-    else:
+        codes = {"memory": 6, "members": 4, "swarm": 4, "membership": 5}  # docs/exit-codes.md
+        code = codes.get(bad[0], 3)
+    elif network and (ways or missed):
         said = network.sentence
-    code = CODES.get(bad[0], 3) if bad else CODES["members"] if missed and not ways else 0
+        code = 0 if ways else 4
+    else:
+        said = "You can train here; `--peer LINE` says with whom."
     out.record(f"\n{said}", "verdict", message=said, ways=ways, missed=missed, exit_code=code)
     if code:
         raise typer.Exit(code)

@@ -6,7 +6,7 @@ and all other messages between peers add about one part in a thousand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 
@@ -19,10 +19,12 @@ from trahiv_cli.recipe.schema import EvalSection, Recipe
 from trahiv_cli.rounds.codecs import CODECS
 from trahiv_cli.step.auto import CODECS_BY_LOSS
 
-MEMORY_UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-TRAFFIC_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
-COUNT_UNITS = {"B": 1e9, "M": 1e6, "k": 1e3}
-TIME_UNITS = {"days": 86400, "h": 3600, "min": 60, "s": 1}
+UNITS: dict[str, dict[str, float]] = {
+    "memory": {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10},
+    "traffic": {"GB": 1e9, "MB": 1e6, "kB": 1e3},
+    "count": {"B": 1e9, "M": 1e6, "k": 1e3},
+    "time": {"days": 86400, "h": 3600, "min": 60, "s": 1},
+}
 
 SPEEDS_MBPS = (5, 20, 100, 1000)
 """Uplinks, in megabits a second: mobile, home, office, data centre."""
@@ -72,7 +74,7 @@ def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     if out.format is Format.json:
         show_event(needed, traffic, free, longest)
     else:
-        lines = *memory_table(recipe, needed, free, longest), "", *traffic_table(traffic)
+        lines = [*memory_table(recipe, needed, free, longest), "", *traffic_table(traffic)]
         out.data("\n".join(lines))
     said = "".join(doubt.message for doubt in doubts)
     for message, hint in told:
@@ -81,11 +83,14 @@ def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     require_room(needed, free)
 
 
-def size(number: float, units: Mapping[str, float] = MEMORY_UNITS) -> str:
-    """Write a number with three digits at most and the largest unit that it reaches."""
-    name = next((name for name, unit in units.items() if number >= unit), [*units][-1])
-    said = number / units[name]
-    return f"{said:.0f} {name}" if said >= 99.95 else f"{said:.1f} {name}"
+def size(number: float, kind: str = "memory") -> str:
+    """Write a number with three digits at most and the largest of the `UNITS` of its kind that it reaches."""
+    for name, unit in UNITS[kind].items():
+        value = number / unit
+        text = f"{value:.0f} {name}" if value >= 99.95 else f"{value:.1f} {name}"
+        if number >= unit:
+            break
+    return text
 
 
 def show_event(needed: Estimate, traffic: Traffic, free: dict[str, int], num_tokens: int) -> None:
@@ -114,7 +119,7 @@ def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tok
     sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
     counts = (needed.num_frozen, needed.num_trainable)
-    frozen, trained = (size(number, COUNT_UNITS).replace(" ", "") for number in counts)
+    frozen, trained = (size(number, "count").replace(" ", "") for number in counts)
     of_mode = needed.mode_host_bytes + needed.residual_bytes
     between = "between batches" if needed.on_gpu else "or between batches"
     tokens = f"{sequences} x {num_tokens} tokens"
@@ -139,7 +144,7 @@ def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tok
             notes.append(note)
     *on_gpu, in_ram = needed.places.values()
     table += [
-        ["at the peak", *map(size, (*on_gpu, in_ram))],
+        ["at the peak", *map(size, needed.places.values())],
         ["when a peer joins", *map(size, (*on_gpu, in_ram + needed.joiner_bytes))],
         ["free here", *(size(free[name]) for name in needed.places)],
     ]
@@ -154,8 +159,8 @@ def traffic_table(traffic: Traffic) -> list[str]:
     names = {"round_of_2": f"{span}, 2 peers", "round_of_many": f"{span}, many peers", "state": "to join"}
     table = [["", "", *(f"{mbps} Mbit/s" for mbps in SPEEDS_MBPS)]]
     for name, num_bytes in traffic.sent().items():
-        times = (size(seconds, TIME_UNITS) for seconds in seconds_by_speed(num_bytes).values())
-        table.append([names.get(name, f"{name}, many"), size(num_bytes, TRAFFIC_UNITS), *times])
+        times = (size(seconds, "time") for seconds in seconds_by_speed(num_bytes).values())
+        table.append([names.get(name, f"{name}, many"), size(num_bytes, "traffic"), *times])
     return ["bytes that each peer sends, and receives", *lined_up(table)]
 
 

@@ -16,11 +16,6 @@ from trahiv_cli.run.lock import RESOLVED, RUNS, holder_of
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event
 
-ANSWER_S = 60.0
-LOOK_EVERY_S = 0.2
-TELLING = ("ready", "joined", "step", "paused", "resumed", "done", "error")
-"""Events that show the state of a peer."""
-
 RunArgument = Annotated[
     Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/ whose peer runs.")
 ]
@@ -61,7 +56,7 @@ def tell(
 ) -> str | None:
     """Send a control request (None: train) to a peer, wait for its answer, and show it.
 
-    Returns the name of the event that is the answer. Without an answer within `ANSWER_S`, shows `meanwhile`
+    Returns the name of the event that is the answer. Without an answer within a minute, shows `meanwhile`
     and returns None; SetupError if the peer has ended.
     """
     from trahiv_cli.telemetry.events import EVENT_FILE, newest_events
@@ -70,15 +65,16 @@ def tell(
     out.use(format)
     folder = run_dir or running_folder()
     request(folder, what)
-    deadline = time.monotonic() + ANSWER_S
+    states = ("ready", "joined", "step", "paused", "resumed", "done", "error")
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         newest = newest_events(folder / EVENT_FILE)
-        now = next((event for event in newest if event["event"] in TELLING), None)
+        now = next((event for event in newest if event["event"] in states), None)
         if now is not None and is_answer(now):
             fields = {name: value for name, value in now.items() if name not in ("v", "t", "event")}
             out.record(f"{folder}: {line(now)}", now["event"], **fields)
             return str(now["event"])
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(0.2)
     if holder_of(folder) is None:
         raise SetupError(f"The peer of {folder} has ended.", hint="the same command starts it again")
     out.say(f"{folder}: {meanwhile}.")

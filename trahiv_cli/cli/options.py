@@ -26,12 +26,6 @@ from trahiv_cli.run.leaving import Budget
 PEER_VARIABLE = "TRAHIV_PEER"
 """Environment variable with invitations, separated by spaces: only its owner can read it."""
 
-TAKE_INVITATIONS = ("join", "status", "watch", "doctor", "members")
-"""Commands that take an invitation."""
-
-PEER_OPTION = re.compile("[-–—]+peer")
-"""The option `--peer`, also with the dashes that a word processor makes of `--`."""
-
 
 def option(form: str, help: str, **how: Any) -> Any:
     """Define an option of the form `--name VALUE`; its help text states its default, if it has one."""
@@ -95,13 +89,28 @@ def parse_multiaddr(text: str) -> str:
     return text
 
 
-PEER_HELP = "An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from"
-PeerOption = Annotated[list[str] | None, option("--peer ADDR", f"{PEER_HELP} {PEER_VARIABLE}.")]
-HOST_HELP = "Listen on M; if M is not this machine's, announce it. Can be repeated. Default: a free TCP port."
-HostOption = Annotated[list[str] | None, option("--host-maddr M", HOST_HELP, parser=parse_multiaddr)]
-ANNOUNCE_HELP = "Tell others that M is your address. Can be repeated."
+PeerOption = Annotated[
+    list[str] | None,
+    option(
+        "--peer ADDR",
+        f"An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from {PEER_VARIABLE}.",
+    ),
+]
+HostOption = Annotated[
+    list[str] | None,
+    option(
+        "--host-maddr M",
+        "Listen on M; if M is not this machine's, announce it. Can be repeated. Default: a free TCP port.",
+        parser=parse_multiaddr,
+    ),
+]
 AnnounceOption = Annotated[
-    list[str] | None, option("--announce-maddr M", ANNOUNCE_HELP, parser=parse_multiaddr)
+    list[str] | None,
+    option(
+        "--announce-maddr M",
+        "Tell others that M is your address. Can be repeated.",
+        parser=parse_multiaddr,
+    ),
 ]
 FolderOption = Annotated[Path | None, option("--output-dir DIR", "The run's folder. Default: runs/RUN_ID.")]
 
@@ -234,14 +243,15 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         invitations += peers_in(word)
-        if words and PEER_OPTION.fullmatch(words[-1]):
+        # A word processor makes other dashes of `--`.
+        if words and re.fullmatch("[-–—]+peer", words[-1]):
             words.pop()
     while words[:1] == ["trahiv"]:
         del words[0]
     if words[:3] == ["join", "trahiv", "join"]:
         del words[:2]
     words = words or ["join"] * bool(invitations)
-    if invitations and words[0] not in TAKE_INVITATIONS:
+    if invitations and words[0] not in ("join", "status", "watch", "doctor", "members"):
         return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # none accepted
     return words, invitations
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,9 +21,6 @@ from trahiv_cli.recipe.pasted import without_secrets
 if TYPE_CHECKING:
     from trahiv_cli.telemetry.events import Event, Events
 
-MAX_QUOTED = 100
-"""The most characters of a source line that are quoted, around the caret."""
-
 
 class Format(StrEnum):
     """Output format: for a person, for a log, or for a program."""
@@ -34,8 +30,14 @@ class Format(StrEnum):
     json = "json"
 
 
-FORMAT_HELP = "Output format. Default: human on a terminal, plain elsewhere."
-FormatOption = Annotated[Format | None, typer.Option("--format", help=FORMAT_HELP, show_default=False)]
+FormatOption = Annotated[
+    Format | None,
+    typer.Option(
+        "--format",
+        help="Output format. Default: human on a terminal, plain elsewhere.",
+        show_default=False,
+    ),
+]
 """`--format`, the same in every command that has it."""
 
 
@@ -59,8 +61,9 @@ class Output:
 
     def event(self, event: str, **fields: Any) -> None:
         """Write one line of the event stream, to stdout, for `--format json`."""
-        line = json.dumps({"v": 1, "t": round(time.time(), 3), "event": event, **fields})
-        write(sys.stdout, without_secrets(line))
+        from trahiv_cli.telemetry.events import new_event
+
+        write(sys.stdout, without_secrets(json.dumps(new_event(event, **fields))))
 
     def record(self, text: str, event: str, **fields: Any) -> None:
         """Write one result of the command: an event for a program, a text for others."""
@@ -99,7 +102,7 @@ class Output:
     def invitation(self, path: Path, **fields: Any) -> None:
         """Write an invitation: for a person the line to paste, for programs and logs the file that has it."""
         is_for_a_person = self.format is Format.human and sys.stdout.isatty()
-        text = line_in(path) if is_for_a_person else str(fields["join"])
+        text = line_in(path) if is_for_a_person else fields["join"]
         self.record(text, "invitation", path=str(path), **fields)
 
     def hint(self, text: str) -> None:
@@ -122,10 +125,10 @@ class Output:
         from rich.console import Console
         from rich.live import Live
 
-        from trahiv_cli.telemetry.board import MIN_COLUMNS, MIN_ROWS, Board
+        from trahiv_cli.telemetry.board import Board
 
         console = Console(file=sys.stdout)
-        if console.is_dumb_terminal or console.width < MIN_COLUMNS or console.height < MIN_ROWS:
+        if console.is_dumb_terminal or not Board.fits(console):
             events.add(lambda event: write_line(for_a_person(event)))
             yield lambda: None
             return
@@ -155,11 +158,10 @@ class Output:
     def rendered(self, finding: Finding) -> str:
         """Format a finding: position and message, the source line with a caret, and the hint."""
         place = str(finding).removesuffix(finding.message)
-        message = finding.message
-        lines = [self.paint("1", visible(place)) + visible(message)]
+        lines = [self.paint("1", visible(place)) + visible(finding.message)]
         if source := finding.source:  # a long line is cut around the caret
-            start = max(0, finding.col - MAX_QUOTED * 3 // 4) if len(source) > MAX_QUOTED else 0
-            lines.append(f"{finding.line:>5} | " + visible(source[start : start + MAX_QUOTED].rstrip()))
+            start = max(0, finding.col - 75) if len(source) > 100 else 0
+            lines.append(f"{finding.line:>5} | {visible(source[start : start + 100].rstrip())}")
             lines.append("      | " + " " * (finding.col - start - 1) + self.paint("1;31", "^"))
         if finding.hint:
             lines.append(f"      {self.paint('36', 'hint:')} {visible(finding.hint)}")
@@ -221,14 +223,18 @@ def quiet_libraries() -> None:
     transformers and bitsandbytes fetch such code with the package `kernels`, which is made to look missing.
     """
     sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "WARNING")
+    defaults = {
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HIVEMIND_LOGLEVEL": "WARNING",
+        # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
     # On some CPUs bitsandbytes asks for `kernels`, needed only to generate text with 4-bit weights.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # torch 2.15 warns about a function of hivemind's.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
-    # One peer per GPU: torch would put the Trainer into DataParallel over all of them.
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")

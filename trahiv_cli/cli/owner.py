@@ -20,14 +20,25 @@ if TYPE_CHECKING:
 FolderOption = Annotated[
     Path | None, option("--output-dir DIR", "The run's folder. Default: the newest in runs/.")
 ]
-EXPIRES_HELP = "Let nobody in after that time (2h, 3d); members that your peer saw before stay."
-PEER_HELP = f"An invitation, or @FILE with one. Can be repeated. Also read from {PEER_VARIABLE}."
-SwarmOption = Annotated[list[str] | None, option("--peer ADDR", PEER_HELP)]
+SwarmOption = Annotated[
+    list[str] | None,
+    option(
+        "--peer ADDR",
+        f"An invitation, or @FILE with one. Can be repeated. Also read from {PEER_VARIABLE}.",
+    ),
+]
 
 
 def invite(
     once: Annotated[bool, option("--once", "Let one peer in, and no other.")] = False,
-    expires: Annotated[float | None, option("--expires T", EXPIRES_HELP, parser=parse_seconds)] = None,
+    expires: Annotated[
+        float | None,
+        option(
+            "--expires T",
+            "Let nobody in after that time (2h, 3d); members that your peer saw before stay.",
+            parser=parse_seconds,
+        ),
+    ] = None,
     watch: Annotated[bool, option("--watch", "Let people look on, but not train.")] = False,
     close: Annotated[
         str | None, option("--close ID", "First close an invitation, or `all` of them; members stay.")

@@ -18,19 +18,6 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.train.preview import Part, Preview
 
-TRAINED = "1;32"
-SPECIAL = "36"
-"""Terminal codes of bold green and of cyan."""
-
-BRACKETS = "⟦", "⟧"
-"""Marks around trained tokens: rare in texts, and readable in any font."""
-
-NEWLINE = "↵"
-JOINERS = "\u200c\u200d"
-"""Invisible characters that some scripts and emoji need."""
-
-RULE = 80
-
 
 def preview(
     recipe: Annotated[str, RECIPE],
@@ -78,13 +65,20 @@ def picture(preview: Preview) -> str:
         title = f"{'row' if preview.packed else 'sample'} {number}, {sample.tokens:,} tokens"
         if not preview.classes:
             title += f", {sample.trained_tokens:,} {trained_word(preview)}"
-        lines.append(f"{title} ".ljust(RULE, "━"))
+        lines.append(rule(title, "━"))
         for part in sample.parts:
-            lines += [f"{part.name} ".ljust(RULE, "─")] * bool(part.name) + [text_of(part)]
-    lines.append(f"{preview.name} ({preview.task}) ".ljust(RULE, "━"))
+            if part.name:
+                lines.append(rule(part.name, "─"))
+            lines.append(text_of(part))
+    lines.append(rule(f"{preview.name} ({preview.task})", "━"))
     rows = figures(preview)
     names = max(map(len, rows))
     return "\n".join([*lines, *(f"{name:<{names}}  {said}" for name, said in rows.items())])
+
+
+def rule(title: str, stroke: str) -> str:
+    """Return a line with a title at its left."""
+    return f"{title} ".ljust(80, stroke)
 
 
 def trained_word(preview: Preview) -> str:
@@ -93,27 +87,32 @@ def trained_word(preview: Preview) -> str:
 
 
 def text_of(part: Part) -> str:
-    """Format a part: trained tokens in brackets; these and special ones in colour if the terminal has it."""
+    """Format a part: trained tokens in brackets; these and special ones in colour if the terminal has it.
+
+    The brackets are rare in texts, and readable in any font.
+    """
     text = ""
     for is_trained, run in itertools.groupby(part.pieces, key=lambda piece: piece.trained):
         said = ""
         for piece in run:
             words = readable(piece.text)
-            colour = TRAINED if is_trained else SPECIAL
-            said += out.paint(colour, words, sys.stdout) if is_trained or piece.special else words
-        text += said.join(BRACKETS) if is_trained else said
+            if is_trained or piece.special:
+                words = out.paint("1;32" if is_trained else "36", words, sys.stdout)  # bold green, cyan
+            said += words
+        text += f"⟦{said}⟧" if is_trained else said
     return text.removesuffix("\n")
 
 
 def readable(text: str) -> str:
     """Escape invisible characters, so that they show and can't control the terminal."""
+    # Some scripts and emoji need the last two.
+    signs = {"\n": "↵\n", "\t": "⇥   ", "\u200c": "\u200c", "\u200d": "\u200d"}
 
     def shown(char: str) -> str:
-        is_invisible = unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp") and char not in JOINERS
+        is_invisible = unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp")
         return char.encode("unicode_escape").decode("ascii") if is_invisible else char
 
-    steers = {"\n": f"{NEWLINE}\n", "\t": "⇥   "}
-    return "".join(steers.get(char) or shown(char) for char in text)
+    return "".join(signs.get(char) or shown(char) for char in text)
 
 
 def figures(preview: Preview) -> dict[str, str]:
@@ -132,7 +131,7 @@ def figures(preview: Preview) -> dict[str, str]:
     if preview.trained_tokens is not None:
         share = 100 * preview.trained_tokens / max(preview.tokens, 1)
         said = f"{share:.1f} % of the tokens ({preview.trained_tokens:,} of {preview.tokens:,})"
-        rows[trained_word(preview)] = f"{said}, {'like this'.join(BRACKETS)}"
+        rows[trained_word(preview)] = f"{said}, ⟦like this⟧"
     if lengths:
         half = f"half of them up to {lengths['median']:,}"
         rows["lengths"] = f"{lengths['shortest']:,} to {lengths['longest']:,} tokens, {half}"

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.schema import Recipe
 
-OUTPUT_HELP = "Write to FILE. Default: NAME.yaml."
-DEEP_HELP = "Also load the tokenizer, the config and a batch, and show the costs."
 UNKNOWN = "depends on the data"
-FILLED_IN = {"run_id": "name and agreement", "content": "the files"}
 
 
 def new(
     name: Annotated[str | None, argument("NAME", "A built-in recipe. Without it, all are listed.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help=OUTPUT_HELP)] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write to FILE. Default: NAME.yaml."),
+    ] = None,
     force: Annotated[bool, option("--force", "Overwrite FILE if it exists.")] = False,
 ) -> None:
     """Write a commented recipe to start from."""
@@ -60,7 +60,10 @@ def new(
 
 def check(
     recipe: Annotated[str, RECIPE],
-    deep: Annotated[bool, option("--deep", DEEP_HELP)] = False,
+    deep: Annotated[
+        bool,
+        option("--deep", "Also load the tokenizer, the config and a batch, and show the costs."),
+    ] = False,
     overrides: SetOption = None,
     format: FormatOption = None,
 ) -> None:
@@ -105,11 +108,12 @@ def show(
     run = AgreedRun.of(loaded.recipe) if is_known else resolved_here(loaded.recipe)[0]
     lines = render((run.recipe if run else loaded.recipe).to_data())
     width = min(max(len(line) for line, _ in lines), 60)
+    filled_in = {"run_id": "name and agreement", "content": "the files"}
     out.data(f"# fingerprint {run.fingerprint if run else UNKNOWN}")
     for line, location in lines:  # YAML that loads again, each value with its origin behind it
         origin = "" if location is None else loaded.document.origin_of(location)
         if origin == "default":  # unless it was filled in
-            origin = next((FILLED_IN[part] for part in location or () if part in FILLED_IN), origin)
+            origin = next((filled_in[part] for part in location or () if part in filled_in), origin)
         out.data(f"{line:<{width}}  # {origin}" if origin else line)
 
 

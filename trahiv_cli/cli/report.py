@@ -6,17 +6,18 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from trahiv_cli.cli.options import argument, option
+from trahiv_cli.cli.options import option
 from trahiv_cli.cli.output import FormatOption, out
-from trahiv_cli.cli.watch import newest_run
-
-RunArgument = Annotated[Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/.")]
-OutputOption = Annotated[
-    Path | None, option("--output FILE", "Where to write it. Default: trahiv-report-RUN-TIME.tar.gz.")
-]
+from trahiv_cli.cli.watch import RunArgument, newest_run
 
 
-def report(run_dir: RunArgument = None, output: OutputOption = None, format: FormatOption = None) -> None:
+def report(
+    run_dir: RunArgument = None,
+    output: Annotated[
+        Path | None, option("--output FILE", "Where to write it. Default: trahiv-report-RUN-TIME.tar.gz.")
+    ] = None,
+    format: FormatOption = None,
+) -> None:
     """Pack events, log, recipe and versions for somebody who helps.
 
     Keys, invitations, what looks like a token, and the path of your home are left out.

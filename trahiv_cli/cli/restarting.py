@@ -21,22 +21,17 @@ RESTARTS_VARIABLE = "TRAHIV_RESTARTS"
 SPENT_VARIABLE = "TRAHIV_SPENT"
 """Environment variable with the samples and steps of the budget that were spent before the restart."""
 
-RESTARTS = 3
-RESTARTS_WITHIN_S = 600.0
-"""Limit of the restarts within this time; then the failure ends the peer."""
-
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:
     """Restart this process with a command line because of a failure.
 
     Raises:
-        PeerBroken: this peer has already restarted `RESTARTS` times within `RESTARTS_WITHIN_S`.
+        PeerBroken: this peer has already restarted 3 times within 10 minutes.
     """
     now = time.time()
-    recent = [at for at in restarts() if at > now - RESTARTS_WITHIN_S]
-    if len(recent) >= RESTARTS:
-        often = f"{RESTARTS} times within {RESTARTS_WITHIN_S / 60:.0f} minutes"
-        said = f"{failure.message} This peer had started again {often}."
+    recent = [at for at in restarts() if at > now - 600.0]
+    if len(recent) >= 3:
+        said = f"{failure.message} This peer had started again 3 times within 10 minutes."
         raise PeerBroken(said, hint=failure.hint) from failure
     os.environ[RESTARTS_VARIABLE] = " ".join(map(str, [*recent, now]))
     start_again(command)
@@ -68,6 +63,12 @@ def spent_before() -> tuple[int, int]:
     """Return how many samples and steps of its budget this peer spent before it restarted."""
     samples, steps = map(int, os.environ.get(SPENT_VARIABLE, "0 0").split())
     return samples, steps
+
+
+def left_of(budget: Budget) -> Budget:
+    """Subtract the time, samples and steps that this peer spent before it restarted."""
+    samples, steps = spent_before()
+    return Budget(budget.seconds - seconds_spent(), budget.samples - samples, budget.steps - steps)
 
 
 def note_spent(spent: Budget) -> None:

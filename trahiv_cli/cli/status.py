@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
     from trahiv_cli.swarm.status import Status
 
-LOOK_EVERY_S = 5.0
-SEEN_S = 300.0  # older statuses are not shown
-FOLLOW_HELP = "Look again every 5 s, until Ctrl-C."
 REACHED = {
     "direct": "others dial it",
     "punched": "met through both routers",
@@ -35,7 +32,7 @@ REACHED = {
 def status(
     peer: SwarmOption = None,
     output_dir: FolderOption = None,
-    follow: Annotated[bool, option("--follow", FOLLOW_HELP)] = False,
+    follow: Annotated[bool, option("--follow", "Look again every 5 s, until Ctrl-C.")] = False,
     format: FormatOption = None,
 ) -> None:
     """Show who is in a swarm, how far it is and how each is reached."""
@@ -73,22 +70,19 @@ def follow_all(node: Node) -> None:
             else:
                 out.data(time.strftime("%H:%M:%S"))
                 show_all(node)
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(5.0)
 
 
 def seen_lately(folder: Path) -> dict[str, Status]:
-    """Read the statuses that the peer of a run's folder saw within `SEEN_S`; empty if there are none."""
-    from pydantic import ValidationError
-
+    """Read the statuses that the peer of a run's folder saw within 5 minutes; empty if there are none."""
     from trahiv_cli.swarm.status import Status
     from trahiv_cli.telemetry.events import PEERS_FILE
 
-    try:
+    with suppress(OSError, ValueError, LookupError):
         event = json.loads((folder / PEERS_FILE).read_bytes())
-        is_late = event["t"] < time.time() - SEEN_S
-        return {} if is_late else {one["peer_id"]: Status.model_validate(one) for one in event["peers"]}
-    except (OSError, ValueError, LookupError, ValidationError):
-        return {}
+        if event["t"] > time.time() - 300.0:
+            return {one["peer_id"]: Status.model_validate(one) for one in event["peers"]}
+    return {}
 
 
 def show_all(node: Node) -> None:
@@ -97,7 +91,8 @@ def show_all(node: Node) -> None:
     from trahiv_cli.net.keys import ADDRESSES_KEY
     from trahiv_cli.swarm.status import fetch_statuses
 
-    (statuses, foreign), others = fetch_statuses(node), node.fetch(ADDRESSES_KEY).keys()
+    statuses, foreign = fetch_statuses(node)
+    others = node.fetch(ADDRESSES_KEY).keys()
     show_runs(statuses, swarm_time())
     for peer_id, (protocol, version) in sorted(foreign.items()):
         runs_with = f"trahiv {version}" if version else "an earlier version of trahiv"

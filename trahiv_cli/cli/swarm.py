@@ -22,11 +22,11 @@ from trahiv_cli.cli.options import (
     with_shared_options,
 )
 from trahiv_cli.cli.output import out
-from trahiv_cli.cli.restarting import is_again, note_spent, restart, seconds_spent, spent_before, start_again
-from trahiv_cli.errors import NothingPublished, PeerBroken, SetupError, Unreachable
-from trahiv_cli.recipe.builtin import how_to_install
+from trahiv_cli.cli.restarting import is_again, left_of, note_spent, restart, start_again
+from trahiv_cli.cli.watch import require_web
+from trahiv_cli.errors import NothingPublished, PeerBroken, Unreachable
 from trahiv_cli.recipe.pasted import peers_in
-from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget
+from trahiv_cli.run.leaving import ENDLESS_BUDGET
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.agreement import AgreedRun
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.schema import Recipe
     from trahiv_cli.telemetry.events import Events
     from trahiv_cli.train.peer import PeerOptions
-
-LINE_HELP = "The line to join by, or a recipe of your own that agrees with the swarm's."
 
 
 @with_shared_options
@@ -82,7 +80,10 @@ def init(
 
 @with_shared_options
 def join(
-    recipe: Annotated[str | None, argument("LINE|RECIPE", LINE_HELP)] = None,
+    recipe: Annotated[
+        str | None,
+        argument("LINE|RECIPE", "The line to join by, or a recipe of your own that agrees with the swarm's."),
+    ] = None,
     peer: PeerOption = None,
     *,
     shared: SharedOptions,
@@ -210,7 +211,6 @@ def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> Pee
             now = psutil.Process().nice()
             said = f"this process is at {now} already, and may not go back to {shared.niceness}"
             raise typer.BadParameter(said, param_hint="--niceness") from error
-    spend, (samples, steps) = shared.budget or ENDLESS_BUDGET, spent_before()
     return PeerOptions(
         output_dir=shared.output_dir,
         identity=shared.identity,
@@ -223,7 +223,7 @@ def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> Pee
         max_upload=shared.max_upload,
         max_download=shared.max_download,
         is_again=is_again(),
-        budget=Budget(spend.seconds - seconds_spent(), spend.samples - samples, spend.steps - steps),
+        budget=left_of(shared.budget or ENDLESS_BUDGET),
         resume=shlex.join(["trahiv", *sys.argv[1:]]),
         piped=loaded.piped if loaded else None,
         **more,
@@ -272,13 +272,9 @@ def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, loa
 
 def serve_metrics(port: int, events: Events) -> None:
     """Serve a peer's events as metrics; SetupError if the port is taken, or the package is missing."""
-    try:
-        from trahiv_cli.telemetry.metrics import Metrics
-    except ModuleNotFoundError as error:
-        raise SetupError(
-            f"Metrics need the package {error.name}, which is not installed.",
-            hint=how_to_install("trahiv[web]"),
-        ) from None
+    require_web("Metrics need", "prometheus_client")
+    from trahiv_cli.telemetry.metrics import Metrics
+
     kept = Metrics()
     kept.serve(port)
     events.add(kept)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import getpass
 import os
 import sys
+from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,30 +16,29 @@ from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
 from trahiv_cli.cli.output import FormatOption, line_in, out
 from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
+from trahiv_cli.files import OWNER_FILE
 from trahiv_cli.recipe.builtin import how_to_install
+from trahiv_cli.run.lock import RESOLVED, RUNS
 
 if TYPE_CHECKING:
     from trahiv_cli.run.control import Request
     from trahiv_cli.watch.server import Deed, Page
 
-RUN_HELP = "The run's folder. Default: the newest in runs/."
-PORT_HELP = "The port of this machine that the page is at. Default: a free one."
-BROWSER_HELP = "Only print the address of the page."
-WAY_IN = '<!doctype html><meta http-equiv="refresh" content="0; url={}">'
-MAX_HOURS = 10_000
-SAID: dict[Request | None, str] = {
-    "pause": "It pauses when its present local step is over.",
-    "finish": "It leaves when the swarm has taken its present step.",
-    None: "It goes on, unless a condition of --only-when speaks against that.",
-}
-"""Control request to a peer -> the page's answer."""
-
-PortOption = Annotated[int, option("--port N", PORT_HELP, min=0, max=65535)]
-BrowserOption = Annotated[bool, option("--no-browser", BROWSER_HELP)]
+RunArgument = Annotated[Path | None, argument("RUN_DIR", "The run's folder. Default: the newest in runs/.")]
+PortOption = Annotated[
+    int,
+    option(
+        "--port N",
+        "The port of this machine that the page is at. Default: a free one.",
+        min=0,
+        max=65535,
+    ),
+]
+BrowserOption = Annotated[bool, option("--no-browser", "Only print the address of the page.")]
 
 
 def watch(
-    run_dir: Annotated[Path | None, argument("RUN_DIR", RUN_HELP)] = None,
+    run_dir: RunArgument = None,
     peer: SwarmOption = None,
     port: PortOption = 0,
     no_browser: BrowserOption = False,
@@ -45,38 +46,35 @@ def watch(
 ) -> None:
     """Show a run, or a swarm, on a page in your browser."""
     out.use(format)
-    require_web()
+    require_web("The page needs", "starlette", "uvicorn")
     from trahiv_cli.watch.guard import kept_token, new_token
     from trahiv_cli.watch.lookout import Follower, Lookout, Seen
     from trahiv_cli.watch.server import Page
     from trahiv_cli.watch.tail import Nothing, Tail
 
     texts = taken_peers(peer)
-    folder = run_dir or (None if texts else newest_run())
-    if folder is not None and texts:
-        said = "name a run's folder, or a swarm by --peer, and not both"
-        raise typer.BadParameter(said, param_hint="--peer")
-    if folder is not None and not folder.is_dir():
-        raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
-    if folder is not None:
-        about = {"folder": folder.name}
-        token = kept_token(folder)
-        lookout = Lookout(Seen(folder))
-        page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
-        open_page(page, no_browser, folder)
+    if texts:
+        if run_dir is not None:
+            said = "name a run's folder, or a swarm by --peer, and not both"
+            raise typer.BadParameter(said, param_hint="--peer")
+        with closing(Follower(texts, PEER_VARIABLE)) as follower:
+            open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser, Path())
         return
-    follower = Follower(texts, PEER_VARIABLE)
-    try:
-        open_page(Page(Nothing, new_token(), port, lookout=Lookout(follower)), no_browser, Path())
-    finally:
-        follower.close()
+    folder = run_dir or newest_run()
+    if not folder.is_dir():
+        raise SetupError(f"There is no folder {folder}.", hint="name the folder of a run")
+    about = {"folder": folder.name}
+    token = kept_token(folder)
+    lookout = Lookout(Seen(folder))
+    page = Page(lambda: Tail(folder), token, port, lookout=lookout, deeds=deeds_of(folder), about=about)
+    open_page(page, no_browser, folder)
 
 
 def newest_run() -> Path:
     """Return the folder in `runs` with the newest event; SetupError if there is none."""
     from trahiv_cli.telemetry.events import EVENT_FILE
 
-    there = sorted(Path("runs").glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
+    there = sorted(RUNS.glob(f"*/{EVENT_FILE}"), key=lambda path: path.stat().st_mtime)
     if not there:
         hint = "name its folder: trahiv watch DIR; or a swarm: trahiv watch --peer ADDR"
         raise SetupError("There is no run in runs/.", hint)
@@ -91,7 +89,7 @@ def replay(
 ) -> None:
     """Play back on the page what has happened in a run."""
     out.use(format)
-    require_web()
+    require_web("The page needs", "starlette", "uvicorn")
     from trahiv_cli.telemetry.events import EVENT_FILE
     from trahiv_cli.watch.guard import new_token
     from trahiv_cli.watch.server import Page
@@ -104,14 +102,14 @@ def replay(
     open_page(page, no_browser, folders[0])
 
 
-def require_web() -> None:
-    """Raise SetupError if a package that the page needs is missing."""
+def require_web(need: str, *packages: str) -> None:
+    """Raise SetupError, which begins with `need`, if a package of the extra `web` is missing."""
     try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
+        for package in packages:
+            import_module(package)
     except ModuleNotFoundError as error:
         raise SetupError(
-            f"The page needs the package {error.name}, which is not installed.",
+            f"{need} the package {error.name}, which is not installed.",
             hint=how_to_install("trahiv[web]"),
         ) from None
 
@@ -136,7 +134,8 @@ def open_page(page: Page, no_browser: bool, folder: Path) -> None:
             import webbrowser
 
             try:
-                write_private(way_in, WAY_IN.format(page.url).encode())
+                redirect = f'<!doctype html><meta http-equiv="refresh" content="0; url={page.url}">'
+                write_private(way_in, redirect.encode())
                 webbrowser.open(way_in.as_uri())
             except OSError as error:
                 out.hint(f"open that address yourself: {way_in} can't be written ({error.strerror})")
@@ -159,12 +158,12 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
     An action that needs hivemind loads it, which takes seconds, only when it runs.
     """
 
-    def wishing(what: Request | None) -> Deed:
+    def wishing(what: Request | None, answer: str) -> Deed:
         def deed(_: dict[str, Any]) -> dict[str, Any]:
             from trahiv_cli.run.control import request
 
             request(folder, what)
-            return {"message": SAID[what]}
+            return {"message": answer}
 
         return deed
 
@@ -175,8 +174,8 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         is_watcher = wanted.get("watch") is True
         is_once = wanted.get("once") is True
         hours = wanted.get("hours")
-        if not (hours is None or (isinstance(hours, int) and 0 < hours <= MAX_HOURS)):
-            raise TrahivError(f"An invitation lasts a number of hours, at most {MAX_HOURS:,}.")
+        if not (hours is None or (isinstance(hours, int) and 0 < hours <= 10_000)):
+            raise TrahivError("An invitation lasts a number of hours, at most 10,000.")
         if is_watcher and (is_once or hours is None):
             raise TrahivError("Who watches leaves no trace; nothing was made.", hint="give a time")
         lasts_s = None if hours is None else 3600.0 * hours
@@ -193,8 +192,13 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
             text += " No peer answers here; it counts once one sees this folder's peer."
         return {"message": text}
 
-    deeds = {"pause": wishing("pause"), "resume": wishing(None), "finish": wishing("finish")}
-    if not (folder / "recipe.json").exists():  # the peer of a user's program reads no requests
-        deeds = {}
-    is_owner = (folder / "owner.key").exists()  # `files.OWNER_FILE`
-    return deeds | ({"invite": invite, "kick": kick} if is_owner else {})
+    deeds: dict[str, Deed] = {}
+    if (folder / RESOLVED).exists():  # the peer of a user's program reads no requests
+        deeds = {
+            "pause": wishing("pause", "It pauses when its present local step is over."),
+            "resume": wishing(None, "It goes on, unless a condition of --only-when speaks against that."),
+            "finish": wishing("finish", "It leaves when the swarm has taken its present step."),
+        }
+    if (folder / OWNER_FILE).exists():
+        deeds |= {"invite": invite, "kick": kick}
+    return deeds

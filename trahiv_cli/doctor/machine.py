@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,47 +20,37 @@ from trahiv_cli.doctor.checks import Check
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.recipe.schema import Recipe
 
-GIB = 2**30
-DRIVER = Path("/proc/driver/nvidia/version")  # exists where NVIDIA's driver is loaded
-CHECKPOINTS = 3
-"""Copies of weights and optimizer state for which a run's folder needs room: two checkpoints, and a third
-while it is written."""
-
 
 def examine_machine(recipe: Recipe | None, folder: Path) -> Iterator[Check]:
     """Check packages, GPU, memory and the disk of a folder, also against the needs of a recipe."""
     yield packages()
     yield gpu()
-    needed = None
-    if recipe is not None and not hub.is_of_hub(recipe.model.model_name_or_path):
+    found = ", ".join(f"{size / 2**30:.1f} GiB of {name} are free" for name, size in free_bytes().items())
+    room = 0
+    if recipe is None:
+        yield Check("memory", "fine", found)
+    elif hub.is_of_hub(recipe.model.model_name_or_path):
+        yield Check("memory", "fine", f"{found}; `trahiv check --deep` says what the recipe needs")
+    else:
         try:
             needed = require_memory(recipe)
         except OutOfMemory as error:
             yield Check("memory", "bad", error.message, fix=error.hint or "")
-    free = free_bytes()
-    found = ", ".join(f"{size / GIB:.1f} GiB of {name} are free" for name, size in free.items())
-    if needed is not None:
-        places = needed.places.items()
-        wanted = "; without activations the recipe needs " + ", ".join(
-            f"{size / GIB:.1f} GiB of {name}" for name, size in places
-        )
-        yield Check("memory", "fine", found + wanted)
-    elif recipe is None or hub.is_of_hub(recipe.model.model_name_or_path):
-        later = "" if recipe is None else "; `trahiv check --deep` says what the recipe needs"
-        yield Check("memory", "fine", found + later)
-    room = 0 if needed is None else CHECKPOINTS * (needed.trainable_bytes + needed.optimizer_bytes)
+        else:
+            places = ", ".join(f"{size / 2**30:.1f} GiB of {name}" for name, size in needed.places.items())
+            yield Check("memory", "fine", f"{found}; without activations the recipe needs {places}")
+            # Two checkpoints, and a third while it is written.
+            room = 3 * (needed.trainable_bytes + needed.optimizer_bytes)
     yield disk(folder, room)
 
 
 def packages() -> Check:
     """Compare the installed packages with the requirements of this version of trahiv."""
     wrong = []
-    try:
+    required: list[str] = []
+    with contextlib.suppress(metadata.PackageNotFoundError):  # it runs from its source code
         required = metadata.requires("trahiv") or []
-    except metadata.PackageNotFoundError:  # it runs from its source code
-        required = []
-    for text in required:
-        wanted = Requirement(text)
+    for wanted in map(Requirement, required):
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -78,21 +69,25 @@ def packages() -> Check:
     return Check("packages", "fine", f"{python}, and all packages as wanted")
 
 
-def gpu() -> Check:
-    """Look for a GPU, and for the reason why torch can't use it."""
+def gpu(driver: Path = Path("/proc/driver/nvidia/version")) -> Check:
+    """Look for a GPU, and for the reason why torch can't use it.
+
+    The file `driver` exists where NVIDIA's driver is loaded.
+    """
     wants = "a GPU that torch can use"
     if torch.cuda.is_available():
-        name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        name = torch.cuda.get_device_name()
+        major, minor = torch.cuda.get_device_capability()
         built = torch.cuda.get_arch_list()
-        numbers = (re.match(r"sm_(\d+)", one) for one in built)
-        oldest = min((int(found[1]) for found in numbers if found), default=0)
+        numbers = re.findall(r"\bsm_(\d+)", " ".join(built))
+        oldest = min(map(int, numbers), default=0)
         if 10 * major + minor < oldest:
             said = (
                 f"{name} has compute capability {major}.{minor}; this torch was built for {', '.join(built)}."
             )
             return Check("gpu", "bad", said, wants, "install an older torch that was built for this GPU")
         return Check("gpu", "fine", f"{name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}")
-    if not (DRIVER.exists() or shutil.which("nvidia-smi")):
+    if not (driver.exists() or shutil.which("nvidia-smi")):
         return Check("gpu", "poor", "No GPU was found: this peer trains on its CPU.", wants)
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Check("gpu", "poor", "A GPU was found, but CUDA_VISIBLE_DEVICES hides it.", wants, "unset it")
@@ -108,9 +103,10 @@ def disk(folder: Path, room: int) -> Check:
     """Compare the free space where runs are kept with the size of a run's checkpoints (`room`, in bytes)."""
     there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(there).free
-    found = f"{free / GIB:.1f} GiB are free at {there.resolve()}"
-    if free < max(room, GIB):
-        wanted = f"{max(room, GIB) / GIB:.1f} GiB for checkpoints"
+    found = f"{free / 2**30:.1f} GiB are free at {there.resolve()}"
+    needed = max(room, 2**30)
+    if free < needed:
+        wanted = f"{needed / 2**30:.1f} GiB for checkpoints"
         return Check("disk", "bad", f"{found}.", wanted, "make room, or choose another --output-dir")
     return Check("disk", "fine", found)
 

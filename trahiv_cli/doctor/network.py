@@ -9,7 +9,7 @@ import asyncio
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -31,18 +31,7 @@ from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
 from trahiv_cli.telemetry.events import short_name
 
-MEASURE_S = 8.0  # a measurement at 2 Mbit/s takes this long
-MEET_S = 8.0  # the node waits this long for connections with all peers
-CLOCK_S = 60.0  # a clock that is further off also fails the hub's certificates
-KNOCK_S = 3.0
-HTTPS = 443  # the port that office and hotel networks let through
-
 Way = Literal["dialled", "punched", "relayed"]
-WORDS: Mapping[Way, str] = {
-    "dialled": "directly with",
-    "punched": "through both routers with",
-    "relayed": "through a member with",
-}
 
 
 class Network(NamedTuple):
@@ -54,8 +43,13 @@ class Network(NamedTuple):
     @property
     def sentence(self) -> str:
         """The same in one sentence."""
+        words_of_ways = {
+            "dialled": "directly with",
+            "punched": "through both routers with",
+            "relayed": "through a member with",
+        }
         said = []
-        for way, words in WORDS.items():
+        for way, words in words_of_ways.items():
             if peers := [short_name(peer) for peer, how in self.ways.items() if how == way]:
                 said.append(f"{words} {', '.join(peers)}")
         how = f"You can train: {'; '.join(said)}." if said else "You are connected with no peer."
@@ -83,17 +77,24 @@ def examine_members(invitation: Invitation) -> Check:
         return Check("members", "fine", found)
     said = "; ".join(addresses.what_answers(address, trouble) for address, trouble in knocks.items())
     fix = "ask for a fresh `trahiv join` line of any peer that is training"
-    hosts = {named.host for address in tried if (named := addresses.socket_of(Multiaddr(address)))}
+    hosts = _hosts_of(tried)
     are_refused = any(isinstance(trouble, ConnectionRefusedError) for trouble in knocks.values())
     if not _has_route(hosts):
         said = "This machine has no route to any of them."
         fix = "connect it to a network"
     elif not are_refused:
         with ThreadPoolExecutor() as pool:
+            # Office and hotel networks let the port of HTTPS through.
             if any(pool.map(_lets_https_out, hosts)):
-                said += f". Their port {HTTPS} answers, so a firewall on the way lets nothing else out"
-                fix = f"have a member listen at --host-maddr /ip4/0.0.0.0/tcp/{HTTPS}, or use another network"
+                said += ". Their port 443 answers, so a firewall on the way lets nothing else out"
+                fix = "have a member listen at --host-maddr /ip4/0.0.0.0/tcp/443, or use another network"
     return Check("members", "bad", f"{found}: {said}.", "one that answers", fix)
+
+
+def _hosts_of(maddrs: Sequence[str]) -> set[str]:
+    """Return the hosts of the multiaddrs that name a socket."""
+    sockets = (addresses.socket_of(Multiaddr(maddr)) for maddr in maddrs)
+    return {named.host for named in sockets if named}
 
 
 def _has_route(hosts: set[str]) -> bool:
@@ -111,11 +112,9 @@ def _has_route(hosts: set[str]) -> bool:
 def _lets_https_out(host: str) -> bool:
     """Whether a host's HTTPS port answers, if only with a refusal."""
     try:
-        socket.create_connection((host, HTTPS), KNOCK_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+        socket.create_connection((host, 443), timeout=3.0).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
 
 
@@ -147,7 +146,7 @@ def examine_reach(
 
 def _clock() -> Check:
     off = ahead_s()
-    if abs(off) < CLOCK_S:
+    if abs(off) < 60.0:  # a clock that is further off also fails the hub's certificates
         return Check("clock", "fine", "as the swarm's")
     said = f"This machine's clock is {abs(off):.0f} s {'behind' if off > 0 else 'ahead of'} the swarm's."
     fix = "set it (on Linux: timedatectl set-ntp true); peers go by the swarm's, but downloads may fail"
@@ -155,24 +154,25 @@ def _clock() -> Check:
 
 
 def _reach_of(reach: Reach, announced: Sequence[str]) -> Iterator[Check]:
-    seen = sorted({place for look in reach.looks for place in look.places})
     if reach.kind == "direct":
         at = ", ".join(f"{host}:{port}" for host, port in reach.places)
         yield Check("inbound", "fine", f"Members can dial this peer at {at}.")
     else:
         fix = "forward a TCP port of the router to this machine, and add --host-maddr /ip4/0.0.0.0/tcp/PORT"
         yield Check("inbound", "poor", reach.why, "to be dialled", fix)
+    seen = [place for look in reach.looks for place in look.places]
     hosts = {host for host, _ in seen}
-    ports = {port for _, port in seen}
-    told = {named.host for maddr in announced if (named := addresses.socket_of(Multiaddr(maddr)))}
+    told = _hosts_of(announced)
     if told and hosts and not told & hosts:
         said = f"{', '.join(sorted(told))} is announced, and members see {', '.join(sorted(hosts))}."
         yield Check("announced", "bad", said, "the same address", "correct --announce-maddr, or leave it out")
-    if reach.kind != "direct" and len(reach.looks) > 1 and len(ports) > 1:
+    if reach.kind == "direct":
+        return
+    if len(reach.looks) > 1 and len({port for _, port in seen}) > 1:
         said = "The router takes another port for each destination: it can't be punched through."
         fix = "nothing, as long as a member relays"
         yield Check("router", "poor", said, "the same port for all", fix)
-    if reach.kind != "direct" and reach.looks and not any(look.carries for look in reach.looks):
+    if reach.looks and not any(look.carries for look in reach.looks):
         said = "No member has room to relay to this peer."
         fix = "ask a member that can be dialled to raise swarm.relay"
         yield Check("relay", "poor", said, "one that has", fix)
@@ -188,8 +188,8 @@ async def connections(dht: hivemind.DHT, node: DHTNode) -> dict[str, Way]:
 
 
 def _connected(node: Node) -> Network:
-    """Wait until all peers that publish an address are connected, or `MEET_S` have passed."""
-    until = time.monotonic() + MEET_S
+    """Wait until all peers that publish an address are connected, or 8 s have passed."""
+    until = time.monotonic() + 8.0
     while True:
         wanted = node.fetch(ADDRESSES_KEY).keys() - {node.peer_id}
         ways = {peer: way for peer, way in node.run(connections).items() if peer in wanted}
@@ -203,7 +203,7 @@ async def _measured(dht: hivemind.DHT, node: DHTNode) -> tuple[str, float, float
     del dht
     for peer in servers_of(node) if node.meeting else ():
         try:
-            async with asyncio.timeout(MEASURE_S):
+            async with asyncio.timeout(8.0):  # at 2 Mbit/s a measurement takes this long
                 return peer.to_base58(), *await node.meeting.measure(peer)
         except FAILED:
             break

@@ -23,44 +23,24 @@ from trahiv_cli.recipe.pasted import INVITATION_PREFIX, without_secrets
 from trahiv_cli.swarm.owner import GIVEN_FOLDER
 from trahiv_cli.telemetry.events import EVENT_FILE
 
-TOLD = ("recipe.yaml", "recipe.json", f"{EVENT_FILE}*", "trahiv.log*")
-SECRET = (
-    IDENTITY_FILE,
-    OWNER_FILE,
-    MEMBER_FILE,
-    INVITATION_FILE,
-    INVITED_BY_FILE,
-    f"{GIVEN_FOLDER}/*",
-    "*.key",
-)
 LEFT_OUT = "(left out)"
-SECRET_NAME = re.compile("TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
-LEAST_SECRET = 8  # in characters; shorter environment variables do not count as secrets
-
-COMMAND = re.compile(r"--on-event(?! \(left out\)).*?(?=\n(?:\{|\d{4}-)|\n?\Z)", re.DOTALL)
-"""The option `--on-event` and all up to the next event or entry of a log.
-
-Its command may hold secrets, and may be quoted by a shell, by Python or by both."""
-
 SHAPES = (
-    (re.compile(rf"({INVITATION_PREFIX}[\w-]+)(?:\s*\n[\s#>]*[\w-]{{16,}})+"), r"\1"),  # wrapped
-    (re.compile(r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-)[\w-]{10,}"), LEFT_OUT),
+    # The option `--on-event` and all up to the next event or entry of a log. Its command may hold secrets,
+    # and may be quoted by a shell, by Python or by both.
+    (r"(?s)--on-event(?! \(left out\)).*?(?=\n(?:\{|\d{4}-)|\n?\Z)", f"--on-event {LEFT_OUT}"),
+    (rf"({INVITATION_PREFIX}[\w-]+)(?:\s*\n[\s#>]*[\w-]{{16,}})+", r"\1"),  # wrapped
+    (r"\b(?:hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|sk-)[\w-]{10,}", LEFT_OUT),
+    (r"(?i)(\b(?:bearer|authorization[\\\"']*\s*[:=]\s*[\\\"']*\w+) +)[\w.~+/=-]{6,}", rf"\1{LEFT_OUT}"),
+    (r"(?<=://)[^\s/?#\"']+@", ""),
+    (r"(://[^\s\"'?]+\?)[^\s\"']+", rf"\1{LEFT_OUT}"),
     (
-        re.compile(r"(?i)(\b(?:bearer|authorization[\\\"']*\s*[:=]\s*[\\\"']*\w+) +)[\w.~+/=-]{6,}"),
+        r"(://(?:hooks\.[\w.]+|[\w.]*discord\w*\.com/api|api\.telegram\.org)/)[^\s\"'\\]+",
         rf"\1{LEFT_OUT}",
     ),
-    (re.compile(r"(?<=://)[^\s/?#\"']+@"), ""),
-    (re.compile(r"(://[^\s\"'?]+\?)[^\s\"']+"), rf"\1{LEFT_OUT}"),
     (
-        re.compile(r"(://(?:hooks\.[\w.]+|[\w.]*discord\w*\.com/api|api\.telegram\.org)/)[^\s\"'\\]+"),
-        rf"\1{LEFT_OUT}",
-    ),
-    (
-        re.compile(
-            r"(\b(?:(?i:(?:(?:hf|hub|access|auth|api|refresh|client|wandb|x)[_-])*"
-            r"(?:api[_-]?key|token|passw(?:or)?d|secret(?:[_-]\w*key)?|access[_-]key))"
-            r"|[A-Z][A-Z0-9_]*_(?:TOKEN|KEY|SECRET|PASS\w*))[\\\"']*\s*[=:]\s*[\\\"']*)[^\s\"',}\\]+"
-        ),
+        r"(\b(?:(?i:(?:(?:hf|hub|access|auth|api|refresh|client|wandb|x)[_-])*"
+        r"(?:api[_-]?key|token|passw(?:or)?d|secret(?:[_-]\w*key)?|access[_-]key))"
+        r"|[A-Z][A-Z0-9_]*_(?:TOKEN|KEY|SECRET|PASS\w*))[\\\"']*\s*[=:]\s*[\\\"']*)[^\s\"',}\\]+",
         rf"\1{LEFT_OUT}",
     ),
 )
@@ -73,7 +53,8 @@ def write_report(folder: Path, archive: Path) -> list[str]:
     Only this user can read the archive. Raises SetupError if the folder holds no run, or the archive can't be
     written; an existing archive is unchanged then.
     """
-    found = sorted({path for pattern in TOLD for path in folder.glob(pattern)})
+    patterns = ("recipe.yaml", "recipe.json", f"{EVENT_FILE}*", "trahiv.log*")
+    found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     if not found:
         raise SetupError(f"{folder} holds no run.", hint="name the run's folder: trahiv report RUN_DIR")
     hidden = list(secrets_of(folder))
@@ -84,7 +65,8 @@ def write_report(folder: Path, archive: Path) -> list[str]:
         for name, text in texts.items():
             content = cleaned(text, hidden).encode()
             entry = tarfile.TarInfo(f"{archive.name.removesuffix('.tar.gz')}/{name}")
-            entry.size, entry.mtime = len(content), int(time.time())
+            entry.size = len(content)
+            entry.mtime = int(time.time())
             tar.addfile(entry, io.BytesIO(content))
     try:
         write_whole(archive, packed.getvalue(), 0o600)
@@ -109,14 +91,17 @@ def machine(folder: Path) -> dict[str, object]:
 
 def secrets_of(folder: Path) -> Iterator[str]:
     """Yield the secrets in a run's folder and the environment, in each encoding that a text may have."""
-    for path in {path for pattern in SECRET for path in folder.glob(pattern) if path.is_file()}:
+    files = (IDENTITY_FILE, OWNER_FILE, MEMBER_FILE, INVITATION_FILE, INVITED_BY_FILE)
+    patterns = (*files, f"{GIVEN_FOLDER}/*", "*.key")
+    for path in {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}:
         content = path.read_bytes()
         yield content.hex()
         yield base64.b64encode(content).decode()
         yield base64.urlsafe_b64encode(content).rstrip(b"=").decode()
         yield content.decode(errors="replace").strip()
     for name, value in os.environ.items():
-        if SECRET_NAME.search(name) and len(value) >= LEAST_SECRET:
+        # A shorter value may occur in any text.
+        if re.search("TOKEN|KEY|SECRET|PASSW", name, re.IGNORECASE) and len(value) >= 8:
             yield value
 
 
@@ -124,20 +109,14 @@ def cleaned(text: str, hidden: list[str]) -> str:
     """Remove secrets, texts that look like one, and the path of this user's home from a text."""
     for secret in filter(None, hidden):
         text = text.replace(secret, LEFT_OUT).replace(json.dumps(secret)[1:-1], LEFT_OUT)
-    text = without_commands(text)
+    text = "".join(map(without_commands_in_event, text.splitlines(keepends=True)))
     for shape, instead in SHAPES:
-        text = shape.sub(instead, text)
+        text = re.sub(shape, instead, text)
     text = without_secrets(text)
     homes = {str(Path.home()), str(Path.home().resolve())} - {"/"}
     for home in homes | {json.dumps(home)[1:-1] for home in homes}:
         text = text.replace(home, "~")
     return text
-
-
-def without_commands(text: str) -> str:
-    """Remove the command of `--on-event` from a text."""
-    lines = map(without_commands_in_event, text.splitlines(keepends=True))
-    return COMMAND.sub(f"--on-event {LEFT_OUT}", "".join(lines))
 
 
 def without_commands_in_event(line: str) -> str:

@@ -23,7 +23,6 @@ RUNS = Path("runs")
 RESOLVED = "recipe.json"
 LOCK_FILE = "lock"
 
-_FLOCK = "hhqqi0q"  # Linux's `struct flock`: type, whence, start, length, pid
 _held: set[Path] = set()  # folders that this process owns; the kernel's locks work between processes only
 
 
@@ -71,10 +70,11 @@ def holder_of(folder: Path) -> int | None:
     """Return the id of the process whose peer runs in a folder; 0 if it runs elsewhere, None if none runs."""
     if folder.resolve() in _held:  # do not ask the kernel: closing the file would drop the lock
         return os.getpid()
+    layout = "hhqqi0q"  # Linux's `struct flock`: type, whence, start, length, pid
     try:
         with (folder / LOCK_FILE).open() as file:
-            wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            found = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
+            wanted = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            found = struct.unpack(layout, fcntl.fcntl(file, fcntl.F_GETLK, wanted))
     except OSError:
         return None
     return int(found[4]) if found[0] != fcntl.F_UNLCK else None

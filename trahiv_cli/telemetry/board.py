@@ -16,27 +16,10 @@ from rich.text import Text
 from trahiv_cli.telemetry.events import Event, short_name
 from trahiv_cli.telemetry.lines import reached
 
-HISTORY = 40
-BARS = "▁▂▃▄▅▆▇█"
-MAX_PEERS_SHOWN = 12
 OTHER_ROWS = 20
 """Maximum number of rows of the board besides the rows of peers."""
 
-MIN_COLUMNS = 60
-MIN_ROWS = OTHER_ROWS + 1
-"""The board does not fit into a smaller terminal; plain lines are better there."""
-
 PEER_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-NOTES_SHOWN = 4
-ROWS_A_NOTE = 2
-"""The rest of a longer note is in events.jsonl in the run's folder."""
-
-ECHO_COLUMNS = 4
-"""Columns that stay free at the right of the board. A terminal echoes ^C at the cursor, which is at the end
-of the last line; on a line of its own, the echo would push the board down."""
-LABEL_COLUMNS = 20
-BAR_COLUMNS = 46
-FIGURES_COLUMNS = 24
 
 
 def sparkline(values: list[float]) -> str:
@@ -45,9 +28,8 @@ def sparkline(values: list[float]) -> str:
     if not values:
         return ""
     low = min(values)
-    high = max(values)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in values)
+    span = max(values) - low or 1.0
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span)] for value in values)
 
 
 class Board:
@@ -61,8 +43,13 @@ class Board:
         """The newest event of each name."""
         self.waiting: Event | None = None
         self.phase = "starting"
-        self.losses: deque[float] = deque(maxlen=HISTORY)
-        self.notes: deque[str] = deque(maxlen=NOTES_SHOWN)
+        self.losses: deque[float] = deque(maxlen=40)
+        self.notes: deque[str] = deque(maxlen=4)
+
+    @staticmethod
+    def fits(console: Console) -> bool:
+        """Return whether a terminal has room for the board; plain lines are better in a smaller one."""
+        return console.width >= 60 and console.height > OTHER_ROWS
 
     def __call__(self, event: Event) -> None:
         """Update the board with one event."""
@@ -91,11 +78,13 @@ class Board:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render the board in the available width."""
-        outer = max(8, options.max_width - ECHO_COLUMNS)
+        # A terminal echoes ^C at the cursor, at the end of the last line: without free columns at the right,
+        # the echo would take a line of its own, and push the board down.
+        outer = max(8, options.max_width - 4)
         width = outer - 4  # within the frame
         rows: list[RenderableType] = [self._steps(width)]
         if progress := self.last.get("progress"):
-            room = min(MAX_PEERS_SHOWN, max(1, console.height - OTHER_ROWS))
+            room = min(12, max(1, console.height - OTHER_ROWS))
             rows.append(_peers(progress["peers"], room))
         rows.append(self._numbers())
         if wait := self.waiting:
@@ -106,10 +95,15 @@ class Board:
             rows.append(Text(f"to invite others: {command}", style="dim"))
         elif file := ready.get("invitation"):
             rows.append(Text(f"to invite others, send them the line in {file}", style="dim"))
-        for note in self.notes:
-            rows += Text(note, style="dim").wrap(console, width)[:ROWS_A_NOTE]
-        title = f"[bold]{ready['run_id']}[/]"
-        yield Panel(Group(*rows), title=title, title_align="left", border_style="cyan", width=outer)
+        for note in self.notes:  # the rest of a longer note is in events.jsonl in the run's folder
+            rows += Text(note, style="dim").wrap(console, width)[:2]
+        yield Panel(
+            Group(*rows),
+            title=f"[bold]{ready['run_id']}[/]",
+            title_align="left",
+            border_style="cyan",
+            width=outer,
+        )
 
     def _steps(self, width: int) -> RenderableType:
         """Draw the progress of the run, and the progress of the next step with each peer's part."""
@@ -119,30 +113,33 @@ class Board:
         if not ready or not newest:
             return Text(self.phase)
         grid = Table.grid(expand=True, padding=(0, 1))
-        grid.add_column(width=LABEL_COLUMNS, no_wrap=True)
+        grid.add_column(width=20, no_wrap=True)
         grid.add_column(ratio=1)
-        grid.add_column(justify="right", width=FIGURES_COLUMNS)
+        grid.add_column(justify="right", width=24)
         done = newest["step"]
         total = ready["max_steps"]
-        time_left = ""
-        pace = sum(peer["samples_per_second"] for peer in progress["peers"]) if progress else 0.0
-        if progress and pace > 1e-6:
-            samples = max(0.0, (total - done) * progress["target"] - progress["samples"])
-            minutes, seconds = divmod(round(samples / pace), 60)
-            time_left = f"about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
         label = Text(f"step {done} of {total}", style="bold")
         whole = ProgressBar(total=total, completed=done, complete_style="cyan")
+        if not progress:
+            grid.add_row(label, whole)
+            return grid
+        target = progress["target"]
+        samples = progress["samples"]
+        peers = progress["peers"]
+        time_left = ""
+        pace = sum(peer["samples_per_second"] for peer in peers)
+        if pace > 1e-6:
+            missing = max(0.0, (total - done) * target - samples)
+            minutes, seconds = divmod(round(missing / pace), 60)
+            time_left = f"about {minutes // 60}:{minutes % 60:02}:{seconds:02} left"
         grid.add_row(label, whole, Text(time_left, style="dim"))
-        if progress:
-            bar = Text()
-            target = progress["target"]
-            samples = progress["samples"]
-            width = max(0, min(BAR_COLUMNS, width - LABEL_COLUMNS - FIGURES_COLUMNS - 2))
-            for index, peer in enumerate(progress["peers"]):
-                blocks = round(width * min(1.0, peer["samples"] / target))
-                bar.append("█" * min(blocks, width - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
-            bar.append("░" * (width - len(bar)), style="dim")
-            grid.add_row("next step", bar, f"{min(samples, target)} of {target} samples")
+        bar = Text()
+        room = max(0, min(46, width - 46))  # beside the other columns
+        for index, peer in enumerate(peers):
+            blocks = round(room * min(1.0, peer["samples"] / target))
+            bar.append("█" * min(blocks, room - len(bar)), style=PEER_COLORS[index % len(PEER_COLORS)])
+        bar.append("░" * (room - len(bar)), style="dim")
+        grid.add_row("next step", bar, f"{min(samples, target)} of {target} samples")
         return grid
 
     def _numbers(self) -> RenderableType:

@@ -22,18 +22,14 @@ from typing import Any
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
-VERSION = 1
 SAY_AFTER_S = 5.0
 """A wait is reported when it has lasted this long, and again at this interval."""
 
-MAX_BYTES = 32 * 2**20
+FILE_BYTES = 32 * 2**20
 """The size at which a file is full. A step of two peers takes 0.7 kB, so that a file has 45,000 steps."""
 
 OLDER_FILES = 3
 """Full files that are kept beside the current one, from `<name>.1`, the newest, to `<name>.3`."""
-
-TAIL_BYTES = 2**20
-"""Bytes that are read from a file's end: more than a thousand steps."""
 
 TRANSIENT = frozenset({"progress", "download", "peers"})
 """Events for live views only: frequent or long ones, each of which the next one replaces."""
@@ -43,6 +39,11 @@ EVENT_FILE = "events.jsonl"
 
 PEERS_FILE = "peers-now.json"
 """The file of the newest event `peers`, in a run's folder."""
+
+
+def new_event(event: str, /, **fields: Any) -> Event:
+    """Return an event that happens now."""
+    return {"v": 1, "t": round(time.time(), 3), "event": event, **fields}
 
 
 class Events:
@@ -69,7 +70,7 @@ class Events:
 
     def emit(self, event: str, **fields: Any) -> None:
         """Call every listener with an event; drop a listener that raises."""
-        record: Event = {"v": VERSION, "t": round(time.time(), 3), "event": event, **fields}
+        record = new_event(event, **fields)
         failed: list[str] = []
         with self._lock:
             for listener in list(self._listeners):
@@ -86,8 +87,10 @@ class Events:
         self.emit("warning", code=code, message=message, hint=hint)
 
     @contextlib.contextmanager
-    def waiting(self, what: str, until_s: float) -> Iterator[Callable[..., None]]:
-        """While the block runs, report every 5 s that it waits for `what`, for `until_s` at most.
+    def waiting(
+        self, what: str, until_s: float, *, every_s: float = SAY_AFTER_S
+    ) -> Iterator[Callable[..., None]]:
+        """While the block runs, report every `every_s` that it waits for `what`, for `until_s` at most.
 
         Yields:
             A function that emits an event at once. It takes the event's name, the subject of the wait from
@@ -107,7 +110,7 @@ class Events:
             say(event, **fields)
 
         def talk() -> None:
-            while not over.wait(SAY_AFTER_S):
+            while not over.wait(every_s):
                 say("waiting")
 
         if not self._listeners:
@@ -131,10 +134,11 @@ class RotatingFile(RotatingFileHandler):
 
     Args:
         path: its folder must exist; existing content is kept.
+        max_bytes: the size at which the file is full.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, maxBytes=MAX_BYTES, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
+    def __init__(self, path: Path, max_bytes: int = FILE_BYTES) -> None:
+        super().__init__(path, maxBytes=max_bytes, backupCount=OLDER_FILES, encoding="utf-8", delay=True)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - its name is logging's
         """Return whether the record does not fit into the current file; reopen a file that was renamed."""
@@ -162,12 +166,12 @@ class RotatingFile(RotatingFileHandler):
 class EventFile:
     """Appends each event as a line of JSON to a `RotatingFile`, at once, except the transient ones."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_bytes: int = FILE_BYTES) -> None:
         with contextlib.suppress(OSError), path.open("rb+") as file:
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":  # half a line, of a process that was killed while the disk was full
                 file.write(b"\n")
-        self._file = RotatingFile(path)
+        self._file = RotatingFile(path, max_bytes)
 
     def __call__(self, event: Event) -> None:
         """Write one line and flush it to the system, so that a crash loses nothing."""
@@ -182,12 +186,13 @@ class EventFile:
 def newest_events(path: Path) -> Iterator[Event]:
     """Yield the last events of an `EventFile`'s file, and of the full one before it, newest first.
 
-    It reads the last `TAIL_BYTES` of each file, and skips lines that are not events, such as half a line.
+    It reads the last MiB of each file, which is more than a thousand steps, and skips lines that are not
+    events, such as half a line.
     """
     for file in (path, path.with_name(f"{path.name}.1")):
         try:
             with file.open("rb") as lines:
-                lines.seek(max(0, os.fstat(lines.fileno()).st_size - TAIL_BYTES))
+                lines.seek(max(0, os.fstat(lines.fileno()).st_size - 2**20))
                 tail = lines.read().splitlines()
         except OSError:
             continue

@@ -13,10 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Enum, Gauge, Histogram
 from trahiv_cli.errors import SetupError
 from trahiv_cli.telemetry.events import Event
 
-HOST = "127.0.0.1"
-ROUND_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
-REACHES = ("direct", "punched", "relayed", "dials-out", "alone")
-
 
 class Metrics:
     """Turns a peer's events into metrics, in a registry of its own.
@@ -36,7 +32,8 @@ class Metrics:
         self._run = Info("trahiv_run", "The run, and this peer of it.", registry=registry)
         states = ["loading", "training", "paused", "ended"]
         self._state = Enum("trahiv_state", "This peer's state.", states=states, registry=registry)
-        self._reach = Enum("trahiv_reach", "How others reach it.", states=REACHES, registry=registry)
+        reaches = ["direct", "punched", "relayed", "dials-out", "alone"]
+        self._reach = Enum("trahiv_reach", "How others reach it.", states=reaches, registry=registry)
         self._step = gauge("step", "Optimizer step of the swarm that this peer has reached.")
         self._steps = gauge("steps", "Steps of the whole run.")
         self._step_at = gauge("last_step_timestamp_seconds", "When that step was taken.")
@@ -57,8 +54,9 @@ class Metrics:
         self._sent = counter("round_sent_bytes", "Bytes sent in rounds.")
         self._received = counter("round_received_bytes", "Bytes received in rounds.")
         self._warnings = counter("warnings", "Warnings, by their code.", "code")
+        seconds = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
         self._seconds = Histogram(
-            "trahiv_round_seconds", "Time that rounds took.", buckets=ROUND_BUCKETS_S, registry=registry
+            "trahiv_round_seconds", "Time that rounds took.", buckets=seconds, registry=registry
         )
         for outcome in ("committed", "failed"):
             self._rounds.labels(outcome)
@@ -66,7 +64,7 @@ class Metrics:
     def serve(self, port: int) -> None:
         """Serve the metrics on a loopback port until the process ends; raise SetupError if it is taken."""
         try:
-            start_http_server(port, HOST, self.registry)
+            start_http_server(port, "127.0.0.1", self.registry)
         except OSError as error:
             raise SetupError(
                 f"Port {port} of this machine can't be used for metrics: {error.strerror}.",
@@ -75,24 +73,22 @@ class Metrics:
 
     def __call__(self, event: Event) -> None:
         """Update the metrics with one event."""
+        if event["event"] in ("ready", "joined", "reach"):
+            self._reach.state(event["reached"])
         match event["event"]:
             case "ready":
                 self._run.info({"run_id": event["run_id"] or "", "peer_id": event["peer_id"]})
                 self._steps.set(event.get("max_steps", 0))
-                self._reach.state(event["reached"])
             case "joined":
                 self._state.state("training")
                 self._step.set(event["step"])
                 self._peers.set(event["peers"])
-                self._reach.state(event["reached"])
             case "step":
                 self._take_step(event)
             case "eval" if "eval_loss" in event:
                 self._held_out.set(event["eval_loss"])
             case "checkpoint":
                 self._saved.set(event["step"])
-            case "reach":
-                self._reach.state(event["reached"])
             case "warning":
                 self._warnings.labels(event["code"]).inc()
                 if event["code"] == "round":

@@ -7,20 +7,11 @@ import os
 import queue
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from types import TracebackType
 
 from trahiv_cli.errors import TrahivError
-from trahiv_cli.telemetry.events import VERSION, Event, to_json
-
-TELLING = frozenset({"joined", "paused", "resumed", "warning", "error", "done"})
-PASSING = frozenset({"no-group", "round", "overflow"})
-"""Codes of warnings that are not urgent: they may come every few seconds."""
-
-MAX_WAITING = 100
-COMMAND_S = 30.0
-AT_THE_END_S = 5.0
+from trahiv_cli.telemetry.events import Event, new_event, to_json
 
 
 class Notifier:
@@ -33,15 +24,16 @@ class Notifier:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
-        self._waiting: queue.Queue[Event | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[Event | None] = queue.Queue(100)
         self._thread = threading.Thread(target=self._run, name="on-event", daemon=True)
         self._thread.start()
 
     def __call__(self, event: Event) -> None:
         """Queue an event for the command, if a person should know about it."""
-        if event["event"] in TELLING and event.get("code") not in PASSING:
-            with contextlib.suppress(queue.Full):
-                self._waiting.put_nowait(event)
+        is_notable = event["event"] in ("joined", "paused", "resumed", "warning", "error", "done")
+        # These warnings may come every few seconds.
+        if is_notable and event.get("code") not in ("no-group", "round", "overflow"):
+            self._put(event)
 
     def __enter__(self) -> Notifier:
         return self
@@ -50,11 +42,13 @@ class Notifier:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, TrahivError):
-            told = {"code": error.code, "message": error.message, "hint": error.hint}
-            self({"v": VERSION, "t": round(time.time(), 3), "event": "error", **told})
+            self(new_event("error", code=error.code, message=error.message, hint=error.hint))
+        self._put(None)
+        self._thread.join(5.0)
+
+    def _put(self, event: Event | None) -> None:
         with contextlib.suppress(queue.Full):
-            self._waiting.put_nowait(None)
-        self._thread.join(AT_THE_END_S)
+            self._waiting.put_nowait(event)
 
     def _run(self) -> None:
         while (event := self._waiting.get()) is not None:
@@ -66,6 +60,6 @@ class Notifier:
                     env=os.environ | {"TRAHIV_EVENT": event["event"]},
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    timeout=COMMAND_S,
+                    timeout=30.0,
                     check=False,
                 )

@@ -14,14 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import require_private, write_private
 
-KEY_FILE = "watch.key"
-MIN_TOKEN = 20  # characters
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
@@ -76,9 +71,9 @@ def kept_token(folder: Path) -> str:
 
     Raises SetupError if it can't be stored there, or is readable by other users.
     """
-    path = folder / KEY_FILE
+    path = folder / "watch.key"
     try:
-        if not path.exists() or path.stat().st_size < MIN_TOKEN:  # it is damaged
+        if not path.exists() or path.stat().st_size < 20:  # it is damaged
             write_private(path, new_token().encode())
         require_private(path)
         return path.read_text(encoding="ascii")

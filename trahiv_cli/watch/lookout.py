@@ -17,26 +17,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trahiv_cli.errors import TrahivError
-from trahiv_cli.telemetry.events import PEERS_FILE, VERSION, Event, to_json
-
-LOOK_EVERY_S = 5.0
-AGAIN_S = 25.0
-"""Seconds between two tries to enter a swarm."""
+from trahiv_cli.telemetry.events import PEERS_FILE, Event, new_event, to_json
 
 Look = Callable[[], Event | None]
 """Returns an event `peers`, or None if there is none. May raise `TrahivError`."""
 
 
 class Lookout:
-    """Calls `look` every few seconds, in a thread of its own that ends with the process.
+    """Calls `look` every `every_s` seconds, in a thread of its own that ends with the process.
 
     `trahiv watch` makes one for its page.
     """
 
-    def __init__(self, look: Look) -> None:
+    def __init__(self, look: Look, every_s: float = 5.0) -> None:
         self.newest = b""
         """The last event, as JSON; empty before the first one."""
         self._look = look
+        self._every_s = every_s
         threading.Thread(target=self._run, name="lookout", daemon=True).start()
 
     def _run(self) -> None:
@@ -44,12 +41,12 @@ class Lookout:
             try:
                 seen = self._look()
             except TrahivError as error:
-                seen = {"event": "peers", "peers": [], "trouble": error.message, "hint": error.hint}
+                seen = new_event("peers", peers=[], trouble=error.message, hint=error.hint)
             except (OSError, ValueError) as error:  # the child can't be started, or its output is not JSON
-                seen = {"event": "peers", "peers": [], "trouble": f"{error}", "hint": "try again"}
+                seen = new_event("peers", peers=[], trouble=str(error), hint="try again")
             if seen is not None:
-                self.newest = to_json({"v": VERSION, "t": round(time.time(), 3), **seen}).encode()
-            time.sleep(LOOK_EVERY_S)
+                self.newest = to_json(seen).encode()
+            time.sleep(self._every_s)
 
 
 class Seen:
@@ -70,12 +67,14 @@ class Seen:
 class Follower:
     """Polls a swarm, given by invitations and addresses, through a child that runs `trahiv status`.
 
-    The child gets them in an environment variable, which only its user can read.
+    The child gets them in an environment variable, which only its user can read. If it ends, another one
+    starts after `again_s` seconds.
     """
 
-    def __init__(self, peers: Sequence[str], variable: str) -> None:
+    def __init__(self, peers: Sequence[str], variable: str, again_s: float = 25.0) -> None:
         self._command = [sys.executable, "-m", "trahiv_cli", "status", "--follow", "--format", "json"]
         self._environment = {variable: " ".join(peers)}
+        self._again_s = again_s
         self._free_at = 0.0
         self._child: subprocess.Popen[str] | None = None
 
@@ -97,7 +96,8 @@ class Follower:
         assert self._child.stdout is not None
         if not (line := self._child.stdout.readline()):  # it has ended
             self._child.wait()
-            self._child, self._free_at = None, time.monotonic() + AGAIN_S
+            self._child = None
+            self._free_at = time.monotonic() + self._again_s
             return None
         event: Event = json.loads(line)
         if event["event"] == "error":

@@ -31,11 +31,6 @@ from trahiv_cli.watch.guard import Guard
 from trahiv_cli.watch.lookout import Lookout
 from trahiv_cli.watch.tail import Source
 
-HOST = "127.0.0.1"
-POLL_S = 0.25
-MAX_BODY_BYTES = 10_000
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-
 Deed = Callable[[dict[str, Any]], dict[str, Any]]
 """A button's action: it takes the page's request, and returns the fields of the answer to the page."""
 
@@ -71,7 +66,7 @@ class Page:
         self._about = {"deeds": list(self._deeds), **(about or {})}
         self._socket = listening(port)
         self.port = self._socket.getsockname()[1]
-        self.url = f"http://{HOST}:{self.port}/?token={token}"
+        self.url = f"http://127.0.0.1:{self.port}/?token={token}"
         app = Starlette(routes=self._routes())
         config = uvicorn.Config(
             Guard(app, self.port, token), lifespan="off", ws="none", log_config=None, access_log=False,
@@ -119,7 +114,7 @@ class Page:
                 if is_all and not is_live:
                     is_live = True
                     yield b"event: live\ndata: {}\n\n"
-                await asyncio.sleep(POLL_S if is_all else 0)
+                await asyncio.sleep(0.25 if is_all else 0)
 
     async def _do(self, request: Request) -> Response:
         deed = self._deeds.get(request.path_params["deed"])
@@ -128,7 +123,7 @@ class Page:
         body = b""
         async for part in request.stream():
             body += part
-            if len(body) > MAX_BODY_BYTES:
+            if len(body) > 10_000:
                 return JSONResponse({"message": "This is too long.", "hint": ""}, 413)
         try:
             wanted = json.loads(body or b"{}")
@@ -148,7 +143,8 @@ class Page:
 
 def _file(path: Path) -> Route:
     content = path.read_bytes()
-    kind = KINDS.get(path.suffix, "text/plain")
+    kinds = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+    kind = kinds.get(path.suffix, "text/plain")
 
     async def answer(_: Request) -> Response:
         return Response(content, media_type=kind)
@@ -161,7 +157,7 @@ def listening(port: int) -> socket.socket:
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((HOST, port))
+        listener.bind(("127.0.0.1", port))
     except OSError as error:
         listener.close()
         raise SetupError(

@@ -13,9 +13,6 @@ from typing import BinaryIO, Protocol
 
 from trahiv_cli.telemetry.events import EVENT_FILE, OLDER_FILES, to_json
 
-BATCH_BYTES = 2**18
-BATCH_EVENTS = 500
-
 
 class Source(Protocol):
     """A source of events; each open page has its own."""
@@ -54,7 +51,7 @@ class Tail:
             self._files.extend(self._newer_than(None))
         while self._files:
             file = self._files[0]
-            lines = file.readlines(BATCH_BYTES)
+            lines = file.readlines(2**18)
             if lines and not lines[-1].endswith(b"\n"):
                 file.seek(-len(lines.pop()), os.SEEK_CUR)  # half a line: it is being written
             if events := [line.strip() for line in lines if is_event(line)]:
@@ -103,7 +100,7 @@ class Recording:
 
     def read(self) -> list[bytes]:
         """Return the next events; none after the last."""
-        return [line for _, line in itertools.islice(self._events, BATCH_EVENTS)]
+        return [line for _, line in itertools.islice(self._events, 500)]
 
     def close(self) -> None:
         """Drop the remaining events."""

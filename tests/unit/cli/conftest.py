@@ -76,6 +76,12 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def write_rows(here):
+    """`write_rows([row])` makes the file `rows.jsonl`."""
+    return lambda rows: (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture
 def nothing_starts(here, monkeypatch):
     """Fail where a peer would be started."""
     monkeypatch.setattr(swarm, "live", lambda *_: pytest.fail("a peer would have been started"))

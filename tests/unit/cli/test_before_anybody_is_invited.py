@@ -6,10 +6,12 @@ The checks of `trahiv check` are in `test_broken_recipes.py`, some of these erro
 """
 
 import contextlib
+import functools
 import json
 import re
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from trahiv_cli.run.leaving import Left
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.published_run import publish_recipe
 from trahiv_cli.swarm.status import PROTOCOL, Status, publish_status
-from trahiv_cli.telemetry import events as telemetry
+from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import peer
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints, State
 
@@ -67,12 +69,11 @@ def test_init_refuses_before_inviting(events, here, monkeypatch, changes, messag
 
 def test_slow_data_read_is_announced(events, here, monkeypatch):
     read = content.content_of
-    monkeypatch.setattr(telemetry, "SAY_AFTER_S", 0.01)
+    monkeypatch.setattr(Events, "waiting", functools.partialmethod(Events.waiting, every_s=0.01))
     monkeypatch.setattr(content, "content_of", lambda dataset: time.sleep(0.1) or read(dataset))
     monkeypatch.setattr(swarm, "live", lambda *_: None)
     waiting, *_ = events("init", write_tiny(here))
-    assert waiting["event"] == "waiting"
-    assert waiting["what"] == "the data files to be read"
+    assert waiting == waiting | {"event": "waiting", "what": "the data files to be read"}
 
 
 @pytest.fixture
@@ -103,10 +104,7 @@ def test_finished_run_has_nothing_to_do(trahiv, without_daemon):
 
 
 def test_edited_data_starts_another_run(events, monkeypatch):
-    def leave(*_, **__):
-        raise Left
-
-    monkeypatch.setattr(peer, "start_node", leave)
+    monkeypatch.setattr(peer, "start_node", mock.Mock(side_effect=Left))
     run = trained()
     kept = bytes_of(run)
     Path("text.txt").write_text("Another text.\n" * 200)
@@ -163,8 +161,7 @@ def test_swarm_without_recipe_is_refused(events):
 def test_swarm_with_other_protocol_is_refused(events, publish, here, recipe):
     publish(protocol=PROTOCOL + 1, version="9.0")
     [error] = events(JOIN + recipe, code=5)
-    assert error["code"] == "mismatch"
-    assert error["hint"] == "pip install trahiv==9.0"
+    assert error == error | {"code": "mismatch", "hint": "pip install trahiv==9.0"}
     assert error["message"].startswith(f"This swarm runs trahiv 9.0, which speaks protocol {PROTOCOL + 1};")
     assert not (here / "runs").exists()
 
@@ -173,8 +170,7 @@ def test_wrong_own_value_names_own_option(events, publish):
     publish()
     own = "--set training.report_to=[azure]"
     [error] = events(f"{JOIN} --files . {own}", code=2)
-    assert error["path"] == "training.report_to.0"
-    assert error["file"] == own
+    assert error == error | {"path": "training.report_to.0", "file": own}
 
 
 def test_differing_fields_are_shown_as_table(trahiv, publish, here):

@@ -22,11 +22,11 @@ SECTIONS = {"clm": {"packing": False}, "sft": {}, "dpo": {}, "seq-cls": {"labels
 
 
 @pytest.fixture
-def write(here):
+def write(here, write_rows):
     """`write("sft", [row])`: a recipe of this task on rows in `rows.jsonl`."""
 
     def write(task, rows, **changes):
-        (here / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        write_rows(rows)
         section = {task.replace("-", "_"): {"max_length": 32, **SECTIONS[task]}}
         data = {"datasets": [{"path": "rows.jsonl"}]}
         changes = {"clm": None, **section, "data": data, **changes}
@@ -74,13 +74,12 @@ def test_check_and_init_report_mistake(write, events, here, task, row, setting, 
     file = write(task, row if isinstance(row, list) else [row] * 8)
     before = set(here.iterdir())
     path = DATA if setting.startswith((COLUMNS, "sft")) or not setting else setting.partition("=")[0]
+    origin = "tiny.yaml" if path == DATA else f"--set {setting}"
     for command in ("check", "init", "init --dry-run"):
         [event] = events(command, file, *(["--set", setting] if setting else []), code=2)
-        assert event["event"] == "error"
-        assert event["path"] == path
+        assert event == event | {"event": "error", "path": path, "file": origin}
         assert re.search(message, event["message"])
         assert re.search(hint, event["hint"])
-        assert event["file"] == (f"--set {setting}" if path != DATA else "tiny.yaml")
     assert set(here.iterdir()) == before
 
 
@@ -106,10 +105,9 @@ def test_each_kind_of_row_is_reported(write, events, second, third, code):
     ],
 )
 def test_doubtful_row_warns(write, events, task, row, said):
-    warning, checked = events("check", write(task, [row]))
-    assert warning["event"] == "warning"
-    assert checked["event"] == "checked"
-    assert said in warning["message"]
+    told = events("check", write(task, [row]))
+    assert [event["event"] for event in told] == ["warning", "checked"]
+    assert said in told[0]["message"]
 
 
 def test_one_budget_bounds_dataset_reading(write, events, here):
@@ -144,8 +142,7 @@ def lacking(write):
 
 def test_missing_data_fails_init(lacking, events):
     [event] = events("init", lacking, code=3)
-    assert event["event"] == "error"
-    assert event["path"] == "data.datasets.1.path"
+    assert event == event | {"event": "error", "path": "data.datasets.1.path"}
     assert re.search(r"no file or folder '.*rowz\.jsonl'", event["message"])
     assert "rows." in event["hint"]
 

@@ -14,20 +14,25 @@ HUB = {"Qwen/Qwen3-0.6B-Base": "./model", "trl-lib/Capybara": "./chats.jsonl"}
 @with_todays_typer
 @pytest.mark.usefixtures("nothing_starts")
 def test_documented_recipe_commands_work_as_shown(trahiv, here):
-    script, shown = Script("one process"), {one.line: one.output for one in shown_in(CODES)}
+    script = Script("one process")
+    shown = {one.line: one.output for one in shown_in(CODES)}
 
     def run(line, code=0):
         out, err = trahiv("", *script.words(line), code=code)
         assert code == 0 or looks_like(err + out, shown[line]), err + out
         return out
 
-    [recipe], [chats] = blocks(FIRST, "yaml"), blocks(FIRST, "json")
+    [recipe] = blocks(FIRST, "yaml")
+    [chats] = blocks(FIRST, "json")
     (here / "parrot.yaml").write_text(recipe)
     (here / "mistaken.yaml").write_text(re.sub("task: sft .*", "task: sftt", recipe))
-    run("trahiv init quickstart --budget soon", code=2)
-    run("trahiv check mistaken.yaml", code=2)
-    run("trahiv init parrot.yaml", code=3)
-    run("trahiv pause", code=3)
+    for line, code in {
+        "trahiv init quickstart --budget soon": 2,
+        "trahiv check mistaken.yaml": 2,
+        "trahiv init parrot.yaml": 3,
+        "trahiv pause": 3,
+    }.items():
+        run(line, code)
 
     assert "chat-sft" in run("trahiv new")
     run("trahiv new chat-sft")
@@ -38,8 +43,11 @@ def test_documented_recipe_commands_work_as_shown(trahiv, here):
         assert name in text
         text = text.replace(name, local)
     (here / "chat-sft.yaml").write_text(text.replace("max_length: 1024", "max_length: 256"))
-    assert "chat-sft.yaml: ok" in run("trahiv check chat-sft.yaml")
-    assert "Mbit/s" in run("trahiv check chat-sft.yaml --deep")
-    assert "⟦" in run("trahiv preview chat-sft.yaml")
-    assert "# default" in run("trahiv show chat-sft.yaml")
+    for line, said in {
+        "trahiv check chat-sft.yaml": "chat-sft.yaml: ok",
+        "trahiv check chat-sft.yaml --deep": "Mbit/s",
+        "trahiv preview chat-sft.yaml": "⟦",
+        "trahiv show chat-sft.yaml": "# default",
+    }.items():
+        assert said in run(line)
     assert not script.left

@@ -1,5 +1,8 @@
 """Output of `pause`, `resume` and `finish` by a peer's events; real peers: `tests/swarm/test_guest.py`."""
 
+import itertools
+from types import SimpleNamespace
+
 import pytest
 
 from trahiv_cli.cli import guest
@@ -11,7 +14,8 @@ from trahiv_cli.telemetry.events import EventFile, Events
 @pytest.fixture
 def folder(here, monkeypatch):
     """The folder of a run whose peer trains."""
-    monkeypatch.setattr(guest, "ANSWER_S", 0.3)
+    clock = SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda _: None)
+    monkeypatch.setattr(guest, "time", clock)
     folder = here / "runs" / "run-1"
     folder.mkdir(parents=True)
     (folder / RESOLVED).write_text("{}")

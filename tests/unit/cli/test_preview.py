@@ -1,10 +1,10 @@
 """`trahiv preview`: its findings about data and their look, and data that is refused before a run."""
 
-import json
 import logging
 import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +13,11 @@ from transformers import ByT5Tokenizer
 
 from tests.kit.recipes import write_tiny
 from tests.kit.stand_ins import CHATML, CHATML_MARKED, chat_tokenizer, write_bert, write_llama
+from tests.unit.conftest import refused
 from trahiv_cli.assets.data import Splits
 from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.cli.preview import readable
-from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.train import preview as preview_module
 from trahiv_cli.train.preview import build_preview, pieces_of, require_trainable
 from trahiv_cli.train.tasks import heeding, preparing
 
@@ -30,25 +29,20 @@ def model_for(tmp_path_factory):
     """`model_for("sft")`: the folder of a model for a task."""
     folder = tmp_path_factory.mktemp("models")
     bert = write_bert(folder / "bert")
-    models = {"mlm": bert, "seq-cls": bert}
     llama = write_llama(folder / "llama", chat_template=CHATML_MARKED)
-    return lambda task: str(models.get(task, llama))
+    return lambda task: str(bert if task in ("mlm", "seq-cls") else llama)
 
 
 @pytest.fixture
-def write(model_for, here):
+def write(model_for, here, write_rows):
     """Write a recipe and its rows: `write("sft", rows, max_length=64)`."""
 
     def write(task, rows, *, data=None, **section):
-        Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        sections = {
-            "clm": None,
-            task.replace("-", "_"): section,
-            "model": {"model_name_or_path": model_for(task)},
-            "data": {"datasets": [{"path": "rows.jsonl"}], "shuffle": False} | (data or {}),
-            "training": {"max_steps": 1},
-        }
-        return write_tiny(here, name=task, task=task, **sections)
+        write_rows(rows)
+        sections = {"clm": None, task.replace("-", "_"): section}
+        sections["model"] = {"model_name_or_path": model_for(task)}
+        sections["data"] = {"datasets": [{"path": "rows.jsonl"}], "shuffle": False} | (data or {})
+        return write_tiny(here, name=task, task=task, training={"max_steps": 1}, **sections)
 
     return write
 
@@ -112,11 +106,9 @@ def test_previews_match_picture(trahiv, usual):
 
 def test_json_is_one_preview_event(events, usual):
     event, warning = events("preview -n 1", usual("sft"))
-    assert event["event"] == "preview"
     assert "1 of the first 3 samples fill 64 tokens" in warning["message"]
-    assert event["num_samples"] == 3
-    assert event["looked_at"] == 3
-    assert event["lengths"] == {"shortest": 26, "median": 38, "longest": 64}
+    lengths = {"shortest": 26, "median": 38, "longest": 64}
+    assert event == event | {"event": "preview", "num_samples": 3, "looked_at": 3, "lengths": lengths}
     [sample] = event["samples"]
     assert sample["trained_tokens"] == len("It is 4.") + 1
     [part] = sample["parts"]
@@ -150,10 +142,9 @@ PLAIN = "[CLS]Some words to hide⟦[MASK]⟧"
     ],
 )
 def test_only_willing_terminals_get_colour(trahiv, usual, monkeypatch, environment, shown):
-    for name, value in ({"NO_COLOR": "", "TERM": "xterm"} | environment).items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert shown in trahiv("preview --format human", usual("mlm")).out
+    with mock.patch.dict(os.environ, {"NO_COLOR": "", "TERM": "xterm"} | environment):
+        assert shown in trahiv("preview --format human", usual("mlm")).out
 
 
 @pytest.mark.parametrize("tokenizer", [chat_tokenizer(), ByT5Tokenizer()])
@@ -166,13 +157,12 @@ def test_pieces_keep_characters_whole(tokenizer):
         assert [piece.text for piece in pieces] == [whole, text.removeprefix(whole)]
 
 
-@pytest.mark.parametrize(("task", "is_stream", "total"), [("sft", True, "a stream"), ("clm", False, "5")])
-def test_only_first_samples_are_examined(trahiv, write, monkeypatch, task, is_stream, total):
-    monkeypatch.setattr(preview_module, "LOOKED_AT", 3)
-    recipe = write(task, [{"text": "is a text"}] * 5, data={"streaming": is_stream}, packing=False)
-    out = trahiv("preview -n 9", recipe).out
-    assert f"samples  {total}, the first 3 looked at" in out
-    assert re.findall(r"^sample (\d)", out, re.MULTILINE) == ["1", "2", "3"]
+@pytest.mark.parametrize(("task", "is_stream", "total"), [("sft", True, "a stream"), ("clm", False, "1,001")])
+def test_only_first_samples_are_examined(trahiv, write, task, is_stream, total):
+    recipe = write(task, [{"text": "is a text"}] * 1001, data={"streaming": is_stream}, packing=False)
+    out = trahiv("preview -n 1001", recipe).out
+    assert f"samples  {total}, the first 1,000 looked at" in out
+    assert re.findall(r"^sample (\d+)", out, re.MULTILINE)[-1] == "1000"
 
 
 ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] }}")
@@ -181,24 +171,24 @@ ADDS = CHATML.replace("{{ message['content'] }}", "{{ '> ' + message['content'] 
 @pytest.mark.parametrize(
     ("question", "template", "message", "hint"),
     [
-        ("Hi", CHATML, "{% generation %}", "`sft.assistant_only_loss`"),
+        ("Hi", CHATML, "{% generation %}", r"`sft\.assistant_only_loss`"),
         (None, ADDS, "Row 1 of .* has a message without 'content'", "Fix or remove"),
     ],
 )
 def test_trl_refusal_is_explained(write, question, template, message, hint):
     data = {"chat_template": template}
     recipe = load_recipe(write("sft", [chat(question, "Yes")], data=data, assistant_only_loss=True)).recipe
-    with pytest.raises(AssetError, match=message) as refused:
+    with refused(message, hint):
         build_preview(recipe, 3)
-    assert hint in refused.value.hint
 
 
 def test_trl_warning_is_passed_on_once():
     warned = []
+    warn = logging.getLogger("trl.trainer").warning
     with heeding(lambda *said: warned.append(said)):
         for text in ("[RANK 0] it may not learn to stop", "[RANK 0] it may not learn to stop", "another"):
-            logging.getLogger("trl.trainer").warning(text)
-    logging.getLogger("trl.trainer").warning("afterwards")
+            warn(text)
+    warn("afterwards")
     messages, hints = zip(*warned, strict=True)
     assert messages == ("it may not learn to stop", "another")
     assert all("trahiv preview" in hint for hint in hints)
@@ -242,6 +232,5 @@ def test_data_with_trained_tokens_is_accepted(require, task, row, section):
     ],
 )
 def test_data_without_trained_tokens_is_refused(require, task, answers, section):
-    with pytest.raises(AssetError, match="none of the first 8 samples trains a token") as refused:
+    with refused("none of the first 8 samples trains a token", rf"`{task}\.max_length` \(it is 6\)"):
         require(task, {"prompt": "abcdefgh", **answers}, max_length=6, **section)
-    assert f"`{task}.max_length` (it is 6)" in refused.value.hint

@@ -4,6 +4,7 @@ Routers and firewalls are tested in `tests/swarm/test_doctor.py`.
 """
 
 import itertools
+import re
 import socket
 
 import pytest
@@ -75,8 +76,7 @@ def test_one_answering_member_is_enough(listening):
         refused = examine_members(Invitation((address(silent),)))
     assert found == Check("members", "fine", "1 of 2 addresses answer")
     assert refused.verdict == "bad"
-    assert refused.found.startswith("0 of 1 addresses answer: ")
-    assert f"nothing listens on port {silent}" in refused.found
+    assert re.match(f"0 of 1 addresses answer: .*nothing listens on port {silent}", refused.found)
     assert "a fresh `trahiv join`" in refused.fix
 
 
@@ -146,6 +146,4 @@ def test_wrong_clock_is_poor(entered, ahead_s, said):
 )
 def test_refused_entry_is_one_check(entered, error, name):
     [check] = entered(error).values()
-    assert check.name == name
-    assert check.verdict == "bad"
-    assert check.found == error.message
+    assert check[:3] == (name, "bad", error.message)

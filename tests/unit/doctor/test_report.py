@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import shlex
 import tarfile
 
@@ -67,10 +68,7 @@ def test_report_has_no_secret_or_home(run, tmp_path):
 @pytest.mark.parametrize(
     ("text", "left"),
     [
-        (
-            "trahiv join --peer trahiv1:abcdefghijklmnop\n  # qrstuvwxyz0123456789\nname: x\n",
-            "trahiv1:...\nname: x",
-        ),
+        ("join --peer trahiv1:abcdefghijklmnop\n  # qrstuvwxyz0123456789\nname: x\n", "trahiv1:...\nname: x"),
         ("--on-event 'curl https://hooks/T/B/S' --yes", "--on-event (left out)"),
         ('{"resume": "trahiv init x --on-event ./tell", "step": 1}', '--on-event (left out)", "step": 1}'),
         ("https://ann:pw@host/x?X-Amz-Signature=abc&y=1", "https://host/x?(left out)"),
@@ -113,10 +111,12 @@ def test_quoted_command_secrets_are_removed(command, is_one_word):
     event = json.dumps({"event": "done", "resume": resume, "step": 1})
     left = cleaned(f"{event}\n", [])
     told = json.loads(left)
-    assert told["resume"].replace("'", "") == "trahiv init x --on-event (left out)" and told["step"] == 1
+    assert told["resume"].replace("'", "") == "trahiv init x --on-event (left out)"
+    assert told["step"] == 1
     logged = f"Command {words!r} failed:\n{resume}\nTraceback"
     for text in (left, cleaned(f"{event[:-30]}\n{event}\n", []), cleaned(logged, [])):
-        assert "S3CRET" not in text and "curl" not in text and "--on-event" in text
+        assert not re.search("S3CRET|curl", text)
+        assert "--on-event" in text
 
 
 def test_environment_secret_is_removed_from_json():

@@ -1,5 +1,7 @@
 """Requests to the peer of a run's folder; real commands: `tests/swarm/test_guest.py`."""
 
+from unittest import mock
+
 import pytest
 
 from trahiv_cli.errors import SetupError
@@ -49,9 +51,7 @@ def test_request_without_peer_is_refused(tmp_path):
 
 
 def test_full_disk_refuses_request(folder, monkeypatch):
-    def fail(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(control, "write_whole", fail)
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr(control, "write_whole", mock.Mock(side_effect=full))
     with pytest.raises(SetupError, match="No space left on device; nothing was changed"):
         request(folder, "pause")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from trahiv_cli.net.addresses import Reach
 from trahiv_cli.telemetry import board
-from trahiv_cli.telemetry.board import ECHO_COLUMNS, MAX_PEERS_SHOWN, NOTES_SHOWN, OTHER_ROWS, Board
+from trahiv_cli.telemetry.board import Board
 from trahiv_cli.telemetry.lines import REACH, line
 
 PICTURE = Path(__file__).with_name("board.txt")
@@ -113,14 +113,18 @@ def test_join_line_stands_alone_at_end():
     ]
 
 
+TO_FILE = """\
+
+
+To join elsewhere, copy this private file there, chmod 600, and type with its place:
+trahiv join --peer @/a/file
+"""
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"join": "trahiv join --peer @/a/file", "invitation": "/a/file"},
-            "\n\nTo join elsewhere, copy this private file there, chmod 600, and type with its place:\n"
-            "trahiv join --peer @/a/file\n",
-        ),
+        ({"join": "trahiv join --peer @/a/file", "invitation": "/a/file"}, TO_FILE),
         ({"maddrs": [], "reach": [], "join": ""}, "\n\nThis peer only dials out.\n"),
         ({"join": ""}, "\n\nThe swarm's owner can invite others.\n"),
     ],
@@ -165,7 +169,7 @@ def test_board_matches_picture():
     assert picture == PICTURE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("width", "limit"), [(20, 20), (60, 60 - ECHO_COLUMNS), (100, 100 - ECHO_COLUMNS)])
+@pytest.mark.parametrize(("width", "limit"), [(20, 20), (60, 56), (100, 96)])
 def test_board_fits_width_at_any_time(width, limit):
     for length in range(len(LOG) + 1):
         assert max(map(len, drawn(*LOG[:length], width=width).splitlines())) <= limit
@@ -202,20 +206,11 @@ def test_board_shows_current_state(log, shown, hidden):
     assert hidden not in picture
 
 
-CROWD = [peer(f"QmPeer{number:09}") for number in range(MAX_PEERS_SHOWN + 3)]
-
-
-def test_crowd_is_truncated_and_counted():
-    picture = drawn(READY, progress(*CROWD))
-    assert picture.count("●") == MAX_PEERS_SHOWN
-    assert "and 3 more" in picture
-
-
-@pytest.mark.parametrize("height", [OTHER_ROWS + 1, 24, 30])
-def test_board_fits_height_with_longest_notes(height):
-    notes = [WARNING | {"message": "word " * 200}] * NOTES_SHOWN
-    crowd = progress(*CROWD[:MAX_PEERS_SHOWN], samples=120)
+@pytest.mark.parametrize(("height", "num_shown"), [(21, 1), (24, 4), (30, 10), (60, 12)])
+def test_crowd_and_longest_notes_fit_height(height, num_shown):
+    notes = [WARNING | {"message": "word " * 200}] * 9
+    crowd = progress(*(peer(f"QmPeer{number:09}") for number in range(15)), samples=120)
     picture = drawn(READY, EVAL, step(1), *notes, crowd, WAITING, width=80, height=height)
-    assert picture.count("●") == height - OTHER_ROWS
+    assert picture.count("●") == num_shown
     assert len(picture.splitlines()) <= height
-    assert f"and {MAX_PEERS_SHOWN - height + OTHER_ROWS} more" in picture
+    assert f"and {15 - num_shown} more" in picture

@@ -16,9 +16,19 @@ with open(sys.argv[1], "a") as file:
 """
 
 
-def test_notable_events_reach_command_in_order(tmp_path):
-    told = tmp_path / "told"
-    with Notifier([sys.executable, "-c", SCRIPT, str(told)]) as notifier:
+@pytest.fixture
+def told(tmp_path):
+    """The file in which the command writes."""
+    return tmp_path / "told"
+
+
+@pytest.fixture
+def command(told):
+    return [sys.executable, "-c", SCRIPT, str(told)]
+
+
+def test_notable_events_reach_command_in_order(told, command):
+    with Notifier(command) as notifier:
         events = Events(notifier)
         events.emit("joined", step=3)
         events.emit("step", step=4)
@@ -28,10 +38,9 @@ def test_notable_events_reach_command_in_order(tmp_path):
     assert told.read_text() == "joined 3\nwarning not-finite\ndone 9\n"
 
 
-def test_final_error_reaches_command(tmp_path):
-    told = tmp_path / "told"
-    for command in ([sys.executable, "-c", SCRIPT, str(told)], ["false"], [str(tmp_path / "gone")]):
-        with pytest.raises(NotAdmitted), Notifier(command) as notifier:
+def test_final_error_reaches_command(told, command):
+    for words in (command, ["false"], ["no-such-program"]):
+        with pytest.raises(NotAdmitted), Notifier(words) as notifier:
             Events(notifier).emit("joined", step=3)
             raise NotAdmitted("The owner has taken this peer out.")
     assert told.read_text() == "joined 3\nerror not-admitted\n"
