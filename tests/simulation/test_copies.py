@@ -9,7 +9,7 @@ from hivemind.proto.dht_pb2 import StoreRequest
 
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.nodes import Member, Traffic, virtual_time
-from trahiv_cli.progress.tracker import REPORT_EVERY_S, REPORT_EVERY_S_A_PEER
+from trahiv_cli.progress.tracker import REPORT_EVERY_S_A_PEER
 from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S, LOOK_EVERY_S
 
 KEY, LIFE_S, DELAY_S = "key", 20.0, 0.05
@@ -232,7 +232,7 @@ def kilobytes_a_second(num_peers, seconds=30.0):
             await one.put("addresses", bytes(300), 600.0)
         await asyncio.sleep(num_peers + COMPARE_EVERY_S)
         network.tamper, began = Traffic(), loop.time()
-        every_s = max(REPORT_EVERY_S, REPORT_EVERY_S_A_PEER * num_peers)
+        every_s = max(0.25, REPORT_EVERY_S_A_PEER * num_peers)
 
         async def report(one, number):
             await asyncio.sleep(every_s * number / num_peers)

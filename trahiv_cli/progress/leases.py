@@ -39,16 +39,11 @@ needs 24: it holds samples of at most 4 rounds (`round_runner.HELD_AT_MOST`) whi
 averaged; it leases up to twice as many, and a block."""
 
 AHEAD_S = 20.0
-AHEAD_ROUNDS = 8
-"""A block has the samples that this peer trains in `AHEAD_S`. It has at most the samples that all peers
-together train in `AHEAD_ROUNDS`, and at least as many as this peer holds already. Leasing one costs two
+"""A block has the samples that this peer trains in this time. It has at most the samples that all peers
+together train in eight rounds, and at least as many as this peer holds already. Leasing one costs two
 requests to the DHT."""
 
 FIRST_BLOCK = 64  # positions, until the speed of this peer is known
-TRIES = 8  # blocks that this peer tries to lease before it pauses
-PAUSE_S = 0.5
-PATIENCE_S = 120.0
-POLL_S = 0.05
 
 
 class Leases:
@@ -59,6 +54,7 @@ class Leases:
 
     `ledger` returns the ledger of trained positions, and `samples_per_second` the speed of this peer, 0 if it
     is not known yet. A thread that waits for a position calls `while_waiting` repeatedly; it may raise.
+    Attempts to lease are `pause_s` apart, and `take` fails after `patience_s`.
     """
 
     def __init__(
@@ -70,6 +66,8 @@ class Leases:
         is_stream: bool = False,
         samples_per_second: Callable[[], float] = lambda: 0.0,
         while_waiting: Callable[[], None] = lambda: None,
+        pause_s: float = 0.5,
+        patience_s: float = 120.0,
     ) -> None:
         self._reports = reports
         self._ledger = ledger
@@ -77,6 +75,8 @@ class Leases:
         self.unit = SHARD if is_stream else 1  # positions that are leased together
         self._samples_per_second = samples_per_second
         self._while_waiting = while_waiting
+        self._pause_s = pause_s
+        self._patience_s = patience_s
         self._lock = threading.Lock()
         self._ready: deque[int] = deque()
         self.held = Spans()  # all positions that this peer has leased
@@ -92,9 +92,9 @@ class Leases:
         Returns None if this peer leaves meanwhile.
 
         Raises:
-            SwarmError: there was no lease for two minutes.
+            SwarmError: there was no lease for `patience_s`.
         """
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + self._patience_s
         failure = None
         while True:
             with self._lock:
@@ -109,11 +109,11 @@ class Leases:
             if time.monotonic() >= deadline:
                 why = getattr(failure, "message", failure) or "the DHT does not answer"
                 raise SwarmError(
-                    f"No samples could be leased for {PATIENCE_S:.0f} s: {why}.",
+                    f"No samples could be leased for {self._patience_s:.0f} s: {why}.",
                     hint="start again with the same command",
                 ) from failure
             self._while_waiting()
-            time.sleep(POLL_S)
+            time.sleep(self._pause_s / 10)
 
     def give_back(self, positions: Sequence[int]) -> None:
         """Hand out these positions again if they are still this peer's: their gradients were dropped."""
@@ -181,7 +181,7 @@ class Leases:
         """Return the number of units to hold ahead of training."""
         if self.unit == SHARD:
             return 1
-        most = min(self.number, AHEAD_ROUNDS * self._reports.target_batch_size)
+        most = min(self.number, 8 * self._reports.target_batch_size)
         speed = self._samples_per_second()
         return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
 
@@ -209,7 +209,7 @@ class Leases:
         """Lease another block; runs in a background thread, which takes the lock for moments."""
         num_shards = self.number if self.unit == SHARD else None
         skip = sum(peer.peer_id < self._reports.own_id for peer in self._reports.others)
-        for skipped in range(skip, skip + TRIES):
+        for skipped in range(skip, skip + 8):
             with self._lock:
                 size = max(self._ahead(), len(self.held) // self.unit)
                 least = size if len(self.held.spans) >= FREE_LEASES else 1
@@ -225,7 +225,7 @@ class Leases:
                     self.held = self.held | block
                     self._ready.extend(range(start, stop, self.unit))
                     return
-        time.sleep(PAUSE_S)
+        time.sleep(self._pause_s)
 
 
 class Work:

@@ -29,10 +29,8 @@ from trahiv_cli.progress.ledger import MOST_LEASES, Spans
 
 MARK_BYTES = 8
 COMMON_BYTES = 8  # of the digest of a history, and of the tensors that peers share
-MARKS_REMEMBERED = 1024  # each use of `Standing` compares all histories with all reports
 ROUNDS_TOLD = 32  # in a report, 12 bytes each; a peer that missed more rounds downloads the state
 STATES_TOLD = 12  # in a report, 20 bytes each
-GIVEN_TOLD = 8  # of these, states that other peers fetched
 
 ROUND = struct.Struct(f">I{MARK_BYTES}s")
 STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
@@ -40,7 +38,7 @@ STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
 Mark = tuple[int, bytes]  # a history in a report: its step, and the first bytes of a digest of it
 
 
-@lru_cache(MARKS_REMEMBERED)
+@lru_cache(1024)  # each use of `Standing` compares all histories with all reports
 def mark_of(history: History) -> Mark:
     """Return the mark of a history, which stands for it in reports."""
     # It covers the samples, too: otherwise peers that went through the history would back any number of
@@ -80,7 +78,7 @@ class Past:
             states = {other: digest for other, digest in self._states.items() if other != mark}
             states[mark] = common[:COMMON_BYTES]
             if is_given:
-                self._given = (*(other for other in self._given if other != mark), mark)[-GIVEN_TOLD:]
+                self._given = (*(other for other in self._given if other != mark), mark)[-8:]
             while len(states) > STATES_TOLD:
                 del states[next(other for other in states if other not in self._given)]
             self._states = states

@@ -28,17 +28,12 @@ from trahiv_cli.progress.reports import COMMON_BYTES, Past, PeerProgress, mark_o
 # A peer follows the majority of another history after this time: reports of its own side may be that old.
 FORK_S = 30.0
 
-ROUNDS_AHEAD = 2  # a peer may have committed the next round already, and begun to report the one after it
-REPORTS_OLD_S = 10.0  # possible age of others' reports: they are fetched every few seconds
-PACE_MARGIN = 4.0  # others may have stepped at this multiple of the highest pace seen here
 NEWCOMERS_STEPS = 1000  # peers that all restart, from their own checkpoints, may be this far apart
 FAILING_S = 20.0  # a restarted peer needs some seconds until it gives its state
 PASSED_OVER_S = 300.0
-MOST_REMEMBERED = 4096
 CREDIT_MARGIN = 4  # a peer may report this multiple of the share that it brought to one of its last rounds
 
-APART_S = 300.0
-APART_ROUNDS = 8  # after this time and this number of rounds without others, `is_together` ends
+APART_S = 300.0  # after this time and eight rounds without others, `is_together` ends
 
 
 def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
@@ -177,7 +172,7 @@ class Doubts:
         self._together_at = now
         for peer, number in samples.items():
             self._credit[peer] = max(self._credit.get(peer, 0.0) / 2, number / target)
-        self._credit = dict([*self._credit.items()][-MOST_REMEMBERED:])
+        self._credit = dict([*self._credit.items()][-4096:])
 
     def join(self) -> None:
         """Record that this peer has adopted a state that most others hold."""
@@ -186,7 +181,7 @@ class Doubts:
     @property
     def is_together(self) -> bool:
         """Whether this peer has recently trained or adopted its state with others."""
-        return self._clock() - self._together_at < max(APART_S, APART_ROUNDS * self._interval_s)
+        return self._clock() - self._together_at < max(APART_S, 8 * self._interval_s)
 
     def believed_samples(self, peer: str, reported: int, target: int) -> int:
         """Return how many of the samples that a peer reports count towards the next round.
@@ -224,8 +219,10 @@ class Doubts:
         furthest = math.inf
         if self._together is not None and self._pace:  # a single round gives no pace
             ordered = sorted([own, *steps.values()], reverse=True)
-            since = max(REPORTS_OLD_S, now - self._together[0])
-            margin = ROUNDS_AHEAD * steps_a_round + PACE_MARGIN * self._pace * since
+            # Reports may be 10 s old, and others may have stepped at four times the highest pace seen here. A
+            # peer may have committed the next round already, and begun to report the one after it.
+            since = max(10.0, now - self._together[0])
+            margin = 2 * steps_a_round + 4.0 * self._pace * since
             furthest = ordered[len(ordered) // 2] + margin  # more than half of all peers have reached it
         elif len(steps) > 2:
             furthest = sorted(steps.values(), reverse=True)[len(steps) // 2] + NEWCOMERS_STEPS

@@ -8,7 +8,7 @@
    else `streaming` with the fewest local steps that an exchange fits into. It goes to a lighter pace when the
    present one does not fit any more, and to a heavier one only if that would fit easily.
 4. There is no way back from local steps, because each peer's inner optimizer then has a state of its own. So
-   they come only if many members are too slow for common steps (`SLOW_COUNT_FROM`), or if the lightest pace
+   they come only if a third of the members are too slow for common steps, or if the lightest pace
    without local steps was measured and does not fit either.
 """
 
@@ -30,33 +30,13 @@ LADDER = (10, 20, 50, 100, 200, 500, 1000)  # local steps to choose from; no stu
 CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
 START_CODEC = "uniform8"  # in mode overlap, before anything was measured: it does little harm on any link
 
-FITS = 0.9  # share of the available time that an exchange may take
-FITS_EASILY = 0.6  # the same for a heavier pace: one exchange's figures are accurate to a third
-
-OVERSHOOT = 2
-"""Samples of a round beyond this many times the due number do not make its steps look shorter: they were
-trained while there was no group, or only claimed."""
-
-SENT_ALIKE = 1.5
-"""An exchange used a codec if it sent at most this many times the bytes that the codec makes of the values.
-Peers' shares differ by less, and the lossier of two codecs sends half as much."""
-
-SLOW_COUNT_FROM = 3
-SLOW_ROOM = 2
-"""If a third of a group or more can't keep up with common steps, the group changes to local steps. A round
-then lasts at least twice as long as a sample of the slow members. They miss one round at most, which is kept
-for them."""
-
-KNOWN_AT_LEAST = 3  # members that must have figures, if there are as many: of two, one may be a lie
-SAMPLE_VALUES = 2**20  # number of values whose encoded bytes give a codec's bytes per value
-BATCHES_MEASURED = 20  # this peer's speed is their median: an evaluation between two does not count
 DISTURBED_AT_MOST = 50  # rounds in a row that are not measured, because of another peer's download
 
 
 class Adaptation:
     """Measures this peer, and chooses the pace after each committed round.
 
-    `Parts` creates one for each optimizer. Training may wait for rounds for `share` of its time; None: the
+    `SwarmOptimizer` creates one. Training may wait for rounds for `share` of its time; None: the
     pace stays. `num_values` values are trained, with `target_batch_size` samples of all peers for a step.
     """
 
@@ -68,7 +48,8 @@ class Adaptation:
         self._interest = interest
         self._num_values = num_values
         self._target = target_batch_size
-        self._seconds_per_sample: deque[float] = deque(maxlen=BATCHES_MEASURED)
+        # The speed is the median of 20 batches: an evaluation between two of them does not count.
+        self._seconds_per_sample: deque[float] = deque(maxlen=20)
         self._left_step_at: float | None = None
         self._rates: deque[float] = deque(maxlen=RECENT)
         self._num_disturbed = 0
@@ -126,15 +107,18 @@ class Adaptation:
         known = {peer: one for peer, one in said.items() if one.is_known and samples.get(peer)}
         idle = set() if present.has_local_steps else idle_members(outcome)
         num_training = len(said) - len(idle)
-        is_founded = len(known) >= max(2, min(KNOWN_AT_LEAST, num_training)) and 2 * len(known) > num_training
+        # Three members must have figures, if there are as many: of two, one may be a lie.
+        is_founded = len(known) >= max(2, min(3, num_training)) and 2 * len(known) > num_training
         if self._share is None or not is_founded:
             return present, ""
         trained_s = statistics.median(samples[peer] / one.samples_per_second for peer, one in known.items())
         due = present.steps_per_round * self._target
-        step_s = trained_s * self._target / min(max(sum(samples.values()), due), OVERSHOOT * due)
+        # Samples beyond twice the due number do not make steps look shorter: they were trained while there
+        # was no group, or only claimed.
+        step_s = trained_s * self._target / min(max(sum(samples.values()), due), 2 * due)
         waits_s = self._share * step_s
         slow_s = 0.0  # of one sample of the members that can't keep up, if they are enough
-        if idle and SLOW_COUNT_FROM * len(idle) >= len(said):
+        if idle and 3 * len(idle) >= len(said):
             slow_s = statistics.median_low(1 / said[peer].samples_per_second for peer in idle)
         rate = usual_rate(known.values())
         lowest = min(rate, statistics.median_low(one.lowest_rate for one in known.values()))
@@ -144,22 +128,26 @@ class Adaptation:
         def size(pace: Pace) -> float:
             """Return the bytes each way of one exchange."""
             codec = CODECS[pace.codec or START_CODEC]()
-            bytes_per_value = codec.encoded_bytes(SAMPLE_VALUES, torch.float32) / SAMPLE_VALUES
+            bytes_per_value = codec.encoded_bytes(2**20, torch.float32) / 2**20
             return values_each_way / pace.num_fragments * bytes_per_value
 
-        def fits(pace: Pace, rate: float = rate, share: float = FITS) -> bool:
+        def fits(pace: Pace, rate: float = rate, share: float = 0.9) -> bool:
+            """Return whether an exchange takes at most this share of the available time."""
             room_s = waits_s if pace.mode == "sync" else pace.steps_per_round * step_s
-            if pace.steps_per_round * step_s < SLOW_ROOM * slow_s:
+            # Slow members miss one round at most, which is kept for them.
+            if pace.steps_per_round * step_s < 2 * slow_s:
                 return False
             return rate > 0 and round_trips_s + size(pace) / rate <= share * room_s
 
         sent = statistics.median(one.bytes_each_way for one in known.values())
-        is_measured = sent <= SENT_ALIKE * size(present)
+        # Peers' shares differ by less than half, and the lossier of two codecs sends half as much.
+        is_measured = sent <= 1.5 * size(present)
         candidates = _candidates(present, is_measured=is_measured, has_slow=slow_s > 0)
         if fits(present):
-            # A heavier pace must fit at the lowest recent rate, because the latest figure may not repeat.
+            # A heavier pace must fit easily, at the lowest recent rate: one exchange's figures are accurate
+            # to a third, and the latest may not repeat.
             heavier = candidates[: candidates.index(present)] if present in candidates else candidates
-            best = next((pace for pace in heavier if fits(pace, lowest, FITS_EASILY)), present)
+            best = next((pace for pace in heavier if fits(pace, lowest, 0.6)), present)
         else:
             best = next(filter(fits, candidates), candidates[-1])
         if best == present and self._has_told_pace:

@@ -47,21 +47,12 @@ REFUSED = frozenset(
 PLAIN = (bool, int, float, str, type(None))
 """Types of the values beside tensors in an optimizer's state: JSON and MessagePack restore them exactly."""
 
-METADATA_EXPIRATION_S = 20.0
-"""Seconds that others wait for a peer that died without a goodbye; hivemind's 60 s stall a pair as long."""
-
 TRACKER_OPTIONS = {
-    "metadata_expiration": METADATA_EXPIRATION_S,
-    "min_refresh_period": 0.25,
+    "metadata_expiration": 20.0,  # for a peer that died without a goodbye; hivemind's 60 s stall a pair
+    "min_refresh_period": 0.25,  # with hivemind's periods, 0.5 to 10 s, fast peers run far past the target
     "max_refresh_period": 3.0,
 }
-"""Seconds. With hivemind's refresh periods, 0.5 to 10 s, fast peers run far past the target."""
-
-EXCHANGE_TIMEOUT_S = 3600.0  # for any size: `next_chunk_timeout` ends an exchange that makes no progress
-MIN_CHUNK_TIMEOUT_S = 10.0
-"""The least default of `next_chunk_timeout`: a groupmate that sends nothing for this long is left out.
-hivemind takes `matchmaking_time`, which is meant for another wait: if it is short, a peer on a busy machine
-is left out of every other round."""
+"""Seconds."""
 
 
 class OptKeywords(OptSection):
@@ -115,8 +106,10 @@ def build_optimizer(
         # optim/optimizer.py:205 has this inverted: only a value that is not None is replaced by the DHT's.
         "client_mode": only_dials,
         "grad_compression": CODECS["none"](),
-        "next_chunk_timeout": max(MIN_CHUNK_TIMEOUT_S, options.matchmaking_time),
-        "allreduce_timeout": EXCHANGE_TIMEOUT_S,
+        # A groupmate that sends nothing for this long is left out. hivemind takes `matchmaking_time`, which
+        # is meant for another wait: if it is short, a peer on a busy machine misses every other round.
+        "next_chunk_timeout": max(10.0, options.matchmaking_time),
+        "allreduce_timeout": 3600.0,  # for any size: the other limit ends an exchange without progress
     }
     own["offload_optimizer"] = _offloads(options.offload_optimizer, run, inner, is_on_gpu)
     return SwarmOptimizer(

@@ -38,7 +38,6 @@ from trahiv_cli.telemetry.events import Events
 
 logger = get_logger(__name__)
 
-FOLLOWED_AT_MOST = 8  # peers that this one asks for a round; the donors of its last download come first
 BELIEVED_S = 10.0
 SAID_S = 60.0
 """Seconds that a peer waits for the other peers' reports to confirm a downloaded state; and seconds that it
@@ -199,7 +198,7 @@ class CatchUp:
         The averaged tensors then hold its average. Returns None if no donor gives a round that leads to a
         believed history.
         """
-        donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:FOLLOWED_AT_MOST]
+        donors = sorted(self._donors(), key=lambda peer: peer not in self._asked)[:8]
         step = self.position.history.step + self.position.method.steps
         self.runner.expect_group((), 2)
         with self.events.waiting(f"the round of step {step}", self._timeout_s):

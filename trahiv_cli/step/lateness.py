@@ -2,7 +2,8 @@
 
 1. A batch is late if it began with the swarm's newest state, and others had left that state when it ended.
 2. If two of the last four batches were late, `samples_in_time` asks for smaller batches, which count as
-   before. After many batches in time it doubles: the machine may have been busy only for a while.
+   before. One is not enough: the machine may have slept. After many batches in time it doubles: the machine
+   may have been busy only for a while.
 3. If batches can't be smaller, the others learn the speed of this peer, and may wait for it. If the next
    batch is late all the same, a warning gives the figures, and this peer fetches the swarm's state ever less
    often.
@@ -15,10 +16,6 @@ from collections import deque
 from typing import NamedTuple
 
 from trahiv_cli.telemetry.events import Events
-
-LATE = 2
-OF_THE_LAST = 4
-"""A peer reacts to `LATE` late batches of `OF_THE_LAST`: its machine may have slept during a single one."""
 
 ENOUGH_IN_TIME = 64
 """Batches in time before larger ones are tried: if these are late, one batch in thirty is lost."""
@@ -42,7 +39,7 @@ class Lateness:
         """The largest number of samples that this peer trains in time for a step, as far as is known."""
         self.batch_s = 0.0
         """The usual duration of a batch, in seconds, when batches were last found to be too late."""
-        self._last: deque[tuple[Moment, bool]] = deque(maxlen=OF_THE_LAST)  # (start, is_late) of each batch
+        self._last: deque[tuple[Moment, bool]] = deque(maxlen=4)  # (start, is_late) of each batch
         self._num_in_time = self._num_pauses = 0
         self._told_samples = math.inf
         self._figures = ""
@@ -56,7 +53,7 @@ class Lateness:
     def note_in_time(self, began: Moment) -> None:
         """Record a batch that came in time."""
         self._last.append((began, False))
-        if not any(is_late for _, is_late in self._last) and len(self._last) == OF_THE_LAST:
+        if not any(is_late for _, is_late in self._last) and len(self._last) == 4:
             self._num_pauses = 0
         self._num_in_time += 1
         if self._num_in_time == ENOUGH_IN_TIME:
@@ -79,7 +76,7 @@ class Lateness:
         self._last.append((began, True))
         first = self._last[0][0]
         step_s = (ended.at - first.at) / max(1, ended.step - first.step)
-        if sum(is_late for _, is_late in self._last) < LATE or usual_s < step_s:
+        if sum(is_late for _, is_late in self._last) < 2 or usual_s < step_s:
             return False
         self._last.clear()
         self.batch_s = usual_s

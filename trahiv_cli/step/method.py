@@ -30,11 +30,9 @@ from trahiv_cli.step.gradients import GradientBuffer
 from trahiv_cli.step.run_settings import RunSettings
 
 GUESS_BYTES = 2**22
-GUESS_BATCHES = 32
-"""A guess moves the weights in batches of `GUESS_BYTES`, or in `GUESS_BATCHES` larger ones: a batch's
-gradients and optimizer state exist twice meanwhile. A batch of 32 MB took three times as long."""
+"""A guess moves the weights in batches of this size, or in 32 larger ones: a batch's gradients and optimizer
+state exist twice meanwhile. A batch of 32 MB took three times as long."""
 
-CLIP_EPSILON = 1e-6  # `torch.nn.utils.clip_grad_norm_` adds this to a norm before it divides by it
 NORM_VALUES = 2**14  # squares added at a time: 128 kB in float64, within a processor's cache
 
 
@@ -164,9 +162,9 @@ class SharedGradients(Method):
             weight.grad = None  # the last batch's gradient was accumulated
         self._state.set_agreed(self._agreed)
         mean = self._gradients.scale_aside
-        scale = mean * min(1.0, self._max_norm / (norm * mean + CLIP_EPSILON))
+        scale = mean * min(1.0, self._max_norm / (norm * mean + 1e-6))  # as `clip_grad_norm_` computes it
         sizes = [weight.nbytes for weight in weights]
-        for batch in divide(sizes, min(GUESS_BATCHES, 1 + sum(sizes) // GUESS_BYTES)):
+        for batch in divide(sizes, min(32, 1 + sum(sizes) // GUESS_BYTES)):
             holders = [*(optimizer.state[weights[place]] for place in batch), *optimizer.param_groups]
             before = [_copied(holder) for holder in holders]
             try:

@@ -51,8 +51,6 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.watchdog import Alive
 from trahiv_cli.telemetry.events import Events
 
-LAST_ANSWERS_S = 0.7  # in which services answer the last requests: measured, 12 of 12 times
-
 
 class SwarmOptimizer(hivemind.Optimizer):
     """`hivemind.Optimizer` with exact rounds: for each peer, a round either happens completely or not at all.
@@ -380,7 +378,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         if "exchange" in built:
             self.exchange.allow(False)
         if alive:
-            time.sleep(LAST_ANSWERS_S)
+            time.sleep(0.7)  # the services answer the last requests: measured, 12 of 12 times
         for service in alive:
             service.shutdown(self.shutdown_timeout)
 

@@ -13,8 +13,6 @@ from trahiv_cli.rounds.vote import digest_of, joint_digest
 from trahiv_cli.state.host_copies import host_values
 from trahiv_cli.state.peer_state import PeerState, common_digest
 
-STATE_DIGEST_BYTES = 8
-
 
 class WeightDigests:
     """Digests the tensors that all peers of a history share, each once while it does not change.
@@ -49,7 +47,7 @@ class WeightDigests:
                     )
                 self._digests[id(tensor)] = digest_of([value])
             held = joint_digest(self._digests[id(weight)] for weight in weights)
-            self._digest = held[:STATE_DIGEST_BYTES]
+            self._digest = held[:8]
             of_all = (self._digests[id(one)] for one in common)
             self._tracker.attest(history, common_digest(of_all, self._state.own_metadata()))
         return self._digest

@@ -55,7 +55,7 @@ class Peer:
 
     def __init__(self, board, name="A", count=SAMPLES, **more):
         self.board, self.tracker = board, Tracker(board, name)
-        self.leases = Leases(self.tracker, lambda: board.ledger, count, **more)
+        self.leases = Leases(self.tracker, lambda: board.ledger, count, pause_s=0.01, **more)
 
     def take(self, count):
         return [self.leases.take() for _ in range(count)]
@@ -76,9 +76,7 @@ class Peer:
 
 
 @pytest.fixture
-def board(monkeypatch):
-    monkeypatch.setattr(leases, "POLL_S", 0.0005)  # poll often
-    monkeypatch.setattr(leases, "PAUSE_S", 0.01)
+def board():
     return Board()
 
 
@@ -131,18 +129,16 @@ def test_impossible_leases_are_ignored(board, caplog, lease, is_elsewhere):
 
 
 @pytest.mark.parametrize("failure", [None, OSError("broken pipe")])
-def test_unpublished_lease_fails_with_reason(board, monkeypatch, failure):
+def test_unpublished_lease_fails_with_reason(board, failure):
     def fail():
         if failure and not board.answers:
             raise failure
 
     board.before_look, board.answers, began = fail, False, time.monotonic()
     assert Peer(board).leases.take(lambda: time.monotonic() > began + 0.1) is None
-    monkeypatch.setattr(leases, "PATIENCE_S", 0.2)
     why = failure or "the DHT does not answer"
     with pytest.raises(leases.SwarmError, match=f"No samples could be leased for 0 s: {why}"):
-        Peer(board).take(1)
-    monkeypatch.setattr(leases, "PATIENCE_S", 10.0)
+        Peer(board, patience_s=0.2).take(1)
     mending = Peer(board, while_waiting=lambda: setattr(board, "answers", True))
     assert mending.take(1) == [0], "who waits may mend the DHT"
 

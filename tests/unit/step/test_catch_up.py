@@ -55,7 +55,7 @@ def test_replay_asks_few_donors(is_kept, monkeypatch):
     if is_kept:
         peer.rounds.kept = dict.fromkeys(many, peer.rounds.kept["QmZ"])
     assert peer.catch_up.follow() is is_kept
-    assert len(peer.rounds.asked) == (1 if is_kept else catching_up.FOLLOWED_AT_MOST)
+    assert len(peer.rounds.asked) == (1 if is_kept else 8)
     endless = concurrent.futures.Future()
     monkeypatch.setattr(peer.gradients, "start_replay", lambda *_: endless, raising=False)
     peer.leaves = True
