@@ -187,8 +187,8 @@ def agreed(
             # The invitation's membership may belong to another run.
             changes["invitation"] = replace(invitation, membership=None)
             if run is None:  # all have left; this machine has a checkpoint of the run
-                run = AgreedRun.of(with_copies(read_run(known.folder).recipe, shared.files))
-                changes["output_dir"] = known.folder
+                run = AgreedRun.of(with_copies(read_run(known).recipe, shared.files))
+                changes["output_dir"] = known
     if loaded is None:
         document = Document({}, SOURCE)
         document.replace(overrides)

@@ -1,4 +1,4 @@
-"""Announcements of a running peer: how to join it, its recipe, its status and its reachability."""
+"""Announcements of a running peer: how to join it, its recipe, its status, its progress and its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from trahiv_cli.background import every
 from trahiv_cli.errors import SwarmError
@@ -17,7 +19,8 @@ from trahiv_cli.members.invitation import write_invitation
 from trahiv_cli.net.addresses import reach_of
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.pasted import join_by
-from trahiv_cli.run.own_status import Account
+from trahiv_cli.run.leaving import Reason
+from trahiv_cli.run.own_status import OwnStatus
 from trahiv_cli.swarm.node import GRACE_S, REACH_KNOWN_S, Node
 from trahiv_cli.swarm.published_run import publish_recipe
 from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
@@ -26,23 +29,13 @@ from trahiv_cli.telemetry.lines import line
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_EVERY_S = 15.0
-PUBLISH_GAP_S = 1.0  # the shortest time between two publications of a changed status
-PEERS_A_LOOK = 25  # peers that add one `PUBLISH_EVERY_S` to the time between two reads of all statuses
-REACH_EVERY_S = 2.0
-SECRET_HERE = ". This contains a secret: treat it like a password."
-SECRET_THERE = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
-
-CONSOLE_RECORDERS = ("wandb", "comet_ml", "clearml", "neptune")
-"""Trackers that may upload the terminal's output to a server."""
-
 
 def announce(
     node: Node,
     folder: Path,
     events: Events,
     run: str = "",
-    mark: str = "",
+    fingerprint: str = "",
     joined: Callable[[str], str] = join_by,
     **figures: int,
 ) -> Path | None:
@@ -53,7 +46,7 @@ def announce(
         folder: the run's folder.
         events: receives `ready`, and warnings about addresses.
         run: the run's id; empty if nothing is trained.
-        mark: the fingerprint of the recipe; empty without a recipe.
+        fingerprint: of the recipe; empty without a recipe.
         joined: formats an address, or the `@FILE` of an invitation, as an instruction to join.
         figures: more fields of `ready`: the run's steps, and the samples in a step.
 
@@ -65,15 +58,16 @@ def announce(
     for note in node.notes():
         events.warn("addresses", note, hint="docs/reach.md says where to listen, and what to announce")
     addresses = node.own_addresses()
+    standing = node.standing
     join = ""
     file = None
     invite = None
-    if addresses and node.standing is None:
-        join = joined(node.entrances()[0])
-    elif addresses and node.standing:
-        file = write_invitation(folder, node.standing.membership, node.entrances(), run, mark)
+    if addresses and standing:
+        file = write_invitation(folder, standing.membership, node.entrances(), run, fingerprint)
         join = joined(f"@{file}") if file else ""
-    if node.standing and node.standing.owner:
+    elif addresses:
+        join = joined(node.entrances()[0])
+    if standing and standing.owner:
         invite = shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
     events.emit(
         "ready",
@@ -86,7 +80,7 @@ def announce(
         join=join,
         invitation=file and str(file),
         invite=invite,
-        fingerprint=mark or None,
+        fingerprint=fingerprint or None,
         **figures,
     )
     return file
@@ -105,9 +99,12 @@ def log_how_to_join(node: Node, file: Path | None) -> None:
     if node.standing is not None and peers:
         if file is None:
             return  # this peer's own invitation admits one peer only
-        is_private = is_shown_to_a_person(logger)
-        peers = [file.read_text(encoding="ascii").strip() if is_private else f"@{file}"]
-        note = SECRET_HERE if is_private else SECRET_THERE
+        if is_shown_to_a_person(logger):
+            peers = [file.read_text(encoding="ascii").strip()]
+            note = ". This contains a secret: treat it like a password."
+        else:
+            peers = [f"@{file}"]
+            note = ". On another machine, copy this file there (chmod 600) and use its path there: @PATH."
     logger.warning("To join the training, use initial_peers = %s%s", peers, note)
 
 
@@ -122,15 +119,24 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
         one = one.parent if one.propagate else None
     streams = [getattr(handler, "stream", None) for handler in handlers or [logging.lastResort]]
     shown = (sys.stdout, sys.stderr) if is_in_notebook() else ()
-    is_recorded = any(name in sys.modules for name in CONSOLE_RECORDERS)
+    # Trackers that may upload the terminal's output to a server.
+    is_recorded = not sys.modules.keys().isdisjoint(("wandb", "comet_ml", "clearml", "neptune"))
     return not is_recorded and all(one in shown or getattr(one, "isatty", bool)() for one in streams)
 
 
 @contextmanager
-def published(node: Node, run: AgreedRun | None, account: Account, events: Events) -> Iterator[None]:
+def published(
+    node: Node,
+    run: AgreedRun | None,
+    own_status: OwnStatus,
+    events: Events,
+    every_s: float = 15.0,
+    gap_s: float = 1.0,
+) -> Iterator[None]:
     """While the block runs, keep this peer's status, and the run's recipe if there is one, in the DHT.
 
-    Every 15 s, or less often in a large swarm, the event `peers` reports the statuses of the swarm's peers.
+    They are published every `every_s`, and a changed status at once, but at most every `gap_s`. The event
+    `peers` reports the statuses of the swarm's peers every `every_s`; 25 peers more add another `every_s`.
     """
     stop = threading.Event()
     look_at = 0.0
@@ -142,32 +148,33 @@ def published(node: Node, run: AgreedRun | None, account: Account, events: Event
             publish_recipe(node, run)
         if stop.is_set():
             return
-        if (now := time.monotonic()) >= look_at:
+        if time.monotonic() >= look_at:
             there = fetch_statuses(node).ours
-            look_at = now + PUBLISH_EVERY_S * (1 + len(there) // PEERS_A_LOOK)
+            look_at = time.monotonic() + every_s * (1 + len(there) // 25)
             events.emit("peers", **fields_of(there))
-            if not is_warned and (is_warned := is_copy(there.get(node.peer_id), account.status)):
+            if not is_warned and is_copy(there.get(node.peer_id), own_status.current):
+                is_warned = True
                 warn_of_copy(events)
-        tell()
+        report()
 
-    def tell() -> None:
-        publish_status(node, account.status.model_copy(update={"reached": node.reach.kind}))
+    def report() -> None:
+        publish_status(node, own_status.current.model_copy(update={"reached": node.reach.kind}))
 
     def repeat() -> None:
-        due_at = time.monotonic() + PUBLISH_EVERY_S
+        due_at = time.monotonic() + every_s
         while True:
-            account.has_changed.wait(max(0.0, due_at - time.monotonic()))
-            account.has_changed.clear()
-            if stop.wait(PUBLISH_GAP_S):
+            own_status.has_changed.wait(max(0.0, due_at - time.monotonic()))
+            own_status.has_changed.clear()
+            if stop.wait(gap_s):
                 return
             try:
                 if time.monotonic() < due_at:
-                    tell()
+                    report()
                     continue
                 publish()
             except SwarmError as error:  # until the next attempt, joiners get it from other peers
                 logger.warning("The recipe was not published again: %s", error.message)
-            due_at = time.monotonic() + PUBLISH_EVERY_S
+            due_at = time.monotonic() + every_s
 
     publish()
     thread = threading.Thread(target=repeat, name="publisher", daemon=True)
@@ -176,7 +183,7 @@ def published(node: Node, run: AgreedRun | None, account: Account, events: Event
         yield
     finally:
         stop.set()
-        account.has_changed.set()
+        own_status.has_changed.set()
         thread.join(GRACE_S)  # the DHT may not answer any more
 
 
@@ -196,15 +203,83 @@ def warn_of_copy(events: Events) -> None:
 
 
 @contextmanager
-def reach_told(node: Node, events: Events) -> Iterator[None]:
-    """While the block runs, emit `reach` when the way in which others reach this peer changes."""
-    told = node.reach.kind
+def progress_reported(trainer: Any, events: Events) -> Iterator[None]:
+    """While the block runs, emit `progress` twice a second: the samples of each peer for the next step.
 
-    def tell() -> None:
-        nonlocal told
-        if (reach := node.reach).kind != told:
-            told = reach.kind
+    `trainer` is a `SwarmTrainerMixin`.
+    """
+
+    def report() -> None:
+        if trainer.swarm_optimizer is None:
+            return
+        tracker = trainer.swarm_optimizer.tracker
+        own = tracker.local_progress
+        peers = [
+            {
+                "peer_id": tracker.own_id,
+                "samples": own.samples_accumulated,
+                "samples_per_second": own.samples_per_second,
+                "step": own.epoch,
+                "me": True,
+            }
+        ]
+        for peer in tracker.others:
+            step = peer.history.step
+            peers.append(
+                {
+                    "peer_id": peer.peer_id,
+                    "samples": peer.samples if step == own.epoch else 0,
+                    "samples_per_second": peer.samples_per_second,
+                    "step": step,
+                    "me": False,
+                }
+            )
+        events.emit(
+            "progress",
+            step=own.epoch,
+            max_steps=trainer.swarm_optimizer.max_steps,
+            samples=tracker.samples_accumulated,
+            target=tracker.target_batch_size,
+            eta_seconds=tracker.eta_s,
+            peers=peers,
+        )
+
+    with every(0.5, report, "progress"):
+        yield
+
+
+@contextmanager
+def reach_reported(node: Node, events: Events, every_s: float = 2.0) -> Iterator[None]:
+    """While the block runs, emit `reach` when the way in which others reach this peer changes."""
+    reported = node.reach.kind
+
+    def report() -> None:
+        nonlocal reported
+        reach = node.reach
+        if reach.kind != reported:
+            reported = reach.kind
             events.emit("reach", reached=reach.kind, reached_why=reach.why)
 
-    with every(REACH_EVERY_S, tell, "reach"):
+    with every(every_s, report, "reach"):
         yield
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The result of a peer's run."""
+
+    reason: Reason | Literal["max_steps"]
+    step: int = 0
+    path: Path | None = None  # `final/`, or the checkpoint to resume from
+    had_ended: bool = False  # whether the run was finished before this peer began
+
+    def report(self, events: Events, resume: str | None = None) -> None:
+        """Emit `done`, with the command `resume` unless the run is finished."""
+        events.emit(
+            "done",
+            reason=self.reason,
+            resume=None if self.reason == "max_steps" else resume,
+            step=self.step,
+            path=self.path and str(self.path),
+            had_ended=self.had_ended,
+        )

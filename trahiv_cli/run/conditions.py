@@ -12,18 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
-
-IDLE_S = 600.0
-PROBE_S = 5.0  # timeout of an external tool
-MIB_IN_GIB = 1024
-CONTEXT_MIB = 512  # the approximate size of a CUDA context in each process
-
-FORMS = """idle, idle 30m (nobody has typed, or moved the mouse, for so long), mains (not on battery),
-22:00-07:00 (in these hours), gpu-free 8 (other programs leave so many GiB of the GPU's memory), or
-not PROCESS (while no program of that name runs)"""
 
 
 @dataclass(frozen=True)
@@ -35,25 +27,27 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Parse a condition; raises ValueError if it has none of the `FORMS`, or this machine can't check it."""
+    """Parse a condition; raises ValueError if it has an unknown form, or this machine can't check it."""
     words = text.strip()
     if found := re.fullmatch(r"idle(?: (\d+)([smh]))?", words):
-        seconds = int(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found[1] else IDLE_S
-        return Condition(text, lambda: unmet_idle(seconds))
+        seconds = int(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found[1] else 600
+        return Condition(text, partial(unmet_idle, seconds))
     if words == "mains":
         return Condition(text, unmet_mains)
     if found := re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)-([01]?\d|2[0-3]):([0-5]\d)", words):
         hours = [datetime.time(int(found[at]), int(found[at + 1])) for at in (1, 3)]
-        return Condition(text, lambda: unmet_hours(*hours))
+        return Condition(text, partial(unmet_hours, *hours))
     if found := re.fullmatch(r"gpu-free (\d+(?:\.\d+)?)", words):
         if shutil.which("nvidia-smi") is None:
             raise ValueError(f"{text!r} needs nvidia-smi, which is not on this machine")
-        gib = float(found[1])
-        return Condition(text, lambda: unmet_gpu_free(gib))
+        return Condition(text, partial(unmet_gpu_free, float(found[1])))
     if found := re.fullmatch(r"not (\S.*)", words):
-        name = found[1]
-        return Condition(text, lambda: unmet_process(name))
-    raise ValueError(f"{text!r} is not a condition; there are {' '.join(FORMS.split())}")
+        return Condition(text, partial(unmet_process, found[1]))
+    raise ValueError(
+        f"{text!r} is not a condition; there are idle, idle 30m (nobody has typed, or moved the mouse, for "
+        "so long), mains (not on battery), 22:00-07:00 (in these hours), gpu-free 8 (other programs leave "
+        "so many GiB of the GPU's memory), or not PROCESS (while no program of that name runs)"
+    )
 
 
 def unmet_idle(seconds: float) -> str:
@@ -79,8 +73,8 @@ def idle_seconds() -> float:
 
 def screen_idle_seconds() -> float | None:
     """Return the seconds since the last use of the screen; None without a screen or a tool to ask."""
-    if os.environ.get("DISPLAY") and (said := _asked("xprintidle").strip()).isdigit():
-        return int(said) / 1000
+    if os.environ.get("DISPLAY") and (idle_ms := _asked("xprintidle").strip()).isdigit():
+        return int(idle_ms) / 1000
     session = _asked("loginctl", "show-seat", "seat0", "-p", "ActiveSession", "--value").strip()
     if not session:
         return None
@@ -120,7 +114,7 @@ def unmet_gpu_free(gib: float) -> str:
         raise ValueError("nvidia-smi does not say how much memory is free")
     apps = _asked("nvidia-smi", "-i", gpu, "--query-compute-apps=pid,used_memory", options)
     own = re.search(rf"^{os.getpid()}, (\d+)$", apps, re.MULTILINE)
-    left = (int(free) + (int(own[1]) if own else taken_mib())) / MIB_IN_GIB
+    left = (int(free) + (int(own[1]) if own else taken_mib())) / 1024
     return f"other programs leave {left:.1f} GiB of the GPU's memory" if left < gib else ""
 
 
@@ -129,19 +123,18 @@ def taken_mib() -> int:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
-    return int(torch.cuda.memory_reserved()) // 2**20 + CONTEXT_MIB
+    context_mib = 512  # approximately, in each process
+    return int(torch.cuda.memory_reserved()) // 2**20 + context_mib
 
 
 def unmet_process(name: str) -> str:
     """Return a reason if a program of this name runs."""
-    for process in psutil.process_iter(["name"]):
-        if process.info["name"] == name:
-            return f"{name} runs"
-    return ""
+    running = (process.info["name"] for process in psutil.process_iter(["name"]))
+    return f"{name} runs" if name in running else ""
 
 
 def _asked(*command: str) -> str:
-    """Return a tool's output, or an empty text if it fails or exceeds `PROBE_S`."""
+    """Return a tool's output, or an empty text if it fails or takes more than 5 s."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
     return ""

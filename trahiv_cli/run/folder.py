@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +18,6 @@ from trahiv_cli.files import INVITED_BY_FILE, OWNER_FILE, write_whole
 from trahiv_cli.members.identity import IDENTITY_FILE
 from trahiv_cli.members.invitation import Invitation, find_standing, passing_standing, read_invitation
 from trahiv_cli.members.membership import Membership
-from trahiv_cli.members.policy_book import Credentials
 from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.agreement import AgreedRun, differences, resolve, what_changed
 from trahiv_cli.recipe.document import render
@@ -40,7 +38,6 @@ from trahiv_cli.telemetry.events import (
     to_json,
 )
 
-MAX_FOLDERS_OF_A_RUN = 100
 CHECKPOINTS = "checkpoints"
 """Name of the checkpoints' folder in a run's folder."""
 
@@ -68,62 +65,59 @@ def saved_in(checkpoints: Path) -> list[Saved]:
 # -- a joiner's choice ------------------------------------------------------------------------------
 
 
-class Earlier:
-    """A folder in which a peer may have trained before, and that no peer uses now."""
+def earlier_peers(output_dir: Path | None) -> list[Path]:
+    """List the folders in which a peer may have trained before, and that no peer uses now.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    @cached_property
-    def membership(self) -> Membership | None:
-        """The membership of its peer, if any; raises `SetupError` if others can read its file."""
-        standing = passing_standing(self.folder, Invitation())
-        return standing.membership if standing else None
-
-
-def earlier_peers(output_dir: Path | None) -> list[Earlier]:
-    """List `output_dir`, or the free folders in `runs`, the newest first; swarms started here come last."""
+    These are `output_dir`, or the folders in `runs`, the newest first; swarms started here come last.
+    """
     if output_dir:
-        return [Earlier(output_dir)]
+        return [output_dir]
     free = [folder for folder in RUNS.glob("*/") if holder_of(folder) is None]
-    free.sort(key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
-    return [*map(Earlier, free)]
+    return sorted(free, key=lambda folder: ((folder / OWNER_FILE).exists(), -folder.stat().st_mtime))
 
 
-def known_run(earlier: Sequence[Earlier], addresses: Sequence[str] | None) -> Earlier | None:
+def membership_in(folder: Path) -> Membership | None:
+    """Return the membership of a folder's peer, if any; raises `SetupError` if others can read its file."""
+    standing = passing_standing(folder, Invitation())
+    return standing.membership if standing else None
+
+
+def known_run(earlier: Sequence[Path], addresses: Sequence[str] | None) -> Path | None:
     """Return the newest folder with a run to resume whose peers include one of these; None: any peers."""
     named = {address.rpartition("/p2p/")[2] for address in addresses or ()}
-    for one in earlier:
-        is_meant = addresses is None or named & Acquaintances(one.folder / FILE).addresses.keys()
-        if is_meant and saved_in(one.folder / CHECKPOINTS):
-            return one
+    for folder in earlier:
+        is_meant = addresses is None or named & Acquaintances(folder / FILE).addresses.keys()
+        if is_meant and saved_in(folder / CHECKPOINTS):
+            return folder
     return None
 
 
-def known_identity(earlier: Sequence[Earlier], membership: Membership | None) -> Path | None:
+def known_identity(earlier: Sequence[Path], membership: Membership | None) -> Path | None:
     """Return the key file of the newest peer that joined with this membership, if any.
 
     The swarm may admit that peer and refuse a newcomer.
     """
-    joined = (one for one in earlier if membership and one.membership == membership)
-    key = next((one.folder / IDENTITY_FILE for one in joined), None)
-    return key if key and key.exists() else None
+    for folder in earlier:
+        if membership and membership_in(folder) == membership:
+            key = folder / IDENTITY_FILE
+            return key if key.exists() else None
+    return None
 
 
-def folders_to_join(run: str, membership: Membership | None, earlier: Sequence[Earlier]) -> list[Path]:
+def folders_to_join(run: str, membership: Membership | None, earlier: Sequence[Path]) -> list[Path]:
     """List the folders for a peer that joins a run: `runs/<run>`, `runs/<run>-2` and so on.
 
     The folder in which this peer joined with the same `membership` before comes first, then other folders of
     joiners, then the rest.
     """
-    joiners = {one.folder: one for one in earlier if (one.folder / INVITED_BY_FILE).exists()}
 
     def strangeness(folder: Path) -> int:
-        if folder not in joiners or (folder / OWNER_FILE).exists():
+        has_joined = folder in earlier and (folder / INVITED_BY_FILE).exists()
+        if not has_joined or (folder / OWNER_FILE).exists():
             return 2
-        return 0 if joiners[folder].membership == membership else 1
+        return 0 if membership_in(folder) == membership else 1
 
-    names = [run, *(f"{run}-{number}" for number in range(2, MAX_FOLDERS_OF_A_RUN))]
+    names = [run, *(f"{run}-{number}" for number in range(2, 100))]
     return sorted((RUNS / name for name in names), key=strangeness)
 
 
@@ -172,14 +166,12 @@ def keep_recipe(folder: Path, run: AgreedRun, text: str | None) -> None:
                 hint=old_files + ANOTHER_PLACE,
             )
     data = run.recipe.to_data()
-    contents = {resolved: json.dumps(data, indent=2) + "\n"}
     if text is None:
         text = "\n".join(line for line, _ in render(data)) + "\n"
-    if not is_own_copy:  # a resolved copy does not replace it
-        contents[folder / "recipe.yaml"] = text
     try:
-        for file, content in contents.items():
-            write_whole(file, content.encode())
+        write_whole(resolved, (json.dumps(data, indent=2) + "\n").encode())
+        if not is_own_copy:  # a resolved copy does not replace it
+            write_whole(folder / "recipe.yaml", text.encode())
     except OSError as error:
         raise SetupError(
             f"The recipe can't be written into {folder}: {error.strerror or error}.",
@@ -248,7 +240,7 @@ def log_to(path: Path, *, is_verbose: bool) -> None:
 def scout(
     invitation: Invitation,
     preferred_run: str | None = None,
-    known: Earlier | None = None,
+    known: Path | None = None,
     identity: Path | None = None,
 ) -> PublishedRun:
     """Visit a swarm only to fetch the run that it trains.
@@ -263,9 +255,8 @@ def scout(
             invitation's.
     """
     named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
-    met = Acquaintances.remembered(known.folder / FILE if known else None)
-    membership = invitation.membership or (known.membership if known else None)
-    standing = Credentials(membership) if membership else None
+    met = Acquaintances.remembered(known / FILE if known else None)
+    standing = passing_standing(known, invitation)
     with visiting(invitation.addresses, standing, met, identity) as node:
         offer = fetch_offer(node, named, preferred_run or invitation.run_id, invitation.fingerprint)
     if not offer.fingerprint.startswith(invitation.fingerprint):

@@ -42,15 +42,16 @@ class Budget:
             raise ValueError(f"{text!r} is neither a time (2h, 1h30m, 2d) nor a number of samples or steps")
         return cls(**spent)
 
-    def is_spent(self, *, seconds: float, samples: int, steps: int, is_border: bool) -> bool:
-        """Return whether to leave after this contribution; `is_border` says that a round has just ended."""
-        if seconds >= self.seconds + OVERTIME_S:
+    def is_exhausted_by(self, spent: Budget, *, is_border: bool) -> bool:
+        """Return whether to leave after spending this; `is_border` says that a round has just ended."""
+        if spent.seconds >= self.seconds + OVERTIME_S:
             return True
-        return is_border and (seconds >= self.seconds or samples >= self.samples or steps >= self.steps)
+        return is_border and (
+            spent.seconds >= self.seconds or spent.samples >= self.samples or spent.steps >= self.steps
+        )
 
 
 ENDLESS_BUDGET = Budget()
-NOTHING_SPENT = Budget(0.0, 0, 0)
 
 
 class Left(BaseException):
@@ -70,7 +71,7 @@ class Leaving:
         self.reason: Reason | None = None
         self.resume = ""
         """The command that resumes the run."""
-        self.spent = NOTHING_SPENT
+        self.spent = Budget(0.0, 0, 0)
         """The part of the budget that this process has spent, also if it fails."""
         self._at_once = at_once
         self._interruptible = False
@@ -91,7 +92,7 @@ class Leaving:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handle SIGINT and SIGTERM within the block; restore the former handlers at its end."""
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
@@ -109,7 +110,7 @@ class Leaving:
         finally:
             self._interruptible = False
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self.signal is not None:
             # Child processes end with this one: see `die_with_parent`.
             with contextlib.suppress(RuntimeError):  # the signal may have interrupted a write

@@ -16,61 +16,62 @@ from trahiv_cli.swarm.status import MAX_TEXT, Status
 from trahiv_cli.telemetry.events import EVENT_FILE, SAY_AFTER_S, Event, newest_events
 
 
-class Given(NamedTuple):
+class Contribution(NamedTuple):
     """A peer's contribution to a run: samples, and the trained tokens in them if its task counts tokens."""
 
     samples: int = 0
     tokens: int = 0
 
 
-NOTHING_GIVEN = Given()
+class OwnStatus:
+    """Listens to a peer's events and derives its `current` status from them. Thread-safe.
 
-
-class Account:
-    """Listens to a peer's events and derives its `status` from them. Thread-safe.
-
-    `peer.Peer` and `trainer.told` create one per run. `has_changed` is set when the new status should be
-    published soon. `step` is the initial step of the status.
+    `peer.Peer` and `trainer.announced` create one per run. `has_changed` is set when the new status should be
+    published soon. `step` is the initial step of the status, and `earlier` this peer's earlier contribution.
     """
 
-    def __init__(self, run_id: str, step: int, max_steps: int, name: str = "", given: Given = NOTHING_GIVEN):
+    def __init__(self, run_id: str, step: int, max_steps: int, earlier: Contribution, name: str = "") -> None:
         self._status = Status(
             run_id=run_id,
             name=shortened(name),
             since=swarm_time(),
             step=step,
             max_steps=max_steps,
-            samples=given.samples,
-            tokens=given.tokens,
+            samples=earlier.samples,
+            tokens=earlier.tokens,
         )
         self._waits_until = -math.inf  # in monotonic seconds
         self.has_changed = threading.Event()
 
     @property
-    def status(self) -> Status:
+    def current(self) -> Status:
         """The present status of this peer."""
-        is_waiting = time.monotonic() < self._waits_until
-        return self._status.model_copy(
-            update={"at": swarm_time()} if is_waiting else {"at": swarm_time(), "waits_for": ""}
-        )
+        changes: dict[str, Any] = {"at": swarm_time()}
+        if time.monotonic() >= self._waits_until:
+            changes["waits_for"] = ""
+        return self._status.model_copy(update=changes)
 
     def __call__(self, event: Event) -> None:
         """Update the status from one event."""
         match event["event"]:
             case "joined":
                 device, memory_gib = device_in_use()
-                training = {"state": "training", "device": device, "memory_gib": memory_gib}
-                self._change(step=event["step"], waits_for="", **training)
+                self._change(
+                    step=event["step"], waits_for="", state="training", device=device, memory_gib=memory_gib
+                )
             case "step":
                 self._status = self._status.model_copy(update=_step(event))
             case "waiting":
                 self._waits_until = time.monotonic() + 2 * SAY_AFTER_S
-                if (what := shortened(event["what"])) != self._status.waits_for:
+                what = shortened(event["what"])
+                if what != self._status.waits_for:
                     self._change(waits_for=what)
             case "warning" if event["code"] == "round":
                 self._change(trouble=shortened(event["message"].partition(";")[0]))
-            case "paused" | "resumed":
-                self._change(state="paused" if event["event"] == "paused" else "loading")
+            case "paused":
+                self._change(state="paused")
+            case "resumed":
+                self._change(state="loading")
             case "reach":
                 self._change()
 
@@ -81,7 +82,6 @@ class Account:
 
 def _step(event: Event) -> dict[str, Any]:
     loss = event["loss"]
-    last = event["round"]
     changes = {
         "step": event["step"],
         "loss": loss if loss is not None and math.isfinite(loss) else None,
@@ -89,9 +89,13 @@ def _step(event: Event) -> dict[str, Any]:
         "waits_for": "",
         **event["given"],
     }
-    if last:
-        round_ = {"round_at": swarm_time(), "round_peers": len(last["group"]), "trouble": ""}
-        changes |= round_ | {"round_seconds": last["seconds"]}
+    if last := event["round"]:
+        changes |= {
+            "round_at": swarm_time(),
+            "round_peers": len(last["group"]),
+            "round_seconds": last["seconds"],
+            "trouble": "",
+        }
     return changes
 
 
@@ -110,7 +114,9 @@ def shortened(text: str) -> str:
     return text.encode()[:MAX_TEXT].decode(errors="ignore")
 
 
-def given_in(folder: Path) -> Given:
+def contribution_in(folder: Path) -> Contribution:
     """Return the contribution of a folder's peer, as its newest event `step` has it."""
-    steps = (event for event in newest_events(folder / EVENT_FILE) if event["event"] == "step")
-    return next((Given(**step["given"]) for step in steps if "given" in step), NOTHING_GIVEN)
+    for event in newest_events(folder / EVENT_FILE):
+        if event["event"] == "step" and "given" in event:
+            return Contribution(**event["given"])
+    return Contribution()

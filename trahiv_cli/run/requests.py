@@ -1,4 +1,4 @@
-"""Control requests ("wishes") of the user to a running peer: pause, or finish at the next round.
+"""Control requests of the user to a running peer: pause, or finish at the next round.
 
 A request is a file in the run's folder, which the peer reads every second. So it can come from another
 terminal or from the page, and it outlasts a restart of the peer. A condition of `--only-when` that does not
@@ -24,22 +24,8 @@ from trahiv_cli.telemetry.events import Event
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
-CONDITIONS_EVERY_S = 5.0
-SETTLED_S = 15.0
-"""Seconds for which all conditions must have held before a paused peer resumes."""
 
-
-def _unmet(condition: Condition) -> str:
-    """Check a condition; if the check fails, log the error and treat the condition as one that holds."""
-    try:
-        return condition.unmet()
-    except (OSError, ValueError, psutil.Error) as error:
-        logger.warning(f"Whether `--only-when {condition.text}` holds can't be told: {error!r}")
-        return ""
-
-
-class Wishes:
+class ControlRequests:
     """Polls the requests to the peer of a folder, and passes them on to `leaving`.
 
     `peer.Peer` creates one per run. It listens to the peer's events: `finish` takes effect when the swarm's
@@ -59,7 +45,7 @@ class Wishes:
         self._clock = clock
         self._unmet = ""
         self._unmet_at = -math.inf
-        self._look_at = -math.inf
+        self._check_at = -math.inf
         self._late_at = math.inf
 
     def __call__(self, event: Event) -> None:
@@ -72,26 +58,40 @@ class Wishes:
         """Whether this peer should leave at the next round."""
         return requested(self._folder) == "finish"
 
-    def why_paused(self) -> str:
-        """Return why this peer should not train now, or an empty text."""
+    def pause_reason(self) -> str:
+        """Return why this peer should not train now, or an empty text.
+
+        The conditions are checked every 5 s. A paused peer resumes when all have held for 15 s.
+        """
         if requested(self._folder) == "pause":
             return BY_ITS_USER
-        if (now := self._clock()) >= self._look_at:
-            self._look_at = now + CONDITIONS_EVERY_S
-            if unmet := next(filter(None, map(_unmet, self._conditions)), ""):
+        now = self._clock()
+        if now >= self._check_at:
+            self._check_at = now + 5.0
+            if unmet := self._check_conditions():
                 self._unmet = unmet
                 self._unmet_at = now
-        return self._unmet if now < self._unmet_at + SETTLED_S else ""
+        return self._unmet if now < self._unmet_at + 15.0 else ""
 
-    def look(self) -> None:
+    def _check_conditions(self) -> str:
+        """Return why a condition does not hold; log a check that fails, and ignore its condition."""
+        for condition in self._conditions:
+            try:
+                if unmet := condition.unmet():
+                    return unmet
+            except (OSError, ValueError, psutil.Error) as error:
+                logger.warning(f"Whether `--only-when {condition.text}` holds can't be told: {error!r}")
+        return ""
+
+    def poll(self) -> None:
         """Leave if this peer should not train now, or if `finish` has been due for `OVERTIME_S`."""
         now = self._clock()
         self._late_at = min(self._late_at, now + OVERTIME_S) if self.is_to_finish else math.inf
         if now >= self._late_at:
             self._leaving.leave("finish")
-        elif self.why_paused():
+        elif self.pause_reason():
             self._leaving.leave("pause")
 
-    def heard(self) -> AbstractContextManager[None]:
-        """Call `look` every second while the block runs."""
-        return every(LOOK_EVERY_S, self.look, "wishes")
+    def polled(self) -> AbstractContextManager[None]:
+        """Call `poll` every second while the block runs."""
+        return every(1.0, self.poll, "control requests")

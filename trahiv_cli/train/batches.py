@@ -23,6 +23,7 @@ from trahiv_cli.assets.collators import IGNORED_LABEL
 from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.settings import temporarily
 
 Batch = Any
 """The collator's output: a mapping of tensors, or a list, as in TRL's GRPO."""
@@ -76,10 +77,11 @@ class Batches:
             try:
                 return self._train_parts(inputs, num_items, train_one, num_parts)
             except (RuntimeError, MemoryError) as failure:
-                if not is_out_of_memory(failure) or split(inputs, self._size, 2 * num_parts) is None:
+                if not is_out_of_memory(failure) or not split(inputs, self._size, 2 * num_parts):
                     raise
             optimizer.start_batch_over(self._size - self._size * self._num_stepped // num_parts)
-            self._num_parts = num_parts = 2 * num_parts
+            num_parts *= 2
+            self._num_parts = num_parts
             self._num_stepped *= 2
             self._go_on("training", max(1, self._size // num_parts), "per_device_train_batch_size")
 
@@ -128,26 +130,26 @@ class Batches:
         counting = {"is_shifted": is_shifted, "counts_rows": not trainer.divides_data}
         whole = weigh(inputs, batch_size=self._size, **counting)
         window = trainer.current_gradient_accumulation_steps
-        parts = split(inputs, self._size, num_parts) or split(inputs, self._size, 1) or []
+        parts = split(inputs, self._size, num_parts) or split(inputs, self._size, 1)
         done: list[tuple[torch.Tensor, BatchWeight]] = []
-        is_too_large = trainer.swarm_optimizer.samples_in_time < self._size * window
+        is_unscaled = trainer.accelerator.scaler is None
+        steps_between = is_unscaled and trainer.swarm_optimizer.samples_in_time < self._size * window
         for number, (size, part) in enumerate(parts[self._num_stepped :], self._num_stepped + 1):
             own = weigh(part, batch_size=size, **counting) if len(parts) > 1 else whole
             factor = trainer.swarm_optimizer.expect_batch(
                 own.samples,
                 own.weight,
-                lend=trainer.accelerator.scaler is None,  # it would scale the accumulators as well
+                lend=is_unscaled,  # a scaler would scale the accumulators as well
             )
             # The loss is divided by the part's own count: some models (BERT) ignore the window's count.
             is_whole_window = window == len(parts) == 1 or num_items is None
             self._factor = factor if own.weight else 0.0
             self._is_weighed = False
-            trainer.current_gradient_accumulation_steps = 1
             try:
-                loss = train_one(part, num_items if is_whole_window else own.labels)
+                with temporarily(trainer, current_gradient_accumulation_steps=1):
+                    loss = train_one(part, num_items if is_whole_window else own.labels)
             finally:
                 self._factor = None
-                trainer.current_gradient_accumulation_steps = window
             if not self._is_weighed:
                 raise RecipeError(
                     "`training_step` did not call `self.accelerator.backward(loss)`, which weights each "
@@ -156,7 +158,7 @@ class Batches:
                 )
             done.append((loss, own))
             is_last = number == len(parts) and trainer.accelerator.sync_gradients  # the Trainer steps
-            if is_too_large and not is_last and trainer.accelerator.scaler is None:
+            if steps_between and not is_last:
                 self._count(done)
                 self._step_between()
                 self._num_stepped = number
@@ -186,7 +188,7 @@ class Batches:
         trainer.end_part()
 
 
-def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool = False) -> BatchWeight:
+def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool) -> BatchWeight:
     """Count a batch: its tokens if each has a label (clm, sft, mlm), else its samples (seq-cls, dpo).
 
     Its `labels` have the shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does
@@ -208,24 +210,24 @@ def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool 
     return BatchWeight(samples, float(tokens), count, tokens)
 
 
-def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, Batch]] | None:
+def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, Batch]]:
     """Divide a batch by its samples: return the number of samples and the data of each part.
 
     Parts are views of the batch where possible. A field with two rows for each sample (TRL's pairs) has all
-    first rows before the second rows. Returns None if the batch has fewer samples than `num_parts`, or a
-    field with another number of rows: packed samples, images of several pieces.
+    first rows before the second rows. Returns no parts if the batch has fewer samples than `num_parts`, or
+    a field with another number of rows: packed samples, images of several pieces.
     """
     if num_parts == 1:
         return [(batch_size, dict(batch) if isinstance(batch, Mapping) else batch)]
     if not isinstance(batch, Mapping):
-        return None
+        return []
     rows = {
         name: len(value)
         for name, value in batch.items()
         if isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim() > 0)
     }
     if batch_size < num_parts or not rows or set(rows.values()) - {batch_size, 2 * batch_size}:
-        return None
+        return []
     borders = [batch_size * part // num_parts for part in range(num_parts + 1)]
     parts = []
     for start, stop in itertools.pairwise(borders):

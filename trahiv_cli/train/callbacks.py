@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
-from trahiv_cli.background import every
-from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Left
-from trahiv_cli.run.own_status import NOTHING_GIVEN, Given
+from trahiv_cli.run.leaving import Budget, Left
+from trahiv_cli.run.own_status import Contribution
 from trahiv_cli.step.optimizer import SwarmOptimizer
-from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
-
-OVERFLOWS_IN_A_ROW = 20
+from trahiv_cli.train.settings import temporarily
 
 
 class MeanLoss:
@@ -54,7 +50,7 @@ class SwarmCallback(TrainerCallback):
 
     `InSwarm.create_optimizer` creates one per call of `train`. It ends training at `max_steps` of the
     optimizer, when `should_leave()` is true, or when the budget is spent. The budget's time begins now.
-    `on_step` is called after each step of the swarm. `given` is this peer's earlier contribution.
+    `on_step` is called after each step of the swarm. `earlier` is this peer's earlier contribution.
     """
 
     def __init__(
@@ -63,9 +59,9 @@ class SwarmCallback(TrainerCallback):
         optimizer: SwarmOptimizer,
         checkpoints: Checkpoints,
         should_leave: Callable[[], bool],
-        on_step: Callable[[], None] = lambda: None,
-        budget: Budget = ENDLESS_BUDGET,
-        given: Given = NOTHING_GIVEN,
+        on_step: Callable[[], None],
+        budget: Budget,
+        earlier: Contribution,
     ) -> None:
         args = trainer.swarm_args
         self._trainer = trainer
@@ -76,23 +72,28 @@ class SwarmCallback(TrainerCallback):
         self.checkpoints = checkpoints
         minutes = trainer.swarm_settings.swarm.save_minutes
         self._save_seconds = math.inf if args.save_strategy == "no" or not minutes else 60 * minutes
-        self._began_at = self._saved_at = self._step_began = time.monotonic()
+        self._began_at = self._saved_at = time.monotonic()
         self.step = self.began_at_step = optimizer.local_epoch
         self._budget = budget
         self._my_samples = 0
         self._my_steps = 0
-        self._samples = 0
-        self._tokens = 0
-        self._loss = MeanLoss()
         self._logged_losses = {"loss": MeanLoss(), "train_loss": MeanLoss()}
         """Means for the Trainer's logs of these names: since the last log, and since the start."""
-        self._given = given
+        self._contribution = earlier
         self._reported_round: object = None
-        self._samples_dropped = self._overflows = 0
+        self._samples_dropped = 0
+        self._overflows = 0
         self.has_spent_budget = False
         self.evaluated_at = -1  # step of the swarm
         self.samples_seen = 0  # of the whole swarm, in the steps that this peer took part in
         self.most_peers = 1  # the largest number of peers in one step, this one included
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._step_began = time.monotonic()
+        self._samples = 0
+        self._tokens = 0
+        self._loss = MeanLoss()
 
     def add_loss(self, loss: torch.Tensor, batch: BatchWeight) -> None:
         """Add one batch to this step; `loss` is its mean, a scalar. Does not wait for a GPU."""
@@ -115,28 +116,23 @@ class SwarmCallback(TrainerCallback):
         self._warn_of_trouble(is_new_step)
         if is_new_step:
             self.step = now
-            self._report_step(now, steps=steps)
+            self._report_step(steps)
             self._on_step()
         is_late = time.monotonic() - self._saved_at >= self._save_seconds
         has_more = is_new_step or bool(self._optimizer.own_steps)
         control.should_save |= is_late and has_more and now < max_steps
-        self.has_spent_budget = self._budget.is_spent(
-            seconds=time.monotonic() - self._began_at,
-            samples=self._my_samples,
-            steps=self._my_steps,
-            is_border=is_new_step,
-        )
+        self.has_spent_budget = self._budget.is_exhausted_by(self.spent, is_border=is_new_step)
         if self._should_leave() or self.has_spent_budget or now >= max_steps:
             control.should_training_stop = True
         self._trainer.count_swarm_steps()
         return is_new_step
 
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
         """End an evaluation between two of its batches if this peer should leave."""
         if self._trainer.is_evaluating and self._should_leave():
             raise Left
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+    def on_evaluate(self, *_: Any, metrics: dict[str, float], **__: Any) -> None:
         """Emit the metrics of an evaluation; its time does not count as training."""
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
         self.evaluated_at = self._optimizer.local_epoch
@@ -167,11 +163,19 @@ class SwarmCallback(TrainerCallback):
     def figures(self) -> dict[str, float]:
         """Return the swarm's figures of the last step, which trackers get beside the Trainer's own."""
         optimizer = self._optimizer
-        peers = 1 + len(self._optimizer.tracker.others)
-        figures = {"step": optimizer.local_epoch, "peers": peers, "samples": optimizer.step_samples}
-        if (last := optimizer.last_round) is not None:
-            figures |= {"group_size": len(last.group), "round_seconds": last.seconds}
-            figures |= {"bytes_sent": last.bytes_sent, "bytes_received": last.bytes_received}
+        last = optimizer.last_round
+        figures = {
+            "step": optimizer.local_epoch,
+            "peers": 1 + len(optimizer.tracker.others),
+            "samples": optimizer.step_samples,
+        }
+        if last is not None:
+            figures |= {
+                "group_size": len(last.group),
+                "round_seconds": last.seconds,
+                "bytes_sent": last.bytes_sent,
+                "bytes_received": last.bytes_received,
+            }
         return {f"swarm/{name}": value for name, value in figures.items()}
 
     def save_checkpoint(self) -> None:
@@ -179,38 +183,43 @@ class SwarmCallback(TrainerCallback):
         self._saved_at = time.monotonic()
         self.checkpoints.save_beside(CheckpointData.of(self._trainer.plain_model, self._optimizer))
 
-    def _report_step(self, step: int, *, steps: int) -> None:
+    def _report_step(self, steps: int) -> None:
+        """Emit `step`, which is `steps` after the one before."""
         optimizer = self._optimizer
-        last = self._optimizer.last_round
-        now = time.monotonic()
-        took_part = optimizer.step_taken == step  # else this peer downloaded or replayed it
+        last = optimizer.last_round
+        took_part = optimizer.step_taken == self.step  # else this peer downloaded or replayed it
+        my_samples = optimizer.my_step_samples if took_part else 0
+        my_tokens = self._tokens if took_part else 0
         round_: dict[str, Any] | None = None
         if took_part:
             self.samples_seen += optimizer.step_samples
-            self._my_samples += optimizer.my_step_samples
             self._my_steps += steps
-            samples, tokens = self._given
-            self._given = Given(samples + optimizer.my_step_samples, tokens + self._tokens)
         if took_part and last is not None:
             self.most_peers = max(self.most_peers, len(last.group))
-            seconds = {name: round(getattr(last, name), 3) for name in ("seconds", "blocked_seconds")}
-            round_ = asdict(last) | {"group": list(last.group), "reason": last.reason or None} | seconds
+            round_ = asdict(last) | {
+                "group": list(last.group),
+                "reason": last.reason or None,
+                "seconds": round(last.seconds, 3),
+                "blocked_seconds": round(last.blocked_seconds, 3),
+            }
+        self._my_samples += my_samples
+        samples, tokens = self._contribution
+        self._contribution = Contribution(samples + my_samples, tokens + my_tokens)
         self._events.emit(
             "step",
-            step=step,
+            step=self.step,
             loss=self._loss.value,
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
-            my_samples=optimizer.my_step_samples if took_part else 0,
-            my_tokens=self._tokens if took_part else 0,
-            given=self._given._asdict(),
+            my_samples=my_samples,
+            my_tokens=my_tokens,
+            given=self._contribution._asdict(),
             peers=1 + len(optimizer.tracker.others),
-            samples_per_second=round(self._samples / max(now - self._step_began, 1e-9), 3),
+            samples_per_second=round(self._samples / max(time.monotonic() - self._step_began, 1e-9), 3),
             round=round_,
             data=optimizer.data_figures,
         )
-        self._step_began = now
-        self._samples, self._tokens, self._loss = 0, 0, MeanLoss()
+        self._begin_step()
 
     def _warn_of_trouble(self, is_new_step: bool) -> None:
         last = self._optimizer.last_round
@@ -234,7 +243,7 @@ class SwarmCallback(TrainerCallback):
             self._optimizer.forget_announced()  # the gradients are gone, and no step has counted them
             self._overflows += 1
         # Warn after a step, or after many overflows. A few are normal: each lowers the scale.
-        if self._overflows >= OVERFLOWS_IN_A_ROW or (self._overflows and is_new_step):
+        if self._overflows >= 20 or (self._overflows and is_new_step):
             self._events.warn(
                 "overflow",
                 f"The gradients of {self._overflows} local batches did not fit into float16 and were "
@@ -276,30 +285,30 @@ class SwarmEvents(CallbackHandler):
                 self._saves.append((state.global_step, last))
             return control
         if event == "on_train_end":
-            self.tell_saved(args, state, control)
+            self.report_saved(args, state, control)
         return super().call_event(event, args, state, control, **more)
 
-    def tell_saved(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
+    def report_saved(self, args: Any, state: TrainerState, control: TrainerControl) -> None:
         """Wait for the checkpoints that are being written, and call `on_save` with the step of each."""
-        now = state.global_step
         while self._saves:
-            state.global_step, saved = self._saves.popleft()
+            step, saved = self._saves.popleft()
             if not saved.cancelled() and saved.result() is not None:
-                super().call_event("on_save", args, state, control)
-        state.global_step = now
+                with temporarily(state, global_step=step):
+                    super().call_event("on_save", args, state, control)
 
     def _end_batch(self, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> Any:
         if self._saves and self._saves[-1][1].done():
-            self.tell_saved(args, state, control)
+            self.report_saved(args, state, control)
         before = self._swarm.step
         if not self._swarm.end_batch(control):
             return super().call_event("on_substep_end", args, state, control, **more)
         now = state.global_step
         # A download of the state may have skipped steps whose logs, evaluations and checkpoints are due.
-        for flow in [one for one in self.callbacks if isinstance(one, DefaultFlowCallback)]:
-            for state.global_step in range(before + 1, now):
-                flow.on_step_end(args, state, control)
-        state.global_step = now
+        flows = [one for one in self.callbacks if isinstance(one, DefaultFlowCallback)]
+        for step in range(before + 1, now):
+            with temporarily(state, global_step=step):
+                for flow in flows:
+                    flow.on_step_end(args, state, control)
         self._begun.discard("on_step_begin")
         control = super().call_event("on_step_end", args, state, control, **more)
         if now // self._steps_per_pass > before // self._steps_per_pass or now >= state.max_steps:
@@ -307,32 +316,3 @@ class SwarmEvents(CallbackHandler):
             if not control.should_training_stop:
                 control = super().call_event("on_epoch_begin", args, state, control, **more)
         return control
-
-
-@contextmanager
-def progress_told(trainer: Trainer, events: Events) -> Iterator[None]:
-    """While the block runs, emit `progress` twice a second: the samples of each peer for the next step."""
-
-    def tell() -> None:
-        if trainer.swarm_optimizer is None:
-            return
-        tracker = trainer.swarm_optimizer.tracker
-        own = trainer.swarm_optimizer.tracker.local_progress
-        peers = [(tracker.own_id, own.samples_accumulated, own.samples_per_second, own.epoch, True)]
-        for peer in tracker.others:
-            step = peer.history.step
-            samples = peer.samples if step == own.epoch else 0
-            peers.append((peer.peer_id, samples, peer.samples_per_second, step, False))
-        names = ("peer_id", "samples", "samples_per_second", "step", "me")
-        events.emit(
-            "progress",
-            step=own.epoch,
-            max_steps=trainer.swarm_optimizer.max_steps,
-            samples=tracker.samples_accumulated,
-            target=tracker.target_batch_size,
-            eta_seconds=tracker.eta_s,
-            peers=[dict(zip(names, peer, strict=True)) for peer in peers],
-        )
-
-    with every(0.5, tell, "progress"):
-        yield

@@ -54,14 +54,12 @@ from trahiv_cli.telemetry.events import Events
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
+STATE_FILE = "state.json"
 OUTER = "outer.safetensors"
-OWN = "own.safetensors"
+OWN_STEPS = "own.safetensors"
 
-UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+READ_ERRORS = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
 """Exceptions that reading a damaged file raises."""
-
-ANOTHER_RUN = "use another --output-dir, or move that folder away"
 
 
 @dataclass(frozen=True)
@@ -128,28 +126,33 @@ class CheckpointData:
         held = optimizer.state_averager
         with held.lock_state:  # a download may be about to replace the state
             layout, statistics = dump_optimizer_state(optimizer.opt)
-            outer = held.outer
+            state = State(
+                optimizer.history,
+                optimizer.ledger,
+                optimizer.pace,
+                layout,
+                held.outer.rounds if held.outer else 0,
+                optimizer.own_steps,
+                random_states(),
+            )
             agreed = optimizer.agreed_values
-            own = optimizer.own_steps
-            rounds = 0 if outer is None else outer.rounds
             trained = _trainable(model) | held.buffers.live
             files = {
                 WEIGHTS: copies((name, agreed.get(value, value)) for name, value in trained.items()),
                 OPTIMIZER: copies(enumerate(statistics)),
             }
-            if outer is not None:
-                files[OUTER] = copies(enumerate(outer.momentum))
-            if own:
-                files[OWN] = copies(enumerate([*held.weights, *held.buffers.live.values()]))
-            committed = optimizer.history, optimizer.ledger, optimizer.pace
-            return cls(State(*committed, layout, rounds, own, random_states()), files)
+            if held.outer is not None:
+                files[OUTER] = copies(enumerate(held.outer.momentum))
+            if state.own_steps:
+                files[OWN_STEPS] = copies(enumerate([*held.weights, *held.buffers.live.values()]))
+            return cls(state, files)
 
     def write(self, folder: Path) -> None:
         """Write all files, the manifest last."""
         for name, tensors in self.files.items():
             save_file(tensors, folder / name)
-        (folder / STATE).write_text(json.dumps(self.state.to_data()))
-        files = {path.name: _print_of(path) for path in sorted(folder.iterdir())}
+        (folder / STATE_FILE).write_text(json.dumps(self.state.to_data()))
+        files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
         (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
 
 
@@ -168,22 +171,22 @@ class Checkpoint:
     def state(self) -> State:
         """The content of `state.json`; raises `AssetError` if it can't be read."""
         try:
-            return State.from_data(json.loads((self.path / STATE).read_text()))
-        except UNREADABLE as error:
-            raise self._damaged(STATE, error) from error
+            return State.from_data(json.loads((self.path / STATE_FILE).read_text()))
+        except READ_ERRORS as error:
+            raise self._damaged(STATE_FILE, error) from error
 
     def find_damage(self) -> str:
         """Compare all files with the manifest and read the state; return the damage, or an empty text."""
         try:
             files = json.loads((self.path / MANIFEST).read_text())["files"]
             for name, written in files.items():
-                if _print_of(self.path / name) != written:
+                if _fingerprint(self.path / name) != written:
                     return f"{name} holds something else than was written"
-            if not {WEIGHTS, OPTIMIZER, STATE} <= files.keys() or not self.state:
+            if not {WEIGHTS, OPTIMIZER, STATE_FILE} <= files.keys() or not self.state:
                 return "files are missing"
         except AssetError as error:
             return error.message.removesuffix(".")
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             return f"it can't be read: {error}"
         return ""
 
@@ -194,10 +197,9 @@ class Checkpoint:
         shapes = {name: value.shape for name, value in trained.items()}
         saved = {name: tensor.shape for name, tensor in weights.items()}
         if unlike := [name for name in shapes | saved if shapes.get(name) != saved.get(name)]:
-            raise AssetError(
-                f"{self.path} is a checkpoint of another model, or of an earlier version of trahiv: "
-                f"{listed(unlike)} is not there, or has another shape.",
-                hint=ANOTHER_RUN,
+            raise self._of_another(
+                f"model, or of an earlier version of trahiv: {listed(unlike)} is not there, or has another "
+                "shape"
             )
         with torch.no_grad():
             for name, value in trained.items():
@@ -215,9 +217,9 @@ class Checkpoint:
             return
         held = optimizer.state_averager
         trained = [*held.weights, *held.buffers.live.values()]
-        values = list(self._read(OWN).values())
+        values = list(self._read(OWN_STEPS).values())
         if [value.shape for value in values] != [value.shape for value in trained]:
-            raise self._damaged(OWN, "it is of another model")
+            raise self._damaged(OWN_STEPS, "it is of another model")
         if method.resume(own):
             for value, kept in zip(trained, values, strict=True):
                 value.copy_(kept)
@@ -228,9 +230,7 @@ class Checkpoint:
         try:
             adopt_optimizer_state(optimizer, self.state.layout, list(tensors.values()))
         except ValueError as error:
-            raise AssetError(
-                f"{self.path} is a checkpoint of another optimizer: {error}.", hint=ANOTHER_RUN
-            ) from error
+            raise self._of_another(f"optimizer: {error}") from error
 
     def load_outer(self, outer: OuterState) -> None:
         """Load the outer optimizer of modes with local steps; the weights are loaded already."""
@@ -246,6 +246,12 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise self._damaged(name, error) from error
         return dict(sorted(tensors.items(), key=lambda item: int(item[0]) if item[0].isdigit() else 0))
+
+    def _of_another(self, what: str) -> AssetError:
+        return AssetError(
+            f"{self.path} is a checkpoint of another {what}.",
+            hint="use another --output-dir, or move that folder away",
+        )
 
     def _damaged(self, name: str, why: object) -> AssetError:
         return AssetError(
@@ -290,10 +296,10 @@ class Checkpoints:
         Raises:
             OSError: the disk is full or read-only; older checkpoints stay, and no half-written one is left.
         """
-        step = data.state.history.step
+        new = data.state
+        step = new.history.step
         final = self.folder / f"step-{step}"
         there = Checkpoint(final, step)
-        new = data.state
         is_intact = final.exists() and not there.find_damage()
         if not is_intact or (there.state.history, there.state.own_steps) != (new.history, new.own_steps):
             for left in self.folder.glob(".step-*"):  # left by a killed process: no other process writes here
@@ -337,7 +343,7 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def _print_of(path: Path) -> list[int | str]:
+def _fingerprint(path: Path) -> list[int | str]:
     """Return a file's length and SHA-256."""
     with path.open("rb") as file:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
@@ -347,11 +353,11 @@ def random_states() -> dict[str, Any]:
     """Return the states of the generators of Python, numpy and torch, for JSON."""
     legacy: Any = np.random.get_state()
     is_gpu_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cpu, *gpus = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if is_gpu_used else [])]
+    gpus = torch.cuda.get_rng_state_all() if is_gpu_used else []
     return {
         "python": random.getstate(),
         "numpy": [legacy[1].tolist(), *legacy[2:]],
-        "torch": cpu.numpy().tobytes().hex(),
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
         "cuda": [one.numpy().tobytes().hex() for one in gpus],
     }
 

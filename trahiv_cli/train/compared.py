@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 from trahiv_cli.recipe.schema import OWN, Section, TrainingSection, marks_of
 from trahiv_cli.step.build import UPSTREAM
 from trahiv_cli.train.checkpoint import random_states, set_random_states
-from trahiv_cli.train.comparison import VALUES, likeness
+from trahiv_cli.train.comparison import VALUES, asset_digests
 from trahiv_cli.train.division import Divided, DividedSampler
 
 MAY_DIFFER = frozenset(
@@ -81,8 +81,6 @@ CONFIG_MAY_DIFFER = frozenset(
 )
 """Fields of a model's or adapter's configuration that are about its origin or the way it is computed."""
 
-LONGEST_TEXT = 48
-
 
 def compared_by(
     trainer: Trainer, max_steps: int, divided: Divided | None, *, has_recipe: bool
@@ -93,7 +91,9 @@ def compared_by(
     order of `divided`. With a recipe, they have compared the settings already.
     """
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    own = likeness(trainer.plain_model, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = None
+    own = asset_digests(trainer.plain_model, tokenizer)
     if divided is not None:
         own |= divided.size
     return own if has_recipe else own | settings_of(trainer, max_steps, divided)
@@ -105,35 +105,35 @@ def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> di
     args = trainer.swarm_args
     model = trainer.plain_model
     own = {field.name for field in fields(args) if field.metadata.get("may_differ")}
-    told = _changed(args, MAY_DIFFER | own, ALWAYS) | {
+    shared = _changed(args, MAY_DIFFER | own, ALWAYS) | {
         "max_steps": max_steps,
         "precision": args.mixed_precision,
         "loss": [cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)],
         "loss function": trainer.compute_loss_func,
         "data collator": trainer.data_collator,
     }
-    told |= trainer.own_optimizer()
+    shared |= trainer.own_optimizer()
     if divided is not None:
-        told["seed of the data's order"] = divided.seed
+        shared["seed of the data's order"] = divided.seed
     if isinstance(divided, DividedSampler):
-        told[VALUES] = digest_of_samples(trainer.train_dataset)
-    told |= _shared(settings.opt, "hivemind_config", "opt")
-    told |= _shared(settings.swarm, "swarm")
+        shared[VALUES] = digest_of_samples(trainer.train_dataset)
+    shared |= _shared(settings.opt, "hivemind_config", "opt")
+    shared |= _shared(settings.swarm, "swarm")
     configs = [("config", getattr(model, "config", None))]
     configs += [("peft", adapter) for adapter in getattr(model, "peft_config", {}).values()]
     for kind, config in configs:
         if is_dataclass(config):
-            told |= {f"{kind}.{name}": value for name, value in _changed(config, CONFIG_MAY_DIFFER).items()}
-    return {name: text_of(value) for name, value in told.items()}
+            shared |= {f"{kind}.{name}": value for name, value in _changed(config, CONFIG_MAY_DIFFER).items()}
+    return {name: text_of(value) for name, value in shared.items()}
 
 
 def text_of(value: object) -> str:
     """Format a setting as one short line, equal on all peers; a digest replaces the end of a long one."""
     plain = _plain(value)
     text = plain if isinstance(plain, str) and plain.isprintable() else repr(plain)
-    if len(text) <= LONGEST_TEXT:
+    if len(text) <= 48:
         return text
-    return f"{text[: LONGEST_TEXT // 2]}... {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return f"{text[:24]}... {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def digest_of_samples(samples: Any) -> str:
@@ -189,8 +189,10 @@ def _outline(value: Any) -> Any:
 def _plain(value: Any) -> Any:
     """Reduce a setting to plain data, and a function or another object to a name."""
     value = UPSTREAM.get(type(value), value)
-    if isinstance(value, np.generic | Enum):
-        value = value.item() if isinstance(value, np.generic) else value.value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Enum):
+        value = value.value
     if is_dataclass(value) and not isinstance(value, type):
         return {type(value).__name__: _plain(_changed(value))}
     if isinstance(value, Mapping):

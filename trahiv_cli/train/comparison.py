@@ -46,20 +46,6 @@ from trahiv_cli.swarm.node import Node
 
 logger = logging.getLogger(__name__)
 
-LIKENESS_TTL_S = 3600.0  # longer than any step, because only steps trigger the next publication
-REPUBLISH_S = 300.0
-
-OTHER_MODEL = (
-    "use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a fresh copy "
-    "of the folder"
-)
-OTHER_DATA = (
-    "bring the same data; or, so that each peer reads data of its own, let all begin with "
-    '`swarm.divide_data: false` (in Python: swarm={"divide_data": False})'
-)
-
-OTHER_SETTINGS = "give these the same values on all peers; docs/rounds.md lists the exceptions"
-
 FROZEN = "frozen weights"
 TRAINABLE = "trained weights"
 TOKENIZER = "tokenizer"
@@ -68,18 +54,8 @@ SAMPLES = "number of samples"
 SHARDS = "number of shards"
 VALUES = "values of samples"
 
-HINTS = dict.fromkeys((FROZEN, TRAINABLE, TOKENIZER), OTHER_MODEL) | dict.fromkeys(
-    (SAMPLES, SHARDS, VALUES), OTHER_DATA
-)
-"""The hint for each part that differs; `OTHER_SETTINGS` for all others."""
-
 UNLISTED = "other settings"
 """Name of the digest of all parts that do not fit into a record."""
-
-IGNORED = "initial weights"
-"""A part that earlier versions publish and compare before the first step."""
-
-DIGEST_CHARS = 64
 
 
 class Comparison:
@@ -99,11 +75,12 @@ class Comparison:
         self.publish()
 
     def publish(self) -> None:
-        """Publish again every `REPUBLISH_S`, because records are lost with the peers that store them."""
+        """Publish again every 5 minutes, because records are lost with the peers that store them."""
         if time.monotonic() >= self._publish_at:
             with contextlib.suppress(SwarmError):  # retried after the next step
-                if self.node.publish(self._key, self._own, LIKENESS_TTL_S):
-                    self._publish_at = time.monotonic() + REPUBLISH_S
+                # An hour is longer than any step: only steps trigger the next publication.
+                if self.node.publish(self._key, self._own, 3600.0):
+                    self._publish_at = time.monotonic() + 300.0
 
     def require_alike(self, others: Collection[PeerProgress]) -> None:
         """Raise `RecipeMismatch` if most others differ from this peer, with all differences from one of them.
@@ -116,18 +93,18 @@ class Comparison:
             record = published[peer]
             texts = [*record, *record.values()] if isinstance(record, dict) else [None]
             if all(isinstance(text, str) and text.isprintable() for text in texts):
-                theirs.append({part: text for part, text in record.items() if part != IGNORED})
+                # Earlier versions also publish "initial weights", which they compare before the first step.
+                theirs.append({part: text for part, text in record.items() if part != "initial weights"})
             else:
                 disbelieve(peer, "the parts that it compares can't be read")
         unlike = [differing for record in theirs if (differing := _differing(self._own, record))]
         if len(unlike) * 2 <= len(theirs):
             return
         names = [name for name, _, _ in unlike[0]]
-        hints = dict.fromkeys(HINTS.get(name, OTHER_SETTINGS) for name in names)
         raise RecipeMismatch(
             f"This peer and the swarm do not train the same; they differ in: {', '.join(names)}. "
             "Nothing was averaged.",
-            hint="; ".join(hints),
+            hint="; ".join(dict.fromkeys(map(_hint_for, names))),
             differences=tuple(unlike[0]),
         )
 
@@ -145,6 +122,20 @@ class Comparison:
             raise
         except SwarmError as error:  # bad links, perhaps also the reason for the missing group
             logger.warning("The others' parts were not compared; that is tried again: %s", error.message)
+
+
+def _hint_for(part: str) -> str:
+    if part in (FROZEN, TRAINABLE, TOKENIZER):
+        return (
+            "use the same model and tokenizer: the same `model.revision` (a commit, not a branch), or a "
+            "fresh copy of the folder"
+        )
+    if part in (SAMPLES, SHARDS, VALUES):
+        return (
+            "bring the same data; or, so that each peer reads data of its own, let all begin with "
+            '`swarm.divide_data: false` (in Python: swarm={"divide_data": False})'
+        )
+    return "give these the same values on all peers; docs/rounds.md lists the exceptions"
 
 
 def _fitting(own: dict[str, str]) -> dict[str, str]:
@@ -166,7 +157,7 @@ def _differing(own: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, s
     """
 
     def shown(text: str | None) -> str:
-        return "not set" if text is None else text[: 12 if len(text) == DIGEST_CHARS else None]
+        return "not set" if text is None else text[: 12 if len(text) == 64 else None]
 
     both = own, theirs
     return [
@@ -176,7 +167,7 @@ def _differing(own: dict[str, str], theirs: dict[str, str]) -> list[tuple[str, s
     ]
 
 
-def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+def asset_digests(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
     """Digest a fresh model and its tokenizer for comparison; takes a second per 1.5 GB of frozen weights.
 
     Returns:
@@ -199,12 +190,12 @@ def likeness(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None) 
         frozen.update(origin_of(model))
     digests = {FROZEN: frozen.hexdigest(), TRAINABLE: trainable.hexdigest()}
     if tokenizer is not None:
-        told = {
+        content = {
             "vocab": tokenizer.get_vocab(),
             "special": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "template": tokenizer.chat_template,
         }
-        digests[TOKENIZER] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        digests[TOKENIZER] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     return digests
 
 

@@ -102,9 +102,7 @@ class DividedStream(Divided, IterableDataset[Any]):
                 yield sample
 
 
-def divide(
-    samples: Any, args: TrainingArguments, should_leave: Callable[[], bool]
-) -> DividedSampler | DividedStream | None:
+def divide(samples: Any, args: TrainingArguments, should_leave: Callable[[], bool]) -> Divided | None:
     """Return a reader of this peer's part of the data; None if peers can't divide the data.
 
     They can't divide a stream of one shard, a stream with loader workers, data without a length, or a dataset
@@ -112,10 +110,13 @@ def divide(
     """
     batch = args.per_device_train_batch_size
     strategy = args.train_sampling_strategy
-    seed = args.data_seed if args.data_seed is not None else args.seed
-    order = batch, seed if strategy == "random" else None, should_leave
+    seed = None
+    if strategy == "random":
+        seed = args.seed if args.data_seed is None else args.data_seed
     if not is_divisible(samples, args.dataloader_num_workers):
         return None
     if isinstance(samples, datasets.IterableDataset):
-        return DividedStream(samples, *order)
-    return DividedSampler(len(samples), *order) if strategy in ("random", "sequential") else None
+        return DividedStream(samples, batch, seed, should_leave)
+    if strategy not in ("random", "sequential"):
+        return None
+    return DividedSampler(len(samples), batch, seed, should_leave)

@@ -24,10 +24,6 @@ from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints
 from trahiv_cli.train.comparison import Comparison
 
-STEP_0_PATIENCE_S = 15.0
-OTHERS_S = 20.0
-"""Seconds that a restarted peer waits for the peers that were present when it left: they may be ahead."""
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -97,8 +93,8 @@ def enter_swarm(
 ) -> Entry:
     """Choose the state to begin with, adopt it, and take part from there.
 
-    The model has the weights of `newest` already. A peer with a checkpoint waits up to `OTHERS_S` for the
-    `expected` peers, ids in base58.
+    The model has the weights of `newest` already. A peer with a checkpoint waits up to 20 s for the
+    `expected` peers, ids in base58, which were present when it left: they may be ahead.
 
     Raises:
         RoundFailed: other peers are ahead, but none gave its state in time; or the swarm had reached
@@ -115,7 +111,7 @@ def enter_swarm(
             newest.load_outer(outer)
         newest.load_own_steps(optimizer)
         optimizer.position.enter(newest.state.history, newest.state.ledger)
-        optimizer.catch_up.wait_for(expected, OTHERS_S)
+        optimizer.catch_up.wait_for(expected, 20.0)
     tracker.refresh()
     if own and not tracker.is_behind:
         others = len(tracker.others)
@@ -125,7 +121,7 @@ def enter_swarm(
         # At step 0, processors of one kind have drawn equal weights from the seed: equal chunks are not sent.
         is_first = tracker.target.step == 0
         with contextlib.suppress(RoundFailed) if is_first else contextlib.nullcontext():
-            if optimizer.load_state_from_peers(STEP_0_PATIENCE_S if is_first else None):
+            if optimizer.load_state_from_peers(15.0 if is_first else None):
                 further = f", which is further than {own}" if own else ""
                 why = f"Took over the swarm's state of step {optimizer.local_epoch}{further}."
                 return Entry("swarm", why)

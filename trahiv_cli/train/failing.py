@@ -11,16 +11,6 @@ from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.errors import NotFinite, PeerBroken, TrahivError
 from trahiv_cli.telemetry.events import Events
 
-LOADER = "DataLoader "
-"""Prefix of torch's errors about a worker process; errors of the user's code in a worker do not have it."""
-
-LOADER_FILE = "torch/utils/data/dataloader.py"
-
-WITHOUT_WORKERS = (
-    "if it repeats, give this machine more memory or a larger /dev/shm, or set dataloader_num_workers to 0 "
-    "(in a recipe: training.dataloader_num_workers)"
-)
-
 
 @contextmanager
 def leaving_a_checkpoint(trainer: Any, events: Events) -> Iterator[None]:
@@ -38,11 +28,16 @@ def leaving_a_checkpoint(trainer: Any, events: Events) -> Iterator[None]:
     except Exception as failure:
         note = _save(trainer, failure) if trainer.has_entered else "Nothing was trained."
         failure.add_note(note)
-        if isinstance(failure, RuntimeError) and str(failure).startswith(LOADER):
+        # Torch's errors about a worker begin so; errors of the user's code in a worker do not.
+        if isinstance(failure, RuntimeError) and str(failure).startswith("DataLoader "):
             reason = str(failure).strip().rstrip(".")
             message = f"A worker process of the data loader was killed, or hangs: {reason}. {note}"
-            events.warn("worker", message, WITHOUT_WORKERS)
-            raise PeerBroken(message, WITHOUT_WORKERS) from failure
+            hint = (
+                "if it repeats, give this machine more memory or a larger /dev/shm, or set "
+                "dataloader_num_workers to 0 (in a recipe: training.dataloader_num_workers)"
+            )
+            events.warn("worker", message, hint)
+            raise PeerBroken(message, hint) from failure
         raise
     finally:
         if trainer.has_entered:
@@ -71,12 +66,12 @@ def explaining_the_data() -> Iterator[None]:
         yield
     except Exception as failure:
         frames = traceback.extract_tb(failure.__traceback__)
-        is_of_data = any(frame.filename.endswith(LOADER_FILE) for frame in frames)
+        is_of_data = any(frame.filename.endswith("torch/utils/data/dataloader.py") for frame in frames)
         if is_of_data and not isinstance(failure, TrahivError) and not is_out_of_memory(failure):
             *_, reason = str(failure).strip().split("\n")  # after a worker's traceback
-            said = [f"The data could not be read further: {reason} ({type(failure).__name__})."]
+            message = f"The data could not be read further: {reason} ({type(failure).__name__})."
             raise TrahivError(
-                " ".join(said + getattr(failure, "__notes__", [])),
+                " ".join([message, *getattr(failure, "__notes__", [])]),
                 hint="mend the data, and run the same command again: it resumes from its checkpoint",
             ) from failure
         raise

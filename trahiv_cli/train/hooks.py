@@ -13,12 +13,11 @@ reaches the user's own methods, wherever they are defined or assigned, and final
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -35,7 +34,7 @@ from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints, derive_peer_seed, set_random_states
 from trahiv_cli.train.compared import compared_by
 from trahiv_cli.train.comparison import Comparison
-from trahiv_cli.train.division import DividedSampler, DividedStream, divide
+from trahiv_cli.train.division import Divided, DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
 from trahiv_cli.train.inner import (
     change_to_float32,
@@ -45,15 +44,7 @@ from trahiv_cli.train.inner import (
     require_schedule,
     require_steppable,
 )
-from trahiv_cli.train.settings import naming_packages
-
-DIGESTS_S = 120.0
-WORKER_SILENCE_S = 600.0  # after this time without data, a worker of the data loader counts as hung
-LOGS_KEPT = 20_000
-"""Most entries of `state.log_history`, about 1 kB each, because a run may take weeks."""
-
-ENDLESS = 2**31 - 1
-"""Number of local steps that the Trainer plans, because the swarm decides when the run ends."""
+from trahiv_cli.train.settings import naming_packages, temporarily
 
 INSTEAD = {
     "train": "define it in a class below the mixin: `class T(SwarmTrainerMixin, Yours)`",
@@ -64,8 +55,8 @@ INSTEAD = {
 }
 """Maps each method that a swarm replaces to the hint for a user who overrides it."""
 
-# At run time it is put in front of a class with `SwarmTrainerMixin`; to the type checker it is a Trainer.
-_Host: Any = Trainer if TYPE_CHECKING else object
+# At run time, the classes below stand in front of another Trainer, which has all that they use of `self`.
+TrainerHost: Any = object
 
 
 def definer(trainer: type, name: str) -> type:
@@ -101,16 +92,14 @@ def put_in_swarm(trainer: Any) -> None:
     trainer.__class__ = type(below.__name__, (InSwarm, below), {"__module__": below.__module__})
 
 
-class InSwarm(_Host):
+class InSwarm(TrainerHost):
     """Overrides methods of the Trainer's loop; `put_in_swarm` adds it to a trainer's class permanently."""
 
-    optimizer: Any
-    train_dataset: Any
     callback_handler: Any
     control: Any
     swarm_callback: SwarmCallback
     swarm_optimizer: SwarmOptimizer | None
-    _divided: DividedSampler | DividedStream | None = None
+    _divided: Divided | None = None
     _resumes_from: Checkpoint | None = None
     _batches_stepped = 0  # local optimizer steps, as the Trainer counts them
     is_evaluating = False
@@ -130,19 +119,22 @@ class InSwarm(_Host):
         """
         hooks = ("get_train_dataloader", "_get_train_sampler")
         own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
-        args = self.args
         samples = self.train_dataset
-        is_wanted = self.swarm_settings.swarm.divide_data
         if not own and has_length(samples):
             # With fewer samples, the Trainer would end at once without an error.
             require_a_batch(len(samples), self._samples_per_step)
-        self._divided = divide(samples, args, self._should_leave) if is_wanted and not own else None
+        self._divided = None
         self._undivided_for = ""
-        if is_wanted and self._divided is None:
-            kind = args.train_sampling_strategy
-            if not has_length(samples):
-                kind = "a stream of one shard, or with workers"
-            self._undivided_for = ", ".join(own) or kind
+        if not self.swarm_settings.swarm.divide_data:
+            return
+        if own:
+            self._undivided_for = ", ".join(own)
+            return
+        self._divided = divide(samples, self.args, self._should_leave)
+        if self._divided is None and has_length(samples):
+            self._undivided_for = self.args.train_sampling_strategy
+        elif self._divided is None:
+            self._undivided_for = "a stream of one shard, or with workers"
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this peer's data, seeded for this peer; without a node, the Trainer's own."""
@@ -150,28 +142,21 @@ class InSwarm(_Host):
             self._divided = None
             return super().get_train_dataloader()
         args = self.args
-        samples = self.train_dataset
         # The seed sets the order of the data, and dropout. It is the same after a restart.
         seed = derive_peer_seed(args.seed if args.data_seed is None else args.data_seed, self.node.peer_id)
         self.accelerator.dataloader_config.data_seed = seed
         torch.manual_seed(seed)
+        samples = self._divided if isinstance(self._divided, DividedStream) else self.train_dataset
         # `weigh` can't count the samples of every kind of batch, so each batch must be full: an incomplete
         # batch at the end of a pass is dropped. Evaluations drop nothing.
-        drops_last = args.dataloader_drop_last
-        args.dataloader_drop_last = True
-        if isinstance(self._divided, DividedStream):
-            self.train_dataset = self._divided
-        try:
+        with temporarily(args, dataloader_drop_last=True), temporarily(self, train_dataset=samples):
             loader = super().get_train_dataloader()
-        finally:
-            args.dataloader_drop_last = drops_last
-            self.train_dataset = samples
         # Each iterator draws a seed for its workers. With a generator of its own, it does not change dropout.
         inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps some loaders
         if isinstance(inner, DataLoader):
             inner.generator = torch.Generator().manual_seed(seed)
             if inner.num_workers and not inner.timeout:
-                inner.timeout = WORKER_SILENCE_S
+                inner.timeout = 600  # seconds without data, after which a worker counts as hung
         return loader
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -183,14 +168,13 @@ class InSwarm(_Host):
         """Fetch the batches of one window of accumulation; if the data has ended, begin the next pass."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if not batches:
-            self.control.should_epoch_stop = True  # else the Trainer would fetch `ENDLESS` times from it
+            self.control.should_epoch_stop = True  # else the Trainer would fetch endlessly from it
         return batches, num_items
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Plan endless local batches, and return the swarm's steps for progress reports."""
-        endless = copy.copy(args)
-        endless.max_steps = ENDLESS
-        values = super().set_initial_training_values(endless, dataloader)
+        with temporarily(args, max_steps=2**31 - 1):  # the swarm decides when the run ends
+            values = super().set_initial_training_values(args, dataloader)
         passes, updates, samples, _, batch_size, batches, _ = values
         planned = self._max_steps * batch_size
         return passes, updates, samples, planned, batch_size, batches, self._max_steps
@@ -223,35 +207,17 @@ class InSwarm(_Host):
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or a fresh one."""
         if self.swarm_optimizer is not None:
             return self.optimizer
-        settings, args, plain, events = self.swarm_settings, self.swarm_args, self.plain_model, self._events
-        inner = self.optimizer
-        with events.waiting("the model to be compared with the swarm's", DIGESTS_S):
+        args = self.swarm_args
+        events = self._events
+        with events.waiting("the model to be compared with the swarm's", until_s=120):
             own = compared_by(self, self._max_steps, self._divided, has_recipe=self._has_recipe)
-        comparison = Comparison(self.node, settings.opt.run_id, own)
+        comparison = Comparison(self.node, self.swarm_settings.opt.run_id, own)
         checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events)
         newest = checkpoints.newest()
         if newest is not None:
-            newest.load_weights(plain)  # before the constructor, which copies the weights with offload
-        optimizer: SwarmOptimizer
-        self.swarm_optimizer = optimizer = build_optimizer(
-            settings.opt,
-            settings.run_settings(
-                schema=comparison.schema,
-                max_grad_norm=args.max_grad_norm or 0.0,
-                max_steps=self._max_steps,
-            ),
-            dht=self.node.dht,
-            home=self.node,
-            samples_per_step=self._samples_per_step,
-            only_dials=self.node.only_dials(),
-            params=copied(inner.param_groups),
-            model=plain,
-            optimizer=partial(move, inner),
-            scheduler=lambda _: self._schedule,
-            events=events,
-            when_no_group_is_found=lambda: comparison.repeat(optimizer.tracker.others),
-            should_leave=self._should_leave,
-        )
+            newest.load_weights(self.plain_model)  # before the optimizer copies the weights, with offload
+        optimizer = self._build_optimizer(comparison)
+        self.swarm_optimizer = optimizer
         if self._divided is not None:
             self._divided.lease_from(optimizer)
         elif self._undivided_for:
@@ -260,13 +226,25 @@ class InSwarm(_Host):
                 f"The data is not divided ({self._undivided_for}): each peer goes through all of it.",
                 hint="have each peer read it in another order; swarm.divide_data: false silences this",
             )
-        waits = self._reached_step, settings.swarm.min_peers, self._wait_s
-        entry = enter(optimizer, checkpoints, newest, comparison, *waits)
-        if newest is not None and entry.source == "checkpoint":
+        entry = enter(
+            optimizer,
+            checkpoints,
+            newest,
+            comparison,
+            self._reached_step,
+            self.swarm_settings.swarm.min_peers,
+            self._wait_s,
+        )
+        if entry.source == "checkpoint":
             self._resumes_from = newest
-        gives = self._budget, self._given_before
         self.swarm_callback = SwarmCallback(
-            self, optimizer, checkpoints, self._should_leave, comparison.publish, *gives
+            self,
+            optimizer,
+            checkpoints,
+            self._should_leave,
+            comparison.publish,
+            self._budget,
+            self._given_before,
         )
         self.callback_handler = SwarmEvents(self.callback_handler, self.swarm_callback, self._steps_per_pass)
         self.state.num_train_epochs = math.ceil(self._max_steps / self._steps_per_pass)
@@ -278,6 +256,29 @@ class InSwarm(_Host):
         self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
         self.optimizer._is_accelerate_prepared = True
         return self.optimizer
+
+    def _build_optimizer(self, comparison: Comparison) -> SwarmOptimizer:
+        inner = self.optimizer
+        optimizer: SwarmOptimizer = build_optimizer(
+            self.swarm_settings.opt,
+            self.swarm_settings.run_settings(
+                schema=comparison.schema,
+                max_grad_norm=self.swarm_args.max_grad_norm or 0.0,
+                max_steps=self._max_steps,
+            ),
+            dht=self.node.dht,
+            home=self.node,
+            samples_per_step=self._samples_per_step,
+            only_dials=self.node.only_dials(),
+            params=copied(inner.param_groups),
+            model=self.plain_model,
+            optimizer=partial(move, inner),
+            scheduler=lambda _: self._schedule,
+            events=self._events,
+            when_no_group_is_found=lambda: comparison.repeat(optimizer.tracker.others),
+            should_leave=self._should_leave,
+        )
+        return optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Return a placeholder that only reports learning rates; the real scheduler counts swarm steps."""
@@ -343,7 +344,7 @@ class InSwarm(_Host):
             steps = swarm.local_epoch - self.swarm_callback.began_at_step
             logs["train_steps_per_second"] = round(steps / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
-        del self.state.log_history[:-LOGS_KEPT]
+        del self.state.log_history[:-20_000]  # about 1 kB each, and a run may take weeks
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the weights that all peers agree on; return no metrics if this peer should leave."""
@@ -356,12 +357,9 @@ class InSwarm(_Host):
             return evaluate()
 
         agreed = self.swarm_optimizer.agreed_weights()
-        self.is_evaluating = True
-        try:
-            with agreed, torch.random.fork_rng([]), contextlib.suppress(Left):
+        with temporarily(self, is_evaluating=True), agreed, torch.random.fork_rng([]):
+            with contextlib.suppress(Left):
                 return self._batches.evaluate(evaluate_alike)
-        finally:
-            self.is_evaluating = False
         return {}
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

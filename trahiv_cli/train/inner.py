@@ -12,8 +12,6 @@ from trahiv_cli.errors import RecipeError
 from trahiv_cli.state.inner_optimizer import initialize_state
 from trahiv_cli.step.build import require_usable
 
-HALVES = torch.bfloat16, torch.float16
-
 
 def change_to_float32(model: torch.nn.Module) -> None:
     """Change trained weights, and the buffers in their modules, to float32, in which peers average and step.
@@ -28,7 +26,7 @@ def change_to_float32(model: torch.nn.Module) -> None:
             for tensor in (*own, *module.buffers(recurse=False)):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.float()
-    for dtype in HALVES:
+    for dtype in (torch.bfloat16, torch.float16):
         if dtype in trained & frozen:
             device = next(model.parameters()).device.type
             model.forward = torch.autocast(device, dtype)(model.forward)
@@ -46,10 +44,10 @@ def require_steppable(optimizer: Any, model: torch.nn.Module) -> None:
             f"{type(optimizer).__name__} can't be used in a swarm: it is no torch.optim.Optimizer.",
             hint="adamw_torch, adafactor, sgd and others that step once can",
         )
-    places = {id(param): place for place, param in enumerate(model.parameters())}
+    order = {id(param): number for number, param in enumerate(model.parameters())}
     for group in optimizer.param_groups:
         own = [param for param in group["params"] if param.requires_grad]
-        group["params"] = sorted(own, key=lambda param: places.get(id(param), -1))
+        group["params"] = sorted(own, key=lambda param: order.get(id(param), -1))
     stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
     trained = {id(param): name for name, param in model.named_parameters() if param.requires_grad}
     if missing := [name for key, name in trained.items() if key not in stepped]:
@@ -97,8 +95,8 @@ def require_schedule(schedule: Any, optimizer: torch.optim.Optimizer, max_steps:
 
 def factors_of(schedule: LambdaLR, max_steps: int) -> list[list[str]]:
     """Return the factors of each group's learning rate at five steps of the run."""
-    places = [max_steps * quarter // 4 for quarter in range(5)]
-    return [[f"{factor(place):.4g}" for place in places] for factor in schedule.lr_lambdas]
+    steps = [max_steps * quarter // 4 for quarter in range(5)]
+    return [[f"{factor(step):.4g}" for step in steps] for factor in schedule.lr_lambdas]
 
 
 def described(

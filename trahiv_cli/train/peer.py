@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from trahiv_cli.assets import hub
 from trahiv_cli.errors import PeerBroken
@@ -35,7 +34,7 @@ from trahiv_cli.members.invitation import Invitation, keep_invitation
 from trahiv_cli.reach.reachability import ReachRules, Wanted
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.run.announcing import announce, published, reach_told
+from trahiv_cli.run.announcing import Ended, announce, progress_reported, published, reach_reported
 from trahiv_cli.run.conditions import Condition
 from trahiv_cli.run.control import forget_request
 from trahiv_cli.run.folder import (
@@ -50,12 +49,11 @@ from trahiv_cli.run.folder import (
 )
 from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.run.lock import RESOLVED, RUNS, owned
-from trahiv_cli.run.own_status import Account, given_in
-from trahiv_cli.run.requests import LOOK_EVERY_S, Wishes
+from trahiv_cli.run.own_status import OwnStatus, contribution_in
+from trahiv_cli.run.requests import ControlRequests
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reconnector import known_peers
 from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.callbacks import progress_told
 from trahiv_cli.train.checkpoint import derive_peer_seed
 
 if TYPE_CHECKING:
@@ -64,30 +62,6 @@ if TYPE_CHECKING:
 
 FINAL = "final"
 """Name of the folder of the finished model in a run's folder."""
-
-SAMPLE_TOKENS = 120
-SAMPLE_PROMPT_TOKENS = 32
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The result of a peer's run."""
-
-    reason: Literal["max_steps", "signal", "budget", "finish", "pause"]
-    step: int = 0
-    path: Path | None = None  # `final/`, or the checkpoint to resume from
-    had_ended: bool = False  # whether the run was finished before this peer began
-
-    def tell(self, events: Events, resume: str) -> None:
-        """Emit `done`, with the command `resume` unless the run is finished."""
-        events.emit(
-            "done",
-            reason=self.reason,
-            resume=None if self.reason == "max_steps" else resume,
-            step=self.step,
-            path=self.path and str(self.path),
-            had_ended=self.had_ended,
-        )
 
 
 @dataclass(frozen=True)
@@ -116,9 +90,9 @@ class PeerOptions:
 
     def node(self, section: DhtSection, folder: Path, relay_mbit: float | None = None) -> Node:
         """Start this peer's node by the options of the command line; `section` has their defaults."""
-        said = {"host_maddrs": self.host_maddrs, "announce_maddrs": self.announce_maddrs}
+        chosen = {"host_maddrs": self.host_maddrs, "announce_maddrs": self.announce_maddrs}
         return start_node(
-            section.model_copy(update={key: value for key, value in said.items() if value}),
+            section.model_copy(update={key: value for key, value in chosen.items() if value}),
             folder,
             self.invitation,
             identity=self.identity,
@@ -168,7 +142,7 @@ def run_peer(
         max_steps = run.recipe.training.max_steps
         if (folder / FINAL).exists() and not (peer.saved and peer.saved.step < max_steps):
             ended = Ended("max_steps", max_steps, folder / FINAL, had_ended=True)
-            ended.tell(events, leaving.resume)
+            ended.report(events, leaving.resume)
             return ended
         # An invitation without a membership does not replace an earlier one with a membership.
         if invitation.membership or (invitation.addresses and not (folder / MEMBER_FILE).exists()):
@@ -179,14 +153,14 @@ def run_peer(
             try:
                 ended = peer.live()
             except Left:  # before it trained; earlier checkpoints are unchanged
-                ended = Ended(leaving.reason or "signal")
-                if peer.saved is not None:
-                    ended = replace(ended, step=peer.saved.step, path=peer.saved.path)
+                saved = peer.saved
+                reason = leaving.reason or "signal"
+                ended = Ended(reason, saved.step, saved.path) if saved else Ended(reason)
             # A signal may have come while a checkpoint was written.
             if ended.reason == "pause" and leaving.signal is not None:
                 ended = replace(ended, reason="signal")
             if ended.reason != "pause":  # else it restarts, and emits `paused` then
-                ended.tell(events, leaving.resume)
+                ended.report(events, leaving.resume)
                 forget_request(folder)
             return ended
 
@@ -202,14 +176,14 @@ class Peer:
     leaving: Leaving
 
     def __post_init__(self) -> None:
-        self.given = given_in(self.folder)
+        self.earlier_contribution = contribution_in(self.folder)
         self.saved = next(reversed(saved_in(self.folder / CHECKPOINTS)), None)
-        self.account = Account(
+        self.own_status = OwnStatus(
             self.run.run_id,
             max(self.options.reached_step, self.saved.step if self.saved else 0),
             self.run.recipe.training.max_steps,
+            self.earlier_contribution,
             self.options.name,
-            self.given,
         )
 
     def live(self) -> Ended:
@@ -229,11 +203,11 @@ class Peer:
 
         with ExitStack() as stack:
             stack.enter_context(self.node)
-            wishes = Wishes(self.folder, leaving, options.conditions)
-            events.add(self.account)
-            events.add(wishes)
-            held_s = self.hold(wishes)
-            stack.enter_context(wishes.heard())
+            requests = ControlRequests(self.folder, leaving, options.conditions)
+            events.add(self.own_status)
+            events.add(requests)
+            paused_s = self.wait_while_paused(requests)
+            stack.enter_context(requests.polled())
             with leaving.interruptible():
                 with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
                     silence = hub.do_without_hub(recipe)
@@ -242,24 +216,28 @@ class Peer:
                 _load_libraries(events)
             from trahiv_cli.assets.memory import translated_out_of_memory
             from trahiv_cli.train.failing import explaining_the_data
-            from trahiv_cli.train.tasks import heeding
+            from trahiv_cli.train.tasks import forwarding_trl_warnings
 
             stack.enter_context(translated_out_of_memory())
-            with heeding(partial(events.warn, "data")):
-                self.load(replace(options.budget, seconds=options.budget.seconds - held_s))
-            stack.enter_context(published(self.node, self.run, self.account, events))
-            if not held_s:
+            with forwarding_trl_warnings(partial(events.warn, "data")):
+                self.load(replace(options.budget, seconds=options.budget.seconds - paused_s))
+            stack.enter_context(published(self.node, self.run, self.own_status, events))
+            if not paused_s:
                 self.invite()
             with leaving.interruptible():
                 # For comparison with the sample at the end. A pretrained model writes none: it may be slow,
                 # and bitsandbytes repacks quantized weights when a CPU evaluates them.
                 if recipe.model.config and self.saved is None and not options.invitation.addresses:
                     self.show_sample(0)
-            with progress_told(self.trainer, events), reach_told(self.node, events), explaining_the_data():
+            with (
+                progress_reported(self.trainer, events),
+                reach_reported(self.node, events),
+                explaining_the_data(),
+            ):
                 self.train()
             return self.finish()
 
-    def hold(self, wishes: Wishes) -> float:
+    def wait_while_paused(self, requests: ControlRequests) -> float:
         """Wait while this peer is paused; its node still serves joiners, and peers that need a relay.
 
         Heavy libraries are not loaded yet, and nothing is on the GPU. If the peer is paused, it announces how
@@ -272,27 +250,27 @@ class Peer:
         """
         node = self.node
         events = self.events
-        step = self.account.status.step
+        step = self.own_status.current.step
         began_at = time.monotonic()
 
-        def heed() -> None:
-            if wishes.is_to_finish or time.monotonic() >= began_at + self.options.budget.seconds:
-                self.leaving.leave("finish" if wishes.is_to_finish else "budget")
+        def leave_if_due() -> None:
+            if requests.is_to_finish or time.monotonic() >= began_at + self.options.budget.seconds:
+                self.leaving.leave("finish" if requests.is_to_finish else "budget")
                 raise Left
 
-        heed()
-        if not wishes.why_paused():
+        leave_if_due()
+        if not requests.pause_reason():
             return 0.0
-        said = ""
-        publishing = published(node, self.run, self.account, events)
-        with self.leaving.interruptible(), publishing, reach_told(node, events):
+        reported = ""
+        publishing = published(node, self.run, self.own_status, events)
+        with self.leaving.interruptible(), publishing, reach_reported(node, events):
             self.invite()
-            while why := wishes.why_paused():
-                if why != said:
+            while why := requests.pause_reason():
+                if why != reported:
                     events.emit("paused", step=step, why=why, run_id=self.run.run_id, peer_id=node.peer_id)
-                said = why
-                time.sleep(LOOK_EVERY_S)
-                heed()
+                reported = why
+                time.sleep(1.0)
+                leave_if_due()
                 node.require_membership()
                 if not node.is_alive():
                     raise PeerBroken(
@@ -300,10 +278,10 @@ class Peer:
                         hint="nothing to do where a command trains: it starts again by itself, and is paused "
                         "again",
                     )
-        heed()
-        held_s = time.monotonic() - began_at
-        events.emit("resumed", step=step, seconds=round(held_s, 1))
-        return held_s
+        leave_if_due()
+        paused_s = time.monotonic() - began_at
+        events.emit("resumed", step=step, seconds=round(paused_s, 1))
+        return paused_s
 
     def load(self, budget: Budget) -> None:
         """Load the data and the model, check them and this machine, and rehearse training and saving."""
@@ -345,7 +323,7 @@ class Peer:
                     budget=budget,
                     reached_step=options.reached_step,
                     wait_s=options.wait_s,
-                    given_before=self.given,
+                    given_before=self.earlier_contribution,
                 )
             rehearse(self.trainer, recipe, events)
         self.trainer.remove_callback(PrinterCallback)
@@ -422,12 +400,12 @@ class Peer:
         if prompt is None:
             samples = trainer.eval_dataset
             first = {"input_ids": []} if samples is None else next(iter(samples))
-            ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, SAMPLE_PROMPT_TOKENS)]
+            ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, 32)]
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # so that the model continues
             prompt = Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True))
         model = trainer.accelerator.unwrap_model(trainer.model)
         with self.events.waiting("the model to write a sample", until_s=600):
-            text = sample_text(model, tokenizer, prompt.ids, min(half, SAMPLE_TOKENS), recipe.training.seed)
+            text = sample_text(model, tokenizer, prompt.ids, min(half, 120), recipe.training.seed)
         self.events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
 
 
@@ -439,11 +417,11 @@ def serve_bootstrap(options: PeerOptions, events: Events, leaving: Leaving) -> E
         with owned(options.output_dir or RUNS / "bootstrap") as folder, leaving.interruptible():
             with options.node(DhtSection(), folder) as node:
                 announce(node, folder, events)
-                with reach_told(node, events):
+                with reach_reported(node, events):
                     threading.Event().wait(None if math.isinf(seconds) else seconds)
     except Left:
         ended = Ended("signal")
-    ended.tell(events, options.resume)
+    ended.report(events, options.resume)
     return ended
 
 
@@ -453,7 +431,7 @@ def _load_libraries(events: Events) -> None:
         from datasets.utils import logging as datasets_logging
         from transformers.utils import logging as transformers_logging
 
-        for name in ("tasks", "trainer"):  # they import all other libraries
-            import_module(f"trahiv_cli.train.{name}")
+        from trahiv_cli.train import tasks, trainer  # noqa: F401 - they import all other libraries
+
         transformers_logging.set_verbosity_error()
         datasets_logging.set_verbosity_error()

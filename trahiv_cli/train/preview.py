@@ -28,7 +28,7 @@ from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import TASK_SECTIONS, Recipe, Task
-from trahiv_cli.train.tasks import heeding, preparing, task_arguments
+from trahiv_cli.train.tasks import forwarding_trl_warnings, preparing, task_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +116,9 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
         AssetError: the tokenizer or the data can't be loaded, or do not fit the task.
     """
     seed = recipe.training.seed
-    told: list[tuple[str, str]] = []
+    warnings: list[tuple[str, str]] = []
     tokenizer = build_tokenizer(recipe)
-    with heeding(lambda message, hint: told.append((message, hint))):
+    with forwarding_trl_warnings(lambda message, hint: warnings.append((message, hint))):
         splits = build_datasets(recipe, tokenizer, peer_seed=seed)
         torch.manual_seed(seed)  # for the random choice of the tokens that `mlm` hides
         looked_at, rows = _rows_of(recipe, splits)
@@ -134,7 +134,7 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
         counts = Counter(row.sample["labels"] for row in rows)
         classes = {name: counts[number] for number, name in enumerate(recipe.seq_cls.labels)}
     elif not trained:
-        told.append(_nothing_to_learn(recipe, looked_at))
+        warnings.append(_nothing_to_learn(recipe, looked_at))
     spread: dict[str, int] = {}
     if lengths:
         spread = {"shortest": min(lengths), "median": statistics.median_low(lengths), "longest": max(lengths)}
@@ -156,7 +156,7 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
             for row in rows[:num_shown]
         ),
     )
-    return preview, told
+    return preview, warnings
 
 
 def require_trainable(recipe: Recipe, splits: Splits) -> None:

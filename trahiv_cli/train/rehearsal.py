@@ -28,16 +28,6 @@ from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.checkpoint import random_states, set_random_states
 
-NUM_SAMPLES = 64
-"""Number of samples that are searched for tokens that end a turn; the longest of them are rehearsed."""
-
-NEAR = 128
-"""Most tokens that are examined on either side of a border: logits of a long sample need much memory."""
-
-LEAK = 1e-4
-"""The share of the largest logit by which a logit may change with a token that it must not depend on. In
-float32 with random weights, models that keep samples apart gave at most 1e-7, other models at least 2e-4."""
-
 
 def rehearse(trainer: Any, recipe: Recipe, events: Events) -> None:
     """Rehearse training and saving with the `trainer`, a `SwarmTrainerMixin`.
@@ -51,7 +41,8 @@ def rehearse(trainer: Any, recipe: Recipe, events: Events) -> None:
     """
     with left_as_it_was(trainer), attempting("A batch could not be trained"):
         trainer.plan_run()
-        samples = list(islice(iter(trainer.train_dataset), NUM_SAMPLES))
+        # They are searched for tokens that end a turn; the longest of them are rehearsed.
+        samples = list(islice(iter(trainer.train_dataset), 64))
         longest = sorted(samples, key=lambda sample: len(str(sample)))
         rehearse_batch(trainer, longest[-min(2, trainer.args.per_device_train_batch_size) :])
         if recipe.clm is not None or recipe.sft is not None:
@@ -76,9 +67,9 @@ def attempting(failed: str) -> Iterator[None]:
     except Exception as failure:  # noqa: BLE001 - whatever a library raises is about the model or the data
         if is_out_of_memory(failure):
             raise
-        said = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+        reason = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
         raise AssetError(
-            f"{failed} in the rehearsal: {said}. Nothing was trained.",
+            f"{failed} in the rehearsal: {reason}. Nothing was trained.",
             "Check the sections `model`, `data` and `training`.",
         ) from failure
 
@@ -125,22 +116,23 @@ def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
 def require_blind(trainer: Any, recipe: Recipe, rows: list[Any]) -> None:
     """Raise `AssetError` if a token's logits depend on later tokens, or on another sample in the row."""
     kind = trainer.plain_model.config.model_type
-    if sees(trainer, excerpt(rows[0], 0, 2 * NEAR), slice(-1, None), slice(-1)):
-        said = f"As this model ({kind}) is set, it sees the tokens that it is to predict."
-        raise AssetError(said, "Set `is_decoder: true` in its config, or choose a causal model.")
+    reach = 128  # most tokens on either side of a border: logits of a long sample need much memory
+    if sees(trainer, excerpt(rows[0], 0, 2 * reach), slice(-1, None), slice(-1)):
+        raise AssetError(
+            f"As this model ({kind}) is set, it sees the tokens that it is to predict.",
+            "Set `is_decoder: true` in its config, or choose a causal model.",
+        )
     if recipe.sft is None or not recipe.sft.sees_borders:
         return
     for row in rows:
         if len(row["seq_lengths"]) > 1:
             border = row["seq_lengths"][0]
-            start = max(0, border - NEAR)
-            near = excerpt(row, start, border + NEAR)
+            start = max(0, border - reach)
+            near = excerpt(row, start, border + reach)
             if sees(trainer, near, slice(border - start), slice(border - start, None)):
-                said = (
-                    f"Packed samples would see each other: models of type {kind!r} have no borders for them."
-                )
                 raise AssetError(
-                    said, "Set `sft.packing: false`, or `packing_strategy: wrapped` if they may."
+                    f"Packed samples would see each other: models of type {kind!r} have no borders for them.",
+                    "Set `sft.packing: false`, or `packing_strategy: wrapped` if they may.",
                 )
             return
 
@@ -167,7 +159,9 @@ def sees(trainer: Any, row: Any, changed: slice, looked_at: slice) -> bool:
     with trainer.accelerator.autocast():
         before = model(**inputs).logits[:, looked_at]
         after = model(**inputs | {"input_ids": other}).logits[:, looked_at]
-    share = max(LEAK, 4 * torch.finfo(before.dtype).eps)
+    # In float32 with random weights, models that keep samples apart gave a share of at most 1e-7, other
+    # models at least 2e-4.
+    share = max(1e-4, 4 * torch.finfo(before.dtype).eps)
     return bool((before - after).abs().max() > share * before.abs().max())
 
 
@@ -179,10 +173,10 @@ def correct_generation(base: Any, events: Events) -> None:
         fields = base.generation_config.to_dict().items()
         tokens = {name: value for name, value in fields if name.endswith("token_id")}
         base.generation_config = GenerationConfig(**tokens)
-        said = " ".join(str(failure).split())[:300]
+        reason = " ".join(str(failure).split())[:300]
         events.warn(
             "generation",
-            f"The model's generation config can't be saved; final/ gets its tokens alone. {said}",
+            f"The model's generation config can't be saved; final/ gets its tokens alone. {reason}",
             hint="nothing to do, or correct generation_config.json",
         )
 

@@ -26,11 +26,6 @@ from trahiv_cli.step.run_settings import RunSettings
 
 _Section = TypeVar("_Section", bound=Section)
 
-REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "schedule_free", "layerwise")
-"""Parts of the names of optimizers that update weights outside of `optimizer.step()`."""
-
-METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
-
 
 @dataclass
 class SwarmTrainingArguments(TrainingArguments):
@@ -139,6 +134,8 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
     `kwargs` are the trainer's other keywords. tests/unit/train/test_arguments.py covers each field.
     """
     optim = str(getattr(args.optim, "value", args.optim))
+    # Parts of the names of optimizers that update weights outside of `optimizer.step()`.
+    steps_itself = any(word in optim for word in ("galore", "apollo", "lomo", "schedule_free", "layerwise"))
     strategies = (args.logging_strategy, args.eval_strategy, args.save_strategy)
     has_passes = "epoch" not in strategies or has_length(kwargs.get("train_dataset"))
     optimizer, _ = kwargs.get("optimizers") or (None, None)
@@ -160,9 +157,13 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
         (args.restore_callback_states_from_checkpoint, "restore_callback_states_from_checkpoint", "omit it"),
         (not args.dataloader_in_order, "dataloader_in_order=False", "set it to True"),
         (not has_passes, "a strategy by epoch of data without a length", "a strategy by steps"),
-        (any(word in optim for word in REFUSED_OPTIMIZERS), f"optim={optim}", "adamw_torch, adafactor, sgd"),
+        (steps_itself, f"optim={optim}", "adamw_torch, adafactor, sgd"),
         (optimizer is not None and optimizer.state, "an optimizer that has taken steps", "a new one"),
-        (args.lr_scheduler_type in METRIC_SCHEDULES, "a schedule that looks at metrics", "cosine"),
+        (
+            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
+            "a schedule that looks at metrics",
+            "cosine",
+        ),
     )
     for wrong, what, instead in problems:
         if wrong:
@@ -192,6 +193,19 @@ def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str
     given = named.bind_partial(None, *args).arguments
     del given["self"]
     return dict(**given, **kwargs)
+
+
+@contextmanager
+def temporarily(owner: Any, **values: Any) -> Iterator[None]:
+    """While the block runs, give attributes of `owner` these values."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager

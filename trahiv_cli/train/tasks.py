@@ -35,15 +35,12 @@ from trahiv_cli.recipe.upstream import without_tracker
 if TYPE_CHECKING:
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
-LOOK = "`trahiv preview RECIPE` shows samples"
+PREVIEW_HINT = "`trahiv preview RECIPE` shows samples"
 
 CHECKPOINTING = "activation_checkpointing"
 """Name of this field in `TrainingArguments`."""
 if CHECKPOINTING not in TrainingArguments.__dataclass_fields__:  # before transformers 5.23
     CHECKPOINTING = "gradient_checkpointing"
-
-MISTAKES = TypeError, LookupError, AttributeError
-"""Exceptions of faulty code: ours, or a chat template that does not fit a conversation."""
 
 
 def training_arguments(run: AgreedRun, folder: Path, name: str = "") -> TrainingArguments:
@@ -158,30 +155,32 @@ def group_in_trackers(run_id: str, name: str) -> None:
 @contextmanager
 def preparing() -> Iterator[None]:
     """Turn exceptions about the data, which TRL raises while it tokenizes them, into an `AssetError`."""
+    # Exceptions of faulty code: ours, or a chat template that does not fit a conversation.
+    mistakes = (TypeError, LookupError, AttributeError)
     try:
         yield
-    except (TemplateError, DatasetsError, ValueError, RuntimeError, *MISTAKES) as failure:
+    except (TemplateError, DatasetsError, ValueError, RuntimeError, *mistakes) as failure:
         files = {frame.filename for frame in traceback.extract_tb(failure.__traceback__)}
-        is_ours = isinstance(failure, MISTAKES) and "<template>" not in files  # Jinja's name of any template
+        is_ours = isinstance(failure, mistakes) and "<template>" not in files  # Jinja's name of any template
         if is_ours or is_out_of_memory(failure):
             raise
         root = (isinstance(failure, DatasetsError) and failure.__cause__) or failure
         reason = " ".join(str(root).split()) or type(root).__name__
-        hint = f"Change the data, `data.chat_template` or `sft.assistant_only_loss`; {LOOK}."
+        hint = f"Change the data, `data.chat_template` or `sft.assistant_only_loss`; {PREVIEW_HINT}."
         raise AssetError(f"The data could not be prepared: {reason}", hint) from failure
 
 
 @contextmanager
-def heeding(tell: Callable[[str, str], object]) -> Iterator[None]:
-    """While the block runs, call `tell` with each warning of TRL or about assets once, and with a hint."""
-    told: set[str] = set()
+def forwarding_trl_warnings(forward: Callable[[str, str], object]) -> Iterator[None]:
+    """While the block runs, call `forward` with each warning of TRL or about assets once, and with a hint."""
+    forwarded: set[str] = set()
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = re.sub(r"^\[RANK \d+\] ", "", record.getMessage())
-            if text not in told:
-                told.add(text)
-                tell(text, LOOK)
+            if text not in forwarded:
+                forwarded.add(text)
+                forward(text, PREVIEW_HINT)
 
     handler = Handler(logging.WARNING)
     loggers = [logging.getLogger(name) for name in ("trl", "trahiv_cli.assets", "trahiv_cli.train.preview")]

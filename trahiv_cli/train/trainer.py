@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import Trainer
@@ -24,32 +24,33 @@ from trahiv_cli.errors import RecipeError
 from trahiv_cli.members.invitation import Invitation
 from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.schema import HivemindConfig, SwarmSection
-from trahiv_cli.run.announcing import announce, log_event, log_how_to_join, published, reach_told
+from trahiv_cli.run.announcing import (
+    Ended,
+    announce,
+    log_event,
+    log_how_to_join,
+    progress_reported,
+    published,
+    reach_reported,
+)
 from trahiv_cli.run.folder import CHECKPOINTS, recorded, saved_in, start_node
 from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
 from trahiv_cli.run.lock import owned
-from trahiv_cli.run.own_status import NOTHING_GIVEN, Account, Given, given_in
+from trahiv_cli.run.own_status import Contribution, OwnStatus, contribution_in
 from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.batches import Batches
-from trahiv_cli.train.callbacks import SwarmCallback, progress_told
+from trahiv_cli.train.callbacks import SwarmCallback
 from trahiv_cli.train.failing import leaving_a_checkpoint
-from trahiv_cli.train.hooks import put_in_swarm, require_no_replaced
+from trahiv_cli.train.hooks import TrainerHost, put_in_swarm, require_no_replaced
 from trahiv_cli.train.inner import GivenOptimizer
 from trahiv_cli.train.settings import SwarmSettings, by_name, require_swarmable, without_config
 
 logger = logging.getLogger(__name__)
 
-STRAGGLERS_S = 60.0
-GATHER_S = 3600.0
-FETCHING_S = 4 * 3600.0  # longest stay of a finished peer while another one downloads its state
 
-# At run time, the mixin's host is any Trainer; for the type checker, the mixin is a Trainer.
-_Host: Any = Trainer if TYPE_CHECKING else object
-
-
-class SwarmTrainerMixin(_Host):
+class SwarmTrainerMixin(TrainerHost):
     """Adds training with a swarm to any `Trainer`: `class SwarmSFTTrainer(SwarmTrainerMixin, SFTTrainer)`.
 
     Without `hivemind_config` (here or in the arguments), the trainer behaves exactly as without the mixin.
@@ -94,7 +95,7 @@ class SwarmTrainerMixin(_Host):
         reached_step: int = 0,
         wait_s: float | None = None,
         budget: Budget = ENDLESS_BUDGET,
-        given_before: Given = NOTHING_GIVEN,
+        given_before: Contribution | None = None,
         has_recipe: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -117,12 +118,12 @@ class SwarmTrainerMixin(_Host):
         self._events = events or Events(log_event)
         self._has_recipe = has_recipe
         self._leaving = Leaving()
-        self._hears_signals = should_leave is None
+        self._handles_signals = should_leave is None
         self._should_leave = should_leave or (lambda: self._leaving())
         self._reached_step = reached_step
         self._budget = budget
-        self._given_before = given_before
-        self._wait_s = GATHER_S if wait_s is None else wait_s
+        self._given_before = given_before or Contribution()
+        self._wait_s = 3600.0 if wait_s is None else wait_s
         self._batches = Batches(self, given.per_device_train_batch_size, self._events)
         super().__init__(**kwargs | {"args": without_config(given)})
         self._given_optimizer = GivenOptimizer(self.optimizer, self.lr_scheduler)
@@ -161,13 +162,16 @@ class SwarmTrainerMixin(_Host):
 
         result = None
         self._leaving = Leaving(at_once=interrupt)
-        hears = self._hears_signals and threading.current_thread() is threading.main_thread()
-        with self._leaving.installed() if hears else contextlib.nullcontext(), contextlib.suppress(Left):
+        handles_signals = self._handles_signals and threading.current_thread() is threading.main_thread()
+        with (
+            self._leaving.installed() if handles_signals else contextlib.nullcontext(),
+            contextlib.suppress(Left),
+        ):
             result = self._train_in_swarm(**kwargs)
-        heard = self._leaving.signal
+        received = self._leaving.signal
         self._leaving = Leaving()  # so that the next evaluation does not end early
-        if heard is not None:
-            signal.raise_signal(heard)
+        if received is not None:
+            signal.raise_signal(received)
         return result
 
     def _train_in_swarm(self, **kwargs: Any) -> Any:
@@ -176,30 +180,29 @@ class SwarmTrainerMixin(_Host):
         self.has_entered = False
         self.plan_run()
         folder = Path(self.swarm_args.output_dir)
-        # The caller owns a node that it has passed in, and the folder.
-        is_owner = self.node is None
         events = self._events
         leaving = self._leaving
         with contextlib.ExitStack() as stack:
-            if is_owner:
+            if self._owns_node:  # else the caller owns the folder, too
                 stack.enter_context(owned(folder))
                 stack.enter_context(recorded(folder, events))
             stack.enter_context(contextlib.closing(self))
-            if is_owner:
+            if self._owns_node:
                 with leaving.interruptible():
                     self.node = started(self.swarm_settings, folder)
-                    self._given_before = stack.enter_context(told(self, self.node, events, leaving))
+                    self._given_before = stack.enter_context(announced(self, self.node, events, leaving))
             stack.enter_context(leaving_a_checkpoint(self, events))
             result = super().train(**kwargs)
             optimizer = self.swarm_optimizer
             assert optimizer is not None
             if optimizer.local_epoch >= optimizer.max_steps:
-                optimizer.catch_up.wait_for_stragglers(STRAGGLERS_S, FETCHING_S)
+                # Another peer may take hours to download the state from this one.
+                optimizer.catch_up.wait_for_stragglers(60.0, 4 * 3600.0)
             is_callers = self._should_leave() or self.swarm_callback.has_spent_budget
             if optimizer.local_epoch < optimizer.max_steps and (leaving() or not is_callers):
                 self.swarm_callback.save_checkpoint()
                 self.callback_handler.on_save(self.args, self.state, self.control)
-                self.callback_handler.tell_saved(self.args, self.state, self.control)
+                self.callback_handler.report_saved(self.args, self.state, self.control)
                 path = self.swarm_callback.checkpoints.finish()
                 what = f"`train()` resumes from the checkpoint {path}."
                 if path is None:
@@ -281,7 +284,7 @@ def started(settings: SwarmSettings, folder: Path) -> Node:
 
 
 @contextlib.contextmanager
-def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iterator[Given]:
+def announced(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iterator[Contribution]:
     """While the block runs, announce a drop-in and publish its status and progress; then emit `done`.
 
     `trahiv status`, `watch`, `replay` and `report` read its folder, too. A drop-in ignores control requests
@@ -294,11 +297,15 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
     folder = Path(trainer.swarm_args.output_dir)
     max_steps = trainer._max_steps
     saved = saved_in(folder / CHECKPOINTS)
-    given = given_in(folder)
-    account = Account(settings.opt.run_id, saved[-1].step if saved else 0, max_steps, given=given)
-    events.add(account)
-    with contextlib.ExitStack() as stack, published(node, None, account, events), reach_told(node, events):
-        stack.callback(events.remove, account)
+    earlier = contribution_in(folder)
+    own_status = OwnStatus(settings.opt.run_id, saved[-1].step if saved else 0, max_steps, earlier)
+    events.add(own_status)
+    with (
+        contextlib.ExitStack() as stack,
+        published(node, None, own_status, events),
+        reach_reported(node, events),
+    ):
+        stack.callback(events.remove, own_status)
         file = announce(
             node,
             folder,
@@ -309,10 +316,10 @@ def told(trainer: Trainer, node: Node, events: Events, leaving: Leaving) -> Iter
             target_batch_size=settings.opt.target_batch_size,
         )
         log_how_to_join(node, file)
-        with progress_told(trainer, events):
-            yield given
+        with progress_reported(trainer, events):
+            yield earlier
     step = trainer.swarm_optimizer.local_epoch
     early = leaving.reason or ("budget" if trainer.swarm_callback.has_spent_budget else "finish")
     reason = "max_steps" if step >= max_steps else early
-    path = next((str(saved.path) for saved in saved_in(folder / CHECKPOINTS) if saved.step == step), None)
-    events.emit("done", step=step, path=path, reason=reason, resume=None, had_ended=False)
+    path = next((saved.path for saved in saved_in(folder / CHECKPOINTS) if saved.step == step), None)
+    Ended(reason, step, path).report(events)

@@ -19,7 +19,7 @@ from trahiv_cli.assets.model import build_tokenizer
 from trahiv_cli.cli.preview import readable
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.train.preview import build_preview, pieces_of, require_trainable
-from trahiv_cli.train.tasks import heeding, preparing
+from trahiv_cli.train.tasks import forwarding_trl_warnings, preparing
 
 PICTURE = Path(__file__).with_name("preview.txt")
 
@@ -185,7 +185,7 @@ def test_trl_refusal_is_explained(write, question, template, message, hint):
 def test_trl_warning_is_passed_on_once():
     warned = []
     warn = logging.getLogger("trl.trainer").warning
-    with heeding(lambda *said: warned.append(said)):
+    with forwarding_trl_warnings(lambda *said: warned.append(said)):
         for text in ("[RANK 0] it may not learn to stop", "[RANK 0] it may not learn to stop", "another"):
             warn(text)
     warn("afterwards")

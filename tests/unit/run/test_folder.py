@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.conftest import refused
 from trahiv_cli.errors import FolderTaken, SetupError
 from trahiv_cli.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.members.identity import IDENTITY_FILE
@@ -13,7 +14,7 @@ from trahiv_cli.members.invitation import Invitation
 from trahiv_cli.members.membership import KEY_BYTES, Owner
 from trahiv_cli.run.folder import earlier_peers, folders_to_join, known_identity, owned_first, recorded
 from trahiv_cli.run.lock import owned, require_free
-from trahiv_cli.telemetry.events import PEERS_FILE, Events
+from trahiv_cli.telemetry.events import PEERS_FILE
 
 OWNER = Owner(bytes(KEY_BYTES))
 OURS = OWNER.invite()
@@ -41,17 +42,14 @@ def taken_to_join(membership):
 
 
 def test_taken_folder_is_refused():
+    said = r"runs/.*a already \(process \d+\); nothing was changed"
+    hint = "trahiv join --peer @.*/invitation; for anything else.*--output-dir"
     with owned(make("a", OURS, INVITATION_FILE)):
         for name in ("a", "../runs/a"):
-            said = r"runs/.*a already \(process \d+\); nothing was changed"
-            with pytest.raises(FolderTaken, match=said) as refused:
+            with refused(said, hint, FolderTaken):
                 require_free(Path("runs", name))
             with pytest.raises(FolderTaken), owned(Path("runs", name)):
                 pass
-        hint = refused.value.hint
-        assert "trahiv join --peer @" in hint
-        assert "/invitation; for anything else" in hint
-        assert "--output-dir" in hint
 
 
 def test_failure_frees_folders():
@@ -102,8 +100,7 @@ def test_visitor_avoids_identity_of_running_peer():
     assert known_identity(earlier_peers(None), OF_ANOTHER) is None
 
 
-def test_peer_reports_have_own_file(tmp_path):
-    events = Events()
+def test_peer_reports_have_own_file(tmp_path, events):
     with recorded(tmp_path, events):
         for name in ("Ann", "Bob"):
             events.emit("peers", run_id="run-1", peers=[{"peer_id": "QmA", "name": name}])
@@ -112,8 +109,8 @@ def test_peer_reports_have_own_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [PEERS_FILE]
 
 
-def test_error_ending_run_is_recorded(tmp_path):
-    with pytest.raises(SetupError), recorded(tmp_path, Events()):
+def test_error_ending_run_is_recorded(tmp_path, events):
+    with pytest.raises(SetupError), recorded(tmp_path, events):
         raise SetupError("The disk is gone.", "look for it")
     told = json.loads((tmp_path / "events.jsonl").read_text())
     assert (told["event"], told["message"]) == ("error", "The disk is gone.")

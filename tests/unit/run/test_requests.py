@@ -1,4 +1,6 @@
-"""Wishes to a running peer, and when it follows them; real commands: `tests/swarm/test_guest.py`."""
+"""ControlRequests to a running peer, and when it follows them; real commands: `tests/swarm/test_guest.py`."""
+
+from types import SimpleNamespace
 
 import pytest
 
@@ -6,7 +8,7 @@ from trahiv_cli.run.conditions import Condition
 from trahiv_cli.run.control import BY_ITS_USER, request
 from trahiv_cli.run.leaving import OVERTIME_S, Leaving
 from trahiv_cli.run.lock import RESOLVED, owned
-from trahiv_cli.run.requests import CONDITIONS_EVERY_S, SETTLED_S, Wishes
+from trahiv_cli.run.requests import ControlRequests
 
 
 @pytest.fixture
@@ -23,39 +25,39 @@ def leaving():
 
 
 @pytest.fixture
-def wishes(folder, leaving, clock):
-    return Wishes(folder, leaving, clock=clock)
+def requests(folder, leaving, clock):
+    return ControlRequests(folder, leaving, clock=clock)
 
 
 def test_unknown_condition_counts_as_met(folder, clock, caplog):
     def fail():
         raise ValueError("nvidia-smi does not answer")
 
-    wishes = Wishes(folder, Leaving(), [Condition("gpu-free 8", fail)], clock)
-    assert wishes.why_paused() == ""
+    requests = ControlRequests(folder, Leaving(), [Condition("gpu-free 8", fail)], clock)
+    assert requests.pause_reason() == ""
     assert "nvidia-smi does not answer" in caplog.text
 
 
-def test_finish_takes_effect_after_step(folder, leaving, wishes):
-    wishes({"event": "step"})
+def test_finish_takes_effect_after_step(folder, leaving, requests):
+    requests({"event": "step"})
     request(folder, "finish")
-    wishes.look()
-    wishes({"event": "checkpoint"})
+    requests.poll()
+    requests({"event": "checkpoint"})
     assert not leaving()
-    wishes({"event": "step"})
+    requests({"event": "step"})
     assert leaving.reason == "finish"
 
 
-def test_pause_takes_effect_at_once(folder, leaving, wishes):
+def test_pause_takes_effect_at_once(folder, leaving, requests):
     request(folder, "pause")
-    wishes({"event": "step"})
+    requests({"event": "step"})
     assert not leaving()
-    wishes.look()
+    requests.poll()
     assert leaving.reason == "pause"
-    assert wishes.why_paused() == BY_ITS_USER
+    assert requests.pause_reason() == BY_ITS_USER
 
 
-def test_finish_wait_is_bounded(folder, leaving, wishes, clock):
+def test_finish_wait_is_bounded(folder, leaving, requests, clock):
     for what, seconds, reason in (
         ("finish", OVERTIME_S - 1, None),
         (None, 2, None),  # it was taken back
@@ -63,24 +65,23 @@ def test_finish_wait_is_bounded(folder, leaving, wishes, clock):
         ("finish", 1, "finish"),
     ):
         request(folder, what)
-        wishes.look()
+        requests.poll()
         clock.now += seconds
-        wishes.look()
+        requests.poll()
         assert leaving.reason == reason, what
 
 
 def test_unmet_condition_pauses_until_settled(folder, clock):
-    unmet = {"a": "", "b": ""}
-    conditions = [Condition(name, lambda name=name: unmet[name]) for name in unmet]
-    wishes = Wishes(folder, Leaving(), conditions, clock)
-    assert wishes.why_paused() == ""
-    unmet["b"] = "a game runs"
-    assert wishes.why_paused() == "", "it is looked at every few seconds"
-    clock.now += CONDITIONS_EVERY_S
-    assert wishes.why_paused() == "a game runs"
-    unmet["b"] = ""
-    for _ in range(int(SETTLED_S / CONDITIONS_EVERY_S) - 1):
-        clock.now += CONDITIONS_EVERY_S
-        assert wishes.why_paused() == "a game runs"
-    clock.now += CONDITIONS_EVERY_S
-    assert wishes.why_paused() == ""
+    """Conditions are checked every 5 s, and must hold for 15 s."""
+    machine = SimpleNamespace(unmet="")
+    conditions = [Condition("idle", str), Condition("mains", lambda: machine.unmet)]
+    requests = ControlRequests(folder, Leaving(), conditions, clock)
+    for clock.now, machine.unmet, reason in (
+        (0, "", ""),
+        (4, "a game runs", ""),
+        (5, "a game runs", "a game runs"),
+        (10, "", "a game runs"),
+        (19, "", "a game runs"),
+        (20, "", ""),
+    ):
+        assert requests.pause_reason() == reason

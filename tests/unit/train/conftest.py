@@ -1,10 +1,17 @@
 """What tests of the trainer share: a tiny model, its samples, arguments, and a callback."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
+from trahiv_cli.telemetry.events import Events
+from trahiv_cli.train.trainer import SwarmTrainer
+
 torch.set_num_threads(1)
+
+SWARM = {"opt": {"run_id": "run-1", "target_batch_size": 64}}
 
 
 class Hearer(TrainerCallback):
@@ -13,18 +20,26 @@ class Hearer(TrainerCallback):
     def __init__(self):
         self.heard = []
         self.shown = set()
+        for event in (name for name in dir(TrainerCallback) if name.startswith("on_")):
+            setattr(self, event, partial(self.note, event))
 
-    def __getattribute__(self, name):
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        return lambda args, state, control, **_: self.note(name, args, state)
-
-    def note(self, event, args, state):
+    def note(self, event, args, state, control, **_):
         self.heard.append((event, state.global_step))
         self.shown.add((state.max_steps, args.max_steps, args.save_strategy, args.max_grad_norm))
 
     def steps_of(self, event):
         return [step for name, step in self.heard if name == event]
+
+
+@pytest.fixture
+def told():
+    """All events of `events`."""
+    return []
+
+
+@pytest.fixture
+def events(told):
+    return Events(told.append)
 
 
 @pytest.fixture
@@ -52,5 +67,16 @@ def arguments(tmp_path):
     def make(cls=TrainingArguments, **fields):
         usual = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "seed": 1}
         return cls(output_dir=str(tmp_path / "out"), **usual | {"max_steps": 2} | fields)
+
+    return make
+
+
+@pytest.fixture
+def swarm_trainer(arguments, llama, samples):
+    """Make a trainer for a swarm: `swarm_trainer(node=..., swarm=...)`."""
+
+    def make(cls=SwarmTrainer, **keywords):
+        usual = {"model": llama(), "args": arguments(), "train_dataset": samples, "hivemind_config": SWARM}
+        return cls(**usual | keywords)
 
     return make

@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from tests.unit.train.conftest import Hearer
 from trahiv_cli.rounds.claims import Round
 from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Left
+from trahiv_cli.run.own_status import Contribution
 from trahiv_cli.step.method import OwnSteps
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
@@ -45,20 +46,18 @@ class Swarm:
         self.saved = []
         self.taken_back = []
         self.save_beside = self.saved.append
+        self.forget_announced = lambda: self.taken_back.append(clock.now)
         self.events = Events(self.told.append)
         self.control = TrainerControl()
         self.state = TrainerState(max_steps=self.max_steps)
         self.state.compute_steps(args, self.max_steps)
-        self.callback = SwarmCallback(self, self, self, leave, budget=budget)
+        self.callback = SwarmCallback(self, self, self, leave, lambda: None, budget, Contribution())
         self.user = Hearer()
         before = CallbackHandler([DefaultFlowCallback(), self.user], None, None, None, None)
         self.handler = SwarmEvents(before, self.callback, steps_per_pass)
 
     def count_swarm_steps(self):
         self.state.global_step = self.local_epoch
-
-    def forget_announced(self):
-        self.taken_back.append(self.clock.now)
 
     def call(self, event):
         self.control = getattr(self.handler, event)(self.swarm_args, self.state, self.control)
@@ -78,8 +77,17 @@ class Swarm:
     def swarm_step(self, step, **changes):
         self.local_step(local_epoch=step, step_taken=step, step_samples=64, my_step_samples=16, **changes)
 
+    @property
+    def due(self):
+        return " ".join(name for name in ("log", "evaluate", "save") if vars(self.control)[f"should_{name}"])
+
+    @property
     def names(self):
         return [event.get("code", event["event"]) for event in self.told]
+
+
+def strategies(name):
+    return {f"{kind}_strategy": name for kind in ("logging", "eval", "save")}
 
 
 @pytest.fixture
@@ -89,18 +97,19 @@ def swarm(monkeypatch, clock, arguments):
     return lambda fields={}, **more: Swarm(clock, arguments(**fields), **more)
 
 
+@pytest.fixture
+def it(swarm):
+    return swarm()
+
+
 def test_due_actions_survive_skipped_steps(swarm):
-    by_steps = {f"{kind}_strategy": "steps" for kind in ("logging", "eval", "save")}
-    it = swarm(
-        by_steps | {"logging_steps": 2, "eval_steps": 3, "save_steps": 4, "eval_delay": 4}, max_steps=8
-    )
-    asked = []
+    steps = {"logging_steps": 2, "eval_steps": 3, "save_steps": 4, "eval_delay": 4}
+    it = swarm(strategies("steps") | steps, max_steps=8)
+    due = []
     for step in (1, 2, 3, 7, 7, 8):
         it.swarm_step(step)
-        asked.append((it.control.should_log, it.control.should_evaluate, it.control.should_save))
-    nothing = (False,) * 3
-    everything = (True,) * 3
-    assert asked == [nothing, (True, False, False), nothing, everything, nothing, everything]
+        due.append(it.due)
+    assert due == ["", "log", "", "log evaluate save", "", "log evaluate save"]
 
 
 def test_checkpoint_is_due_by_clock(swarm):
@@ -112,33 +121,29 @@ def test_checkpoint_is_due_by_clock(swarm):
 
 
 def test_epoch_strategies_are_due_after_passes(swarm):
-    by_epoch = {f"{kind}_strategy": "epoch" for kind in ("logging", "eval", "save")}
-    it = swarm(by_epoch, steps_per_pass=4, max_steps=10)
+    it = swarm(strategies("epoch"), steps_per_pass=4, max_steps=10)
     due = []
     for step in (1, 3, 4, 5, 9, 10):
         it.call("on_epoch_begin")  # of this peer's data
         it.local_step()
         it.call("on_epoch_end")
         it.swarm_step(step)
-        if it.control.should_log and it.control.should_evaluate and it.control.should_save:
+        if it.due == "log evaluate save":
             due.append(step)
     assert due == it.user.steps_of("on_epoch_end") == [4, 9, 10]
     assert it.user.steps_of("on_epoch_begin") == [0, 4, 9]
 
 
-def test_callbacks_hear_swarm_steps(swarm):
-    it = swarm()
+def test_callbacks_hear_swarm_steps(it):
     for step in (1, 2):
         it.local_step()
         it.local_step()
         it.swarm_step(step)
-    steps = [("on_step_begin", 0), *[("on_substep_end", 0)] * 2, ("on_step_end", 1)]
-    steps += [("on_step_begin", 1), *[("on_substep_end", 1)] * 2, ("on_step_end", 2)]
-    assert it.user.heard == steps
+    events = ["on_step_begin", "on_substep_end", "on_substep_end", "on_step_end"]
+    assert it.user.heard == list(zip(events * 2, [0, 0, 0, 1, 1, 1, 1, 2], strict=True))
 
 
-def test_on_save_follows_written_checkpoint(swarm):
-    it = swarm()
+def test_on_save_follows_written_checkpoint(it):
     written, failed, replaced, late = saves = [Future() for _ in range(4)]
     for step, it.last in enumerate(saves, 1):
         it.swarm_step(step)
@@ -154,11 +159,10 @@ def test_on_save_follows_written_checkpoint(swarm):
     assert it.user.heard[-3:] == [("on_save", 1), ("on_save", 4), ("on_step_end", 5)]
 
 
-def test_second_training_keeps_callbacks(swarm):
-    it = swarm()
-    other = swarm()
-    again = SwarmEvents(it.handler, other.callback, 5)
-    assert again.callbacks == [other.callback, *it.handler.callbacks[1:]]
+def test_second_training_keeps_callbacks(it, swarm):
+    other = swarm().callback
+    again = SwarmEvents(it.handler, other, 5)
+    assert again.callbacks == [other, *it.handler.callbacks[1:]]
 
 
 @pytest.mark.parametrize(("own", "saved"), [(OwnSteps((8.0,), 8), [1, 1]), (OwnSteps(), [1])])
@@ -170,14 +174,13 @@ def test_long_round_saves_own_steps(swarm, own, saved):
 
 
 def test_wish_to_leave_ends_evaluation(swarm):
-    wish = []
-    it = swarm(leave=lambda: bool(wish))
-    it.callback.on_prediction_step(None, None, None)
-    wish.append(True)
+    answers = iter([False, True])
+    it = swarm(leave=lambda: next(answers))
+    it.callback.on_prediction_step()
     with pytest.raises(Left):
-        it.callback.on_prediction_step(None, None, None)
+        it.callback.on_prediction_step()
     it.is_evaluating = False
-    it.callback.on_prediction_step(None, None, None)  # of `predict`, whose result is wanted
+    it.callback.on_prediction_step()  # of `predict`, whose result is wanted
 
 
 def test_training_ends_with_swarm(swarm):
@@ -226,8 +229,7 @@ def test_budget_excludes_steps_of_others(swarm):
     ("weights", "logged"),
     [([4.0, 4.0], 9.0), ([4.0, 0.0, 12.0], 2.5), ([0.0, 0.0], "nothing")],
 )
-def test_logged_loss_skips_untrained_batches(swarm, weights, logged):
-    it = swarm()
+def test_logged_loss_skips_untrained_batches(it, weights, logged):
     logs = {"loss": 9.0, "train_loss": 9.0}
     for number, weight in enumerate(weights):
         it.local_step(loss=1.0 + number, weight=weight)
@@ -236,8 +238,7 @@ def test_logged_loss_skips_untrained_batches(swarm, weights, logged):
     assert logs["swarm/step"] == 0
 
 
-def test_step_event_has_weighted_loss_and_round(swarm):
-    it = swarm()
+def test_step_event_has_weighted_loss_and_round(it):
     it.others = (object(),)
     it.local_step(loss=1.0, weight=30.0)
     it.local_step(loss=torch.nan, weight=0.0)  # a mean over no tokens
@@ -274,63 +275,59 @@ def test_step_event_has_weighted_loss_and_round(swarm):
     assert it.callback.figures() == {f"swarm/{name}": value for name, value in of_swarm.items()}
 
 
-def test_step_event_counts_own_work_only(swarm):
-    it = swarm()
+def test_step_event_counts_own_work_only(it):
     it.swarm_step(1, last_round=ROUND)
     it.swarm_step(2, loss=torch.nan, weight=0.0, last_round=None)
     it.local_step(local_epoch=5)  # downloaded
     names = "loss", "samples_per_second", "samples", "my_samples", "my_tokens", "given", "round"
+    given = {"samples": 32, "tokens": 80}
     assert [[event[name] for name in names] for event in it.told[1:]] == [
-        [None, 4.0, 64, 16, 40, {"samples": 32, "tokens": 80}, None],
-        [1.0, 4.0, None, 0, 0, {"samples": 32, "tokens": 80}, None],
+        [None, 4.0, 64, 16, 40, given, None],
+        [1.0, 4.0, None, 0, 0, given, None],
     ]
     assert (it.callback.samples_seen, it.callback.most_peers) == (128, 2)
 
 
-def test_evaluation_is_reported_and_takes_no_time(swarm):
-    it = swarm()
+def test_evaluation_is_reported_and_takes_no_time(it):
     it.swarm_step(1)
     it.clock.now += 500
-    metrics = {"eval_loss": 2.5, "eval_text": "x", "epoch": 0.1}
-    it.callback.on_evaluate(None, None, it.control, metrics=metrics)
+    it.callback.on_evaluate(metrics={"eval_loss": 2.5, "eval_text": "x", "epoch": 0.1})
     assert it.told[1] == {"v": 1, "t": ANY, "event": "eval", "step": 1, "eval_loss": 2.5, "epoch": 0.1}
     assert it.callback.evaluated_at == 1
     it.swarm_step(2)
     assert it.told[2]["samples_per_second"] == 4.0
 
 
-def test_failed_round_is_reported_once(swarm):
-    it = swarm()
-    it.local_step(last_round=FAILED)
-    it.local_step()
-    it.local_step(last_round=replace(FAILED, reason="nobody came, again"))
-    assert it.names() == ["round", "round"]
-    assert "(nobody came)" in it.told[0]["message"]
-    assert "(nobody came, again)" in it.told[1]["message"]
+@pytest.mark.parametrize(
+    ("code", "field", "values", "said"),
+    [
+        (
+            "round",
+            "last_round",
+            [FAILED, replace(FAILED, reason="they left")],
+            ["(nobody came)", "(they left)"],
+        ),
+        ("not-finite", "dropped_samples", [4, 12], ["of 4 samples", "of 8 samples"]),
+    ],
+)
+def test_trouble_is_reported_once(it, code, field, values, said):
+    for value in values:
+        it.local_step(**{field: value})
+        it.local_step()
+    assert it.names == [code] * 2
+    for event, text in zip(it.told, said, strict=True):
+        assert text in event["message"]
 
 
-def test_dropped_samples_are_reported_once(swarm):
-    it = swarm()
-    it.local_step(dropped_samples=4)
-    it.local_step()
-    it.local_step(dropped_samples=12)
-    assert it.names() == ["not-finite", "not-finite"]
-    assert "of 4 samples" in it.told[0]["message"]
-    assert "of 8 samples" in it.told[1]["message"]
-
-
-def test_overflowed_batches_are_withdrawn_and_reported(swarm):
-    it = swarm()
+def test_overflowed_batches_are_withdrawn_and_reported(it):
     for it.optimizer_step_was_skipped, step in ((True, 0), (True, 0), (False, 1), (False, 2)):
         it.local_step(local_epoch=step, step_taken=step)
     assert it.taken_back == [1.0, 2.0]
-    assert it.names() == ["overflow", "step", "step"]
+    assert it.names == ["overflow", "step", "step"]
     assert "2 local batches" in it.told[0]["message"]
 
 
-def test_many_overflows_warn_without_step(swarm):
-    it = swarm()
-    it.optimizer_step_was_skipped = True
-    for _ in range(callbacks.OVERFLOWS_IN_A_ROW):
-        it.local_step()
-    assert it.names() == ["overflow"]
+def test_many_overflows_warn_without_step(it):
+    for _ in range(20):
+        it.local_step(optimizer_step_was_skipped=True)
+    assert it.names == ["overflow"]

@@ -12,8 +12,16 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.kit.fakes import FakeNode
 from tests.kit.stand_ins import CHATML_MARKED, chat_tokenizer, write_llama
+from tests.unit.conftest import refused
 from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.train.comparison import FROZEN, IGNORED, SAMPLES, TOKENIZER, TRAINABLE, Comparison, likeness
+from trahiv_cli.train.comparison import (
+    FROZEN,
+    SAMPLES,
+    TOKENIZER,
+    TRAINABLE,
+    Comparison,
+    asset_digests,
+)
 
 OURS = {FROZEN: "a" * 64, TOKENIZER: "b" * 64, SAMPLES: "800"}
 ME, ONE, TWO = (SimpleNamespace(peer_id=name) for name in ("me", "one", "two"))
@@ -30,10 +38,9 @@ def pair(mine, theirs):
 )
 def test_unlike_joiner_is_refused_with_difference(part, value, hint):
     ours, theirs = pair(OURS, OURS | {part: value})
-    with pytest.raises(RecipeMismatch, match=part) as refused:
+    with refused(part, hint, RecipeMismatch) as error:
         ours.require_alike([ONE])
-    assert refused.value.differences == ((part, OURS[part][:12], value[:12]),)
-    assert hint in refused.value.hint
+    assert error.value.differences == ((part, OURS[part][:12], value[:12]),)
     assert ours.schema != theirs.schema
 
 
@@ -46,7 +53,7 @@ def test_joiner_like_half_of_others_is_accepted():
 
 
 def test_initial_weights_of_earlier_version_are_ignored():
-    ours, _ = pair(OURS, OURS | {IGNORED: "d" * 64})
+    ours, _ = pair(OURS, OURS | {"initial weights": "d" * 64})
     ours.require_alike([ONE])
 
 
@@ -54,16 +61,16 @@ def test_missing_part_is_difference():
     """One peer divides its data and the other does not: they would never average, and wait for each other."""
     ours, theirs = pair({FROZEN: "a"}, {FROZEN: "a", SAMPLES: "800"})
     for one, other, row in ((ours, ONE, ("not set", "800")), (theirs, ME, ("800", "not set"))):
-        with pytest.raises(RecipeMismatch) as refused:
+        with pytest.raises(RecipeMismatch) as error:
             one.require_alike([other])
-        assert refused.value.differences == ((SAMPLES, *row),)
+        assert error.value.differences == ((SAMPLES, *row),)
 
 
 def test_traceback_shows_table_and_hint():
     ours, _ = pair({"learning_rate": "0.01", "optim": "sgd"}, {"learning_rate": "0.0001", "optim": "lion"})
-    with pytest.raises(RecipeMismatch) as refused:
+    with pytest.raises(RecipeMismatch) as error:
         ours.require_alike([ONE])
-    _, head, *rows, hint = str(refused.value).splitlines()
+    _, head, *rows, hint = str(error.value).splitlines()
     assert [row.split() for row in rows] == [["learning_rate", "0.01", "0.0001"], ["optim", "sgd", "lion"]]
     assert "in the swarm" in head
     assert hint.startswith("hint: give these the same values")
@@ -97,7 +104,7 @@ def digests(folder, r=4, tokenizer=None, **options):
     """The digests of a model with fresh adapters."""
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
     lora = LoraConfig(r=r, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    return likeness(get_peft_model(model, lora) if r else model, tokenizer)
+    return asset_digests(get_peft_model(model, lora) if r else model, tokenizer)
 
 
 def unlike(ours, theirs):
@@ -123,12 +130,10 @@ def test_moving_buffers_compare_like_trained_weights():
         model = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.BatchNorm1d(width))
         model[1].running_mean += mean
         model.register_buffer("mask", torch.tensor([mask, -torch.inf]))
-        return likeness(model, None)
+        return asset_digests(model, None)
 
-    ours = digests_of()
-    assert digests_of(mean=1.0) == ours
-    assert unlike(ours, digests_of(mask=1.0)) == {FROZEN}
-    assert unlike(ours, digests_of(width=3)) == {TRAINABLE}
+    for changes, expected in (({"mean": 1.0}, set()), ({"mask": 1.0}, {FROZEN}), ({"width": 3}, {TRAINABLE})):
+        assert unlike(digests_of(), digests_of(**changes)) == expected
 
 
 def test_template_and_tokens_change_tokenizer_digest(llama_folder):

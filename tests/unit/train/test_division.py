@@ -71,11 +71,12 @@ def test_stream_without_seed_is_read_in_order():
 
 
 def test_dataset_is_read_by_whole_batches():
-    given = iter([0, 9, 4, 13, 2, 5, 8, None])  # of two passes; None: it leaves
+    batches = [[0, 9, 4], [13, 2, 5]]  # of two passes
+    given = iter([*batches[0], *batches[1], 8, None])  # None: it leaves
     sampler = DividedSampler(7, BATCH, 7, lambda: False)
     sampler.leases = SimpleNamespace(take=lambda should_leave: next(given))
-    assert list(sampler) == [sampler.index(position) for position in (0, 9, 4, 13, 2, 5)]
-    assert [sampler.next_batch(), sampler.next_batch()] == [[0, 9, 4], [13, 2, 5]]
+    assert list(sampler) == [sampler.index(position) for batch in batches for position in batch]
+    assert [sampler.next_batch() for _ in batches] == batches
     assert len(sampler) == 6
     assert sorted(map(sampler.index, range(7))) == list(range(7))
     assert list(sampler) == [sampler.index(8)]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.unit.conftest import refused
 from trahiv_cli.errors import NotFinite, OutOfMemory, PeerBroken, RoundFailed, TrahivError
 from trahiv_cli.progress.committed import StateLock
 from trahiv_cli.telemetry.events import Events
@@ -38,18 +39,21 @@ class Trainer:
         return failure.__notes__[-1]
 
 
+@pytest.fixture
+def trainer():
+    return Trainer()
+
+
 @pytest.mark.parametrize(
     "failure",
     [RoundFailed("nobody gave its state"), KeyError("a callback"), torch.OutOfMemoryError("a step")],
 )
-def test_any_failure_leaves_checkpoint(failure):
-    trainer = Trainer()
+def test_any_failure_leaves_checkpoint(trainer, failure):
     assert "resumes from step-7" in trainer.fail(failure)
     assert trainer.saved == 1
 
 
-def test_torn_state_is_not_saved_until_replaced():
-    trainer = Trainer()
+def test_torn_state_is_not_saved_until_replaced(trainer):
     with pytest.raises(MemoryError), trainer.lock_state.changing():
         raise MemoryError
     trainer.fail(MemoryError())
@@ -72,14 +76,12 @@ def test_failing_save_keeps_original_error(copy_fails):
     assert "earlier ones are untouched" in Trainer(copy_fails).fail(IndexError("a row"))
 
 
-def test_diverged_weights_are_not_saved():
-    trainer = Trainer()
+def test_diverged_weights_are_not_saved(trainer):
     trainer.fail(NotFinite("weights are NaN"))
     assert trainer.saved == 0
 
 
-def test_failure_before_entry_saves_nothing():
-    trainer = Trainer()
+def test_failure_before_entry_saves_nothing(trainer):
     trainer.has_entered = False
     assert trainer.fail(OSError("no node")) == "Nothing was trained."
     assert (trainer.saved, trainer.finished) == (0, 0)
@@ -93,19 +95,18 @@ def test_failure_before_entry_saves_nothing():
         "DataLoader timed out after 600 seconds",
     ],
 )
-def test_lost_worker_is_explained(said):
-    trainer = Trainer()
-    told = []
-    with pytest.raises(PeerBroken, match="A worker process of the data loader was killed") as failure:
-        with leaving_a_checkpoint(trainer, Events(told.append)):
+def test_lost_worker_is_explained(trainer, events, told, said):
+    with refused("A worker process of the data loader was killed", "/dev/shm", PeerBroken) as error:
+        with leaving_a_checkpoint(trainer, events):
             raise RuntimeError(said)
+    assert error.value.exit_code == 1
     assert trainer.saved == 1
     assert [one["code"] for one in told] == ["worker"]
-    assert "/dev/shm" in failure.value.hint
-    assert failure.value.exit_code == 1
 
 
-def read_and_fail(failure):
+def read(failure):
+    """Read data whose collator fails."""
+
     def fail(_):
         raise failure
 
@@ -115,16 +116,16 @@ def read_and_fail(failure):
 
 @pytest.mark.parametrize("failure", [IndexError("row 1 has no text"), ValueError("line 3: not JSON")])
 def test_data_error_is_explained(failure):
-    with pytest.raises(TrahivError, match=f"could not be read further: {failure}") as told:
-        read_and_fail(failure)
-    assert told.value.exit_code == 1
-    assert told.value.__cause__ is failure
+    with pytest.raises(TrahivError, match=f"could not be read further: {failure}") as error:
+        read(failure)
+    assert error.value.exit_code == 1
+    assert error.value.__cause__ is failure
 
 
 @pytest.mark.parametrize("failure", [OutOfMemory("no room"), MemoryError("no room")])
 def test_other_failures_while_reading_pass(failure):
     with pytest.raises(type(failure)):
-        read_and_fail(failure)
+        read(failure)
 
 
 def test_failures_elsewhere_pass():

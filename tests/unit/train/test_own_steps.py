@@ -35,16 +35,16 @@ class Peer(stepping.Peer):
     def optimizer(self):
         """The parts of the swarm's optimizer that a checkpoint reads and writes."""
         state = self.state
-        agreed = {} if state.agreed is None else dict(zip(self.model.values(), state.agreed, strict=True))
+        now = state.committed.now
         return SimpleNamespace(
             opt=state.optimizer,
             state_averager=state,
             position=self.position,
-            agreed_values=agreed,
+            agreed_values=dict(zip(self.model.values(), state.agreed or (), strict=False)),
             own_steps=self.position.method.own_steps,
-            history=state.committed.now.history,
-            ledger=state.committed.now.ledger,
-            pace=state.committed.now.pace,
+            history=now.history,
+            ledger=now.ledger,
+            pace=now.pace,
         )
 
     def save(self, folder):

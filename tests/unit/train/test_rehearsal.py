@@ -20,7 +20,6 @@ from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import trainer as trainer_module
 from trahiv_cli.train.rehearsal import excerpt, rehearse
 from trahiv_cli.train.tasks import build_trainer, training_arguments
-from trahiv_cli.train.trainer import SwarmTrainer
 
 LLAMA = tiny_llama(vocab_size=384)
 HEADS = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 384}
@@ -29,7 +28,6 @@ OTHERS = {
     "mamba": HEADS,
     "opt": HEADS | {"ffn_dim": 32, "word_embed_proj_dim": 32},
 }
-OTHERS = {kind: {"model_type": kind, **sizes} for kind, sizes in OTHERS.items()}
 ENDLESS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
@@ -75,14 +73,16 @@ def test_rehearsal_leaves_trainer_unchanged(prepared):
 
     trainer.model.register_forward_pre_hook(count_batch)
     trainer.model.eval()
-    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    generator = torch.get_rng_state()
+
+    def content():
+        weights = {name: value.tolist() for name, value in trainer.model.state_dict().items()}
+        gradients = [weight.grad for weight in trainer.model.parameters()]
+        return weights, gradients, trainer.model.training, torch.get_rng_state().tolist()
+
+    before = content()
     figures = dict(vars(trainer))
     trainer.rehearse()
-    assert all(torch.equal(value, weights[name]) for name, value in trainer.model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert not trainer.model.training
-    assert all(weight.grad is None for weight in trainer.model.parameters())
+    assert content() == before
     assert vars(trainer).items() >= figures.items()
     assert not any(trainer._metrics.values())
 
@@ -127,10 +127,12 @@ def test_out_of_memory_tries_one_sample(prepared):
 def test_packing_without_borders_is_refused(prepared, kind):
     assert kind in BORDERLESS
     with pytest.raises(AssetError, match=f"'{kind}' have no borders"):
-        prepared("sft", OTHERS[kind], max_length=96, packing=True).rehearse()
+        prepared("sft", OTHERS[kind] | {"model_type": kind}, max_length=96, packing=True).rehearse()
 
 
-@pytest.mark.parametrize(("strategy", "model"), [("bfd", LLAMA), ("wrapped", OTHERS["bloom"])])
+@pytest.mark.parametrize(
+    ("strategy", "model"), [("bfd", LLAMA), ("wrapped", OTHERS["bloom"] | {"model_type": "bloom"})]
+)
 def test_packing_with_borders_or_wrapped_is_allowed(prepared, strategy, model):
     prepared("sft", model, max_length=128, packing=True, packing_strategy=strategy).rehearse()
 
@@ -153,31 +155,22 @@ def test_unsavable_generation_config_is_replaced(prepared, tmp_path):
     assert trainer.model.generation_config.eos_token_id == [2, 3]
 
 
-def spoil_tokenizer(trainer):
-    trainer.processing_class.init_kwargs["bad"] = print
-
-
-def spoil_config(trainer):
-    trainer.model.config.id2label = {"bad": 0}
-
-
-def spoil_generation_config(trainer):
-    trainer.model.generation_config.id2label = {"bad": object()}
-
-
 def share_memory(trainer):
-    first, second = trainer.model.model.layers[:2]
-    memory = torch.randn(1 + len(first.mlp.up_proj.weight), 32)
-    first.mlp.up_proj.weight.data = memory[:-1]
-    second.mlp.up_proj.weight.data = memory[1:]
+    first, second = (layer.mlp.up_proj.weight for layer in trainer.model.model.layers[:2])
+    memory = torch.randn(1 + len(first), 32)
+    first.data = memory[:-1]
+    second.data = memory[1:]
 
 
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (spoil_tokenizer, "TypeError"),
-        (spoil_config, "(Type|Value)Error"),
-        (spoil_generation_config, "(Type|Value)Error"),
+        (lambda it: it.processing_class.init_kwargs.update(bad=print), "TypeError"),
+        (lambda it: setattr(it.model.config, "id2label", {"bad": 0}), "(Type|Value)Error"),
+        (
+            lambda it: setattr(it.model.generation_config, "id2label", {"bad": object()}),
+            "(Type|Value)Error",
+        ),
         (share_memory, "shared"),
     ],
 )
@@ -219,11 +212,9 @@ def test_unbuildable_optimizer_is_refused(prepared, arguments):
         trainer.rehearse()
 
 
-def test_drop_in_tries_optimizer_before_node(llama, samples, arguments, monkeypatch):
+def test_drop_in_tries_optimizer_before_node(arguments, swarm_trainer, monkeypatch):
     monkeypatch.setattr(trainer_module, "started", lambda *_, **__: pytest.fail("a node was started"))
-    config = {"opt": {"run_id": "test", "target_batch_size": 8}}
-    args = arguments(lr_scheduler_type="cosine_with_min_lr")
-    trainer = SwarmTrainer(llama(), args, train_dataset=samples, hivemind_config=config)
+    trainer = swarm_trainer(args=arguments(lr_scheduler_type="cosine_with_min_lr"))
     with pytest.raises(RecipeError, match="min_lr or min_lr_rate"):
         trainer.train()
 

@@ -10,18 +10,16 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trahiv_cli.errors import FolderTaken, RecipeError
 from trahiv_cli.run.leaving import Left
 from trahiv_cli.run.lock import owned
-from trahiv_cli.run.own_status import NOTHING_GIVEN
+from trahiv_cli.run.own_status import Contribution
 from trahiv_cli.train import trainer as trainer_module
-from trahiv_cli.train.hooks import LOGS_KEPT, put_in_swarm
+from trahiv_cli.train.hooks import put_in_swarm
 from trahiv_cli.train.settings import SwarmTrainingArguments
 from trahiv_cli.train.trainer import SwarmTrainer
 
-SWARM = {"opt": {"run_id": "run-1", "target_batch_size": 64}}
-
 
 @pytest.fixture
-def trainer(arguments, llama, samples):
-    return SwarmTrainer(llama(), arguments(), train_dataset=samples, hivemind_config=SWARM)
+def trainer(swarm_trainer):
+    return swarm_trainer()
 
 
 def test_chosen_checkpoint_is_refused(trainer):
@@ -63,22 +61,20 @@ def test_evaluation_is_deterministic(entered, samples):
 
 def test_evaluation_is_logged_in_bounded_history(entered, samples):
     history = entered.state.log_history
-    history[:] = [{"step": 0}] * LOGS_KEPT
-    entered.evaluate(samples)
-    assert len(history) == LOGS_KEPT
-    assert history[-1]["step"] == 7
-    assert "eval_loss" in history[-1]
+    history[:] = [{"step": 0}] * 20_000
+    metrics = entered.evaluate(samples)
+    assert len(history) == 20_000
+    assert history[-1] == metrics | {"step": 7}
 
 
 class Ending:
     """Stands for a node, the swarm's optimizer, its callback and its checkpoints, and notes how they end."""
 
+    is_torn = False
+
     def __init__(self):
         self.done = []
-        self.checkpoints = self
-        self.state_averager = self
-        self.lock_state = self
-        self.is_torn = False
+        self.checkpoints = self.state_averager = self.lock_state = self
 
     def __getattr__(self, name):
         return lambda: self.done.append(name)
@@ -93,7 +89,7 @@ def test_failure_ends_training_after_checkpoint(monkeypatch, trainer):
         raise ValueError("of a callback")
 
     monkeypatch.setattr(trainer_module, "started", lambda *_: ending)
-    monkeypatch.setattr(trainer_module, "told", lambda *_: nullcontext(NOTHING_GIVEN))
+    monkeypatch.setattr(trainer_module, "announced", lambda *_: nullcontext(Contribution()))
     monkeypatch.setattr(Trainer, "train", train)
     with pytest.raises(ValueError, match="of a callback"):
         trainer.train()
@@ -119,22 +115,17 @@ def test_wish_to_leave_ends_one_evaluation(monkeypatch, entered, samples):
 
 @pytest.mark.parametrize("args_class", [TrainingArguments, SwarmTrainingArguments])
 def test_without_swarm_equals_trainer_bitwise(arguments, llama, samples, args_class):
-    def trained(cls, args_class):
+    def outcome(cls, args_class):
         args = arguments(args_class, logging_steps=1, learning_rate=0.01)
         it = cls(model=llama(), args=args, train_dataset=samples)
         it.train()
-        return it
+        weights = [weight.tolist() for weight in it.model.parameters()]
+        losses = [log.get("loss") for log in it.state.log_history]
+        with pytest.raises(ValueError, match="checkpoint"):
+            it.train(resume_from_checkpoint=True)
+        return it.state.global_step, type(it.optimizer), type(it.lr_scheduler), weights, losses
 
-    ours = trained(SwarmTrainer, args_class)
-    theirs = trained(Trainer, TrainingArguments)
-    assert all(map(torch.equal, ours.model.parameters(), theirs.model.parameters()))
-    assert type(ours.optimizer) is type(theirs.optimizer)
-    assert type(ours.lr_scheduler) is type(theirs.lr_scheduler)
-    assert ours.state.global_step == theirs.state.global_step == 2
-    losses = [[log.get("loss") for log in it.state.log_history] for it in (ours, theirs)]
-    assert losses[0] == losses[1]
-    with pytest.raises(ValueError, match="checkpoint"):
-        ours.train(resume_from_checkpoint=True)
+    assert outcome(SwarmTrainer, args_class) == outcome(Trainer, TrainingArguments)
 
 
 def test_without_swarm_takes_given_optimizer(arguments, llama):
