@@ -1,14 +1,17 @@
 """Fixtures for tests with real `trahiv` processes; see `tests.kit.commands`."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+import json
+import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
 from tests.kit import recipes
-from tests.kit.commands import LOOPBACK, Peer, Workplace
+from tests.kit.commands import LOOPBACK, Workplace
+from trahiv_cli.recipe.schema import DhtSection
 
 HERE = Path(__file__).parent
 
@@ -31,7 +34,50 @@ STORIES = (
 """Those that stand for all in `make test`: one for each room, and for what only a process can show."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+
+
+def told(events, kind, **fields):
+    """Return the events of a kind that have these fields."""
+    return [one for one in events if one["event"] == kind and fields.items() <= one.items()]
+
+
+def recorded(run):
+    """Return the events in the file of a run's folder."""
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def above(limit):
+    """Return a condition of a field in `Peer.wait_for`."""
+    return lambda value: value > limit
+
+
+def advance(*peers, steps, timeout):
+    """Wait until peers have taken some more steps; return the last of these."""
+    last = max(peer.steps[-1]["step"] for peer in peers) + steps
+    for peer in peers:
+        peer.wait_for("step", timeout, step=above(last - 1))
+    return last
+
+
+def id_of(peer):
+    return peer.wait_for("ready", 60)["peer_id"]
+
+
+@contextlib.contextmanager
+def suspended(peer):
+    """Suspend all processes of a peer within the block; gives the time of the suspension."""
+    sleeper = [psutil.Process(peer.pid), *psutil.Process(peer.pid).children(recursive=True)]
+    for process in sleeper:
+        process.suspend()
+    try:
+        yield time.time()
+    finally:
+        for process in sleeper:
+            process.resume()
+
+
+def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.swarm)
@@ -44,32 +90,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Iterator[Workplace]:
+def workplace(tmp_path):
     """The folder of this test; what `start` started in it ends with the test."""
     with Workplace(tmp_path) as place:
         yield place
 
 
 @pytest.fixture
-def trahiv(workplace: Workplace) -> Callable[..., Peer]:
+def trahiv(workplace):
     """`trahiv("init", ...)` runs the command in `tmp_path` to its end; see `Workplace.run`."""
     return workplace.run
 
 
 @pytest.fixture
-def start(workplace: Workplace) -> Callable[..., Peer]:
+def start(workplace):
     """`start("init", ...)` starts the command in `tmp_path` and gives a `Peer`; see `Workplace.start`."""
     return workplace.start
 
 
 @pytest.fixture
-def start_paced(workplace: Workplace) -> Callable[..., Peer]:
+def start_paced(workplace):
     """`start` of a peer that trains until it is stopped: it sleeps for a tenth of a second in each batch."""
     return partial(workplace.start, pace_s=0.1)
 
 
 @pytest.fixture
-def endless(tmp_path: Path) -> Callable[..., Path]:
+def endless(tmp_path):
     """`endless(training__save_steps=2)` writes a recipe without an end, which one can join without a file."""
     return partial(
         recipes.write_tiny,
@@ -82,9 +128,7 @@ def endless(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def pair(
-    request: pytest.FixtureRequest, start_paced: Callable[..., Peer], endless: Callable[..., Path]
-) -> tuple[Peer, Peer, tuple[Any, ...], tuple[Any, ...]]:
+def pair(request, start_paced, endless):
     """Two peers in the folders `first` and `second` that have taken a step together, and their commands.
 
     A parameter changes their recipe.

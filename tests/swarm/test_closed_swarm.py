@@ -7,39 +7,36 @@ calls of a member are answered, which shows that they arrive.
 import asyncio
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 
-from tests.kit.commands import LOOPBACK, Peer, Workplace
+from tests.kit.commands import LOOPBACK, Workplace
 from tests.kit.recipes import write_tiny
+from tests.swarm.conftest import LOCAL, above, id_of, told
 from trahiv_cli.errors import NotAdmitted
 from trahiv_cli.members.door import REFUSAL
 from trahiv_cli.members.identity import ensure_identity
 from trahiv_cli.members.invitation import read_invitation, read_owner
-from trahiv_cli.members.membership import KEY_BYTES, Membership, Owner, Role
+from trahiv_cli.members.membership import KEY_BYTES, Owner, Role
 from trahiv_cli.members.policy_book import Credentials
 from trahiv_cli.reach.hole_punching import ANSWER, LOOK, MEASURE, SEEK
-from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.node import Node
 
 pytestmark = pytest.mark.timeout(300)
 
-LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 CLIENT = LOCAL.model_copy(update={"client_mode": True})
-OWNER, OTHER = Owner(bytes(range(KEY_BYTES))), Owner(bytes(KEY_BYTES))
+OWNER = Owner(bytes(range(KEY_BYTES)))
 HOME = Credentials(OWNER.invite())
-ATTACK_S = 40.0
 
 
 def test_only_members_enter_closed_swarm(tmp_path):
     """Kicked members and closed invitations are tested below."""
     others = {
         "is closed": None,
-        "does not take this peer for a member": Credentials(OTHER.invite()),
+        "does not take this peer for a member": Credentials(Owner(bytes(KEY_BYTES)).invite()),
         "its invitation is over": Credentials(OWNER.invite(expires=1)),
     }
     with Node(LOCAL, tmp_path / "a.key", standing=HOME) as a:
@@ -63,14 +60,14 @@ def test_only_members_enter_closed_swarm(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+def place(tmp_path_factory):
     """The workplace of the two peers of `members`, with their folders `first` and `second`."""
     with Workplace(tmp_path_factory.mktemp("pair")) as place:
         yield place
 
 
 @pytest.fixture(scope="module")
-def members(place: Workplace) -> tuple[Peer, Peer]:
+def members(place):
     """Two peers that train together during all of the following tests."""
     recipe = write_tiny(place.folder, training__max_steps=10_000, swarm__mode="sync")
     first = place.start("init", recipe, "--output-dir", "first", pace_s=0.1)
@@ -83,12 +80,12 @@ def members(place: Workplace) -> tuple[Peer, Peer]:
     return first, second
 
 
-async def call(p2p: P2P, victim: PeerID, handler: str, certificate: bytes) -> None:
+async def call(p2p, victim, handler, certificate):
     """Call a handler with an empty message."""
     await p2p._client.call_unary_handler(victim, handler, certificate)
 
 
-async def stream(p2p: P2P, victim: PeerID, handler: str, certificate: bytes) -> None:
+async def stream(p2p, victim, handler, certificate):
     """Open a stream, send an empty message, and wait for what comes back."""
     _, reader, writer = await p2p._client.stream_open(victim, [handler])
     try:
@@ -102,7 +99,7 @@ async def stream(p2p: P2P, victim: PeerID, handler: str, certificate: bytes) -> 
         raise P2PHandlerError(content.decode(errors="replace"))
 
 
-def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
+def attack(victim, key, certificate):
     """Call every handler of a peer with plain hivemind: tested code does not test itself.
 
     Returns:
@@ -111,12 +108,13 @@ def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
     run = victim.wait_for("ready", 60)["run_id"]
     grads = f"{run}_grad_averager::ExactGradientAverager"
     state = f"{run}_state_averager::ExactStateAverager"
-    calls = {f"CorrectedProtocol.rpc_{name}": call for name in ("ping", "find", "store")}
-    calls |= {f"{grads}.rpc_vote": call, f"{state}.rpc_offer_state": call, f"{state}.rpc_send_state": stream}
-    calls |= {f"{grads}.rpc_join_group": stream, f"{grads}.rpc_aggregate_part": stream}
-    calls |= dict.fromkeys((LOOK, MEASURE, SEEK, ANSWER), stream)
+    unary = [f"CorrectedProtocol.rpc_{name}" for name in ("ping", "find", "store")]
+    unary += [f"{grads}.rpc_vote", f"{state}.rpc_offer_state"]
+    streams = [f"{grads}.rpc_join_group", f"{grads}.rpc_aggregate_part", f"{state}.rpc_send_state"]
+    streams += [LOOK, MEASURE, SEEK, ANSWER]
+    calls = dict.fromkeys(unary, call) | dict.fromkeys(streams, stream)
 
-    async def make() -> dict[str, str]:
+    async def make():
         options = {"dht_mode": "client", "no_listen": True, "auto_nat": False}
         p2p = await P2P.create(initial_peers=[victim.maddr], identity_path=str(key), **options)
         victim_id, outcomes = PeerID.from_base58(victim.maddr.rpartition("/p2p/")[2]), {}
@@ -124,7 +122,7 @@ def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
             for handler, make_call in calls.items():
                 name = handler.rpartition(".")[2]
                 try:
-                    async with asyncio.timeout(ATTACK_S):
+                    async with asyncio.timeout(40.0):
                         await make_call(p2p, victim_id, handler, certificate)
                     outcomes[name] = "answered"
                 except (P2PHandlerError, P2PDaemonError, TimeoutError, OSError, EOFError) as error:
@@ -136,7 +134,7 @@ def attack(victim: Peer, key: Path, certificate: bytes) -> dict[str, str]:
     return asyncio.run(make())
 
 
-def certified(by: Membership, key: Path) -> bytes:
+def certified(by, key):
     return by.certify(PeerID.from_base58(ensure_identity(key)).to_bytes())
 
 
@@ -144,27 +142,25 @@ def test_stranger_calls_are_refused_without_harm(members, place, tmp_path):
     """Members that lie are tested in `tests/simulation` and `tests/unit/swarm`."""
     first, _ = members
     owner, home = read_owner(place.folder / "first"), read_invitation([first.address]).membership
-    assert owner is not None and home is not None
     key = tmp_path / "member.key"
     of_member = attack(first, key, certified(owner.invite(), key))
     assert not any(REFUSAL in outcome for outcome in of_member.values())
     assert {of_member[name] for name in ("rpc_ping", "rpc_find", "rpc_join_group")} == {"answered"}
-    stolen = certified(home, place.folder / "second" / "identity.key")
+    stolen = certified(home, place.folder / "second/identity.key")
     closed_early = ("IncompleteReadError", "ConnectionResetError", "BrokenPipeError")
     strangers = {tmp_path / "without.key": b"", tmp_path / "thief.key": stolen}
-    ids = [ensure_identity(key) for key in strangers]
     for key, certificate in strangers.items():
         for name, outcome in attack(first, key, certificate).items():
             assert REFUSAL in outcome or outcome.startswith(closed_early), (name, outcome)
     reached = first.steps[-1]["step"]
     for peer in members:
-        peer.wait_for_group(step=lambda step: step >= reached + 5)
-        together = peer.events[peer.events.index(peer.wait_for_group()) :]
-        assert not [event for event in together if event["event"] in ("warning", "error")]
-        assert all(event["round"]["committed"] for event in together if event.get("round"))
-    log = (place.folder / "first" / "trahiv.log").read_text()
-    for stranger in ids:
-        assert 1 <= log.count(f"{stranger} was refused") <= 3, "once by each process of the peer"
+        peer.wait_for_group(step=above(reached + 4))
+        since = peer.events[peer.events.index(peer.wait_for_group()) :]
+        assert not told(since, "warning") + told(since, "error")
+        assert all(event["round"]["committed"] for event in since if event.get("round"))
+    log = (place.folder / "first/trahiv.log").read_text()
+    for key in strangers:  # once by each process of the peer
+        assert 1 <= log.count(f"{ensure_identity(key)} was refused") <= 3
 
 
 PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"}
@@ -173,11 +169,9 @@ PRIVATE = {"owner.key", "secret.key", "invitation", "identity.key", "invited-by"
 
 def test_secrets_stay_in_private_files(members, place):
     first, second = members
-    membership = read_invitation([first.address]).membership
-    assert membership is not None
-    owner = bytes.fromhex((place.folder / "first" / "owner.key").read_text())
+    owner = bytes.fromhex((place.folder / "first/owner.key").read_text())
     secrets = [b"trahiv1:"]
-    for secret in (owner, membership.secret):
+    for secret in (owner, read_invitation([first.address]).membership.secret):
         secrets += [secret, secret.hex().encode()]
     said = []
     for peer in members:
@@ -194,15 +188,22 @@ def test_secrets_stay_in_private_files(members, place):
             assert file.stat().st_mode & 0o077 == 0, file
         else:
             assert not any(secret in file.read_bytes() for secret in secrets), file
-    (done,) = [event for event in second.events if event["event"] == "done"]
+    [done] = told(second.events, "done")
     assert done["resume"].endswith("--peer @second/invited-by")
 
 
-def together(*peers: Peer, more: int = 3) -> None:
+def together(*peers):
     """Wait until all have taken a few more steps in one group."""
     before = max(peer.steps[-1]["step"] if peer.steps else 0 for peer in peers)
     for peer in peers:
-        peer.wait_for_group(len(peers), 120, step=lambda step: step >= before + more)
+        peer.wait_for_group(len(peers), 120, step=above(before + 2))
+
+
+def invitation(command):
+    """Return the one invitation of a command, which does not print it."""
+    assert "trahiv1:" not in command.out + command.err
+    [made] = told(command.events, "invitation")
+    return made
 
 
 @pytest.mark.timeout(400)
@@ -210,44 +211,49 @@ def test_kicked_member_and_closed_invitations_stay_out(pair, start_paced, trahiv
     first, second, _, join = pair
     kick_s = 30.0  # within this time a kicked peer is out everywhere
     joins = ("join", "--yes", *LOOPBACK, "--output-dir")
-    made = trahiv("invite", "--once", "--output-dir", "first", "--format", "json")
-    [once] = [event for event in made.events if event["event"] == "invitation"]
-    assert once["once"] is True and "trahiv1:" not in made.out + made.err
+    invite = ("invite", "--output-dir", "first", "--format", "json")
+    once = invitation(trahiv(*invite, "--once"))
+    assert once["once"] is True
     third = start_paced(*joins, "third", "--peer", f"@{once['path']}")
     together(first, second, third)
 
     old = Path(first.address[1:]).read_text(encoding="ascii").strip()
-    made = trahiv("invite", "--close", "all", "--expires", "1h", "--output-dir", "first", "--format", "json")
-    [fresh] = [event for event in made.events if event["event"] == "invitation"]
+    fresh = f"@{invitation(trahiv(*invite, '--close', 'all', '--expires', '1h'))['path']}"
     together(first, second, third)
     late = trahiv(*joins, "late", "--peer", old)
-    assert late.code == 5 and "closed" in late.err
+    assert late.code == 5
+    assert "closed" in late.err
     second.stop()
     second = start_paced(*joins, "second", "--peer", "@second/invited-by")
     together(first, second, third)
-    listed = trahiv("members", "--peer", f"@{fresh['path']}", "--format", "json").events
-    there = {event["peer_id"] for event in listed if event["event"] == "member" and event["is_there"]}
-    assert there == {peer.wait_for("ready", 60)["peer_id"] for peer in (first, second, third)}
-    seen = trahiv("status", "--peer", f"@{fresh['path']}", "--format", "json").events
-    [run] = [event for event in seen if event["event"] == "run"]
-    assert run["peers"] == 3 and 0 < run["step"] < run["max_steps"] and run["seconds_since_round"] < 30
-    assert {event["peer_id"] for event in seen if event["event"] == "peer"} == there
+    ids = set(map(id_of, (first, second, third)))
+    listed = trahiv("members", "--peer", fresh, "--format", "json").events
+    assert {event["peer_id"] for event in told(listed, "member", is_there=True)} == ids
+    seen = trahiv("status", "--peer", fresh, "--format", "json").events
+    [run] = told(seen, "run")
+    assert run["peers"] == 3
+    assert 0 < run["step"] < run["max_steps"]
+    assert run["seconds_since_round"] < 30
+    assert {event["peer_id"] for event in told(seen, "peer")} == ids
 
-    id_ = third.wait_for("ready", 60)["peer_id"]
+    id_ = id_of(third)
     kicked, at = trahiv("kick", id_[-6:], "--output-dir", "first"), time.monotonic()
-    assert kicked.code == 0 and id_ in kicked.out
+    assert kicked.code == 0
+    assert id_ in kicked.out
     assert third.exit_code(kick_s + 30) == 5
     assert time.monotonic() - at < kick_s
-    [error] = [event for event in third.events if event["event"] == "error"]
-    assert error["code"] == "not-admitted" and "taken this peer out" in error["message"]
+    [error] = third.errors
+    assert error["code"] == "not-admitted"
+    assert "taken this peer out" in error["message"]
     together(first, second)
     after = first.steps[-1]["step"]
     again, other = (trahiv(*joins, name, "--peer", "@third/invited-by") for name in ("third", "other"))
-    assert again.code == 5 and "taken this peer out" in again.err
-    assert other.code == 5 and "used before" in other.err, "under another name"
+    assert (again.code, other.code) == (5, 5)
+    assert "taken this peer out" in again.err
+    assert "used before" in other.err, "under another name"
     together(first, second)
     for peer in (first, second):
         assert all(id_ not in step["round"]["group"] for step in peer.steps if step["step"] > after)
     for peer in (first, second, third):
         assert all(step["round"]["committed"] for step in peer.steps if step["round"])
-    assert [event for event in first.events if event["event"] == "error"] == []
+    assert first.errors == []

@@ -11,21 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import LOOPBACK, Peer, Workplace, wait_until
+from tests.kit.commands import LOOPBACK, wait_until
 from tests.kit.documented import ROOT, Script, blocks, looks_like, shown_in
 from tests.kit.recipes import HUGE, write_tiny
 from tests.kit.stand_ins import CHATML_MARKED, write_llama
 
 pytestmark = pytest.mark.timeout(400)
 
-CODES = ROOT / "docs" / "exit-codes.md"
-FIRST = ROOT / "docs" / "first-recipe.md"
+FIRST = ROOT / "docs/first-recipe.md"
 AS_A_PERSON = ("--format", "human")
-NARROW = {"COLUMNS": "40"}  # too narrow for the live view: a person gets plain lines
 PACE_S = 0.15  # as a larger model would take for a batch, so that there is time to look at the run
 LEISURELY_S = 2.0  # for peers that only have to be there: they leave the cores to the commands
-LEARNS_FASTER = ("learning_rate: 2e-4", "learning_rate: 1e-2")
-
 
 LOCAL = "{host_maddrs: [/ip4/127.0.0.1/tcp/0], nat_port_map: false, auto_nat: false}"
 
@@ -34,10 +30,10 @@ LOCAL = "{host_maddrs: [/ip4/127.0.0.1/tcp/0], nat_port_map: false, auto_nat: fa
 def cached(workplace):
     """A small model in the hub's cache, under the name of the model that the page trains."""
     home = Path(workplace.environment()["HOME"])
-    model = home / ".cache" / "huggingface" / "hub" / "models--Qwen--Qwen3-0.6B-Base"
-    write_llama(model / "snapshots" / "1", chat_template=CHATML_MARKED)
+    model = home / ".cache/huggingface/hub/models--Qwen--Qwen3-0.6B-Base"
+    write_llama(model / "snapshots/1", chat_template=CHATML_MARKED)
     (model / "refs").mkdir()
-    (model / "refs" / "main").write_text("1")
+    (model / "refs/main").write_text("1")
     yield
     shutil.rmtree(model)
 
@@ -50,12 +46,20 @@ def homes(tmp_path):
     for home in (alice, bob):
         home.mkdir()
         (home / "chats.jsonl").write_text(chats)
-    assert LEARNS_FASTER[0] in recipe
-    recipe = recipe.replace(*LEARNS_FASTER)
-    section = "hivemind_config:\n"
-    (alice / "parrot.yaml").write_text(recipe.replace(section, f"{section}  dht: {LOCAL}\n"))
+    for shown, used in {
+        "learning_rate: 2e-4": "learning_rate: 1e-2",
+        "hivemind_config:\n": f"hivemind_config:\n  dht: {LOCAL}\n",
+    }.items():
+        assert shown in recipe
+        recipe = recipe.replace(shown, used)
+    (alice / "parrot.yaml").write_text(recipe)
     (alice / "talk.py").write_text(talk)
     return alice, bob
+
+
+def require_stops(page):
+    page.press_ctrl_c()
+    assert page.exit_code(10) == 0
 
 
 @pytest.mark.usefixtures("cached")
@@ -72,7 +76,8 @@ def test_first_recipe_page_works_as_shown(workplace, homes):
     finished("trahiv check parrot.yaml")
     finished("trahiv preview parrot.yaml -n 1")
     init, join = "trahiv init parrot.yaml", "trahiv join --peer trahiv1:... --files ."
-    first = workplace.start(*script.words(init), *AS_A_PERSON, cwd=alice, env=NARROW, pace_s=PACE_S)
+    narrow = {"COLUMNS": "40"}  # too narrow for the live view: a person gets plain lines
+    first = workplace.start(*script.words(init), *AS_A_PERSON, cwd=alice, env=narrow, pace_s=PACE_S)
     wait_until(lambda: "To join, type on another machine:" in first.out, 60)
     invitation = first.out.partition("trahiv join --peer ")[2].split()[0]
     words = script.words(join, **{"trahiv1:...": invitation})
@@ -81,32 +86,28 @@ def test_first_recipe_page_works_as_shown(workplace, homes):
     finished("trahiv status")
     page = workplace.start(*script.words("trahiv watch"), "--no-browser", *AS_A_PERSON, cwd=alice)
     wait_until(lambda: "http://127.0.0.1:" in page.out, 30)
-    page.press_ctrl_c()
-    assert page.exit_code(10) == 0
+    require_stops(page)
     assert (first.exit_code(120), second.exit_code(30)) == (0, 0), first.err + second.err
     assert looks_like(first.out, shown[init])
     assert looks_like(second.err + second.out, shown[join])
     one, two = (next(home.glob("runs/*/final/adapter_model.safetensors")) for home in homes)
     assert one.read_bytes() == two.read_bytes()
 
-    def answered(line):
-        script.words(line)
-        line = line.replace('"$(uv tool dir)/trahiv/bin/python"', sys.executable)
-        how = {"shell": True, "capture_output": True, "text": True, "check": True}
-        return subprocess.run(line, cwd=alice, env=workplace.environment(), **how)
-
     for line in ("ls runs/*/final", '"$(uv tool dir)/trahiv/bin/python" talk.py'):
-        assert looks_like(answered(line).stdout, shown[line])
+        script.words(line)
+        command = line.replace('"$(uv tool dir)/trahiv/bin/python"', sys.executable)
+        options = {"shell": True, "text": True, "cwd": alice, "env": workplace.environment()}
+        assert looks_like(subprocess.check_output(command, **options), shown[line])
     assert not script.left
 
 
 class Swarm:
     """Alice's swarm, which trains the quickstart, and the lines of the pages that are typed in it."""
 
-    def __init__(self, workplace: Workplace) -> None:
+    def __init__(self, workplace):
         self.place, self.here = workplace, workplace.folder
         self.script = Script("swarm")
-        self.shown = {one.line: one.output for one in shown_in(CODES)}
+        self.shown = {one.line: one.output for one in shown_in(ROOT / "docs/exit-codes.md")}
         words = self.script.words("trahiv init quickstart")
         self.alice = workplace.start(*words, "--set", f"hivemind_config.dht={LOCAL}", pace_s=LEISURELY_S)
         ready = self.alice.wait_for("ready", 90)
@@ -118,43 +119,38 @@ class Swarm:
             (home / "friends-invitation").write_text(self.invitation)
             (home / "friends-invitation").chmod(0o600)
 
-    def words(self, line: str, **replaced: str) -> list[str]:
+    def words(self, line, **replaced):
         """Take a line from the script, with the swarm's invitation filled in."""
         given = dict.fromkeys(("LINE", "trahiv1:..."), self.invitation)
         return self.script.words(line, **given, **replaced)
 
-    def run(self, line: str, *more: str, code: int = 0, shows: bool = False, **replaced: str) -> str:
+    def run(self, line, *more, code=0, shows=False, **replaced):
         """Run a line of the pages to its end, with this exit code and, if it `shows`, the page's output."""
         return self.require(self.place.run(*self.words(line, **replaced), *more), code, line if shows else "")
 
-    def require(self, peer: Peer, code: int, line: str = "") -> str:
+    def require(self, peer, code, line=""):
         """Require an exit code of a peer, and the output that a page shows below a line."""
         ended = peer.exit_code(60)
         said = peer.out + peer.err  # an error comes last
-        assert ended == code and "Traceback" not in said, said
+        assert ended == code, said
+        assert "Traceback" not in said, said
         assert not line or looks_like(said, self.shown[line]), said
         return said
 
-    def join(self, line: str, who: str, *more: str) -> Peer:
+    def join(self, line, who, *more):
         """Start a peer in its own folder by a line of the pages."""
         words = *self.words(line), *LOOPBACK, *more, "--format", "plain"
         return self.place.start(*words, cwd=self.homes[who], pace_s=LEISURELY_S)
 
-    def look(self, line: str, **replaced: str) -> None:
+    def look(self, line, **replaced):
         """Open a page until it has printed its address."""
         page = self.place.start(*self.words(line, **replaced), "--no-browser")
         page.wait_for("watching", 30)
-        page.press_ctrl_c()
-        assert page.exit_code(10) == 0
+        require_stops(page)
 
 
-@pytest.fixture
-def swarm(workplace):
-    """The swarm in which commands of the pages are typed."""
-    return Swarm(workplace)
-
-
-def test_documented_commands_work_as_shown(swarm):
+def test_documented_commands_work_as_shown(workplace):
+    swarm = Swarm(workplace)
     write_tiny(swarm.here, "recipe.yaml")
     write_tiny(swarm.here, "huge.yaml", model__config=HUGE)
     by_line, as_guest = "trahiv join --peer trahiv1:...", "trahiv join --peer @friends-invitation"

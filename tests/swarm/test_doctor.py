@@ -3,25 +3,23 @@
 import multiprocessing as mp
 import subprocess
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 import pytest
 
-from tests.kit.commands import Peer, Workplace
+from tests.kit.commands import Workplace
 from tests.kit.homes import Home, addresses_of
 from tests.kit.nat import UDP
 from tests.kit.upnp import be_gateway
 from tests.kit.wan import IS_POSSIBLE, NEEDS, Wan, home_address_of, routers_of
+from tests.swarm.conftest import told
 
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(not IS_POSSIBLE, reason=NEEDS),
 ]
 
-NOBODY = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 MEMBERS = 2  # the first hosts of each network
 DOCTORS = {
     "public": [],
@@ -40,7 +38,7 @@ class Place(NamedTuple):
     workplace: Workplace
     entrance: str
 
-    def examine(self, host: int, *more: object, hub: str = "http://127.0.0.1:9") -> Peer:
+    def examine(self, host, *more, hub="http://127.0.0.1:9"):
         """Run `trahiv doctor` on a host; there is nothing at the `hub`."""
         inside = "nsenter", f"--net={self.wan.namespace(MEMBERS + host)}", "env", f"HF_ENDPOINT={hub}"
         words = ("doctor", "--peer", self.entrance, "--format", "json", *more)
@@ -48,7 +46,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def place_of(folder, *kinds, **how) -> Iterator[Place]:
+def place_of(folder, *kinds, **how):
     """Two public members, and hosts behind routers of these kinds; `how` is for `Home`."""
     with Wan(MEMBERS + len(kinds), 20.0, 20.0, homes=routers_of([[], [], *kinds])) as wan:
         first = Home(wan, 0, folder, **how)
@@ -60,31 +58,40 @@ def place_of(folder, *kinds, **how) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Iterator[Place]:
+def place(tmp_path_factory):
     with place_of(tmp_path_factory.mktemp("doctors"), *DOCTORS.values()) as place:
         yield place
 
 
-def found(doctor: Peer) -> dict[str, str]:
+def found(doctor):
     """The doctor's findings by check name, and its last sentence as `verdict`."""
-    said = {event["name"]: event["found"] for event in doctor.events if event["event"] == "check"}
+    said = {event["name"]: event["found"] for event in told(doctor.events, "check")}
     return said | {"verdict": doctor.events[-1]["message"]}
 
 
 CANNOT_DIAL = "2 tried to dial this peer, and could not. No router answers here"
-FINE = {"hub": "127.0.0.1:9 does not answer", "clock": "as the swarm's", "speed": "Mbit/s back"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "words", "code"),
+    "kind, more, words, code",
     [
-        ("public", (), {"inbound": "Members can dial this peer at 5.5.5.3", **FINE}, 0),
-        ("public", ("--announce-maddr", "/ip4/9.9.9.9/tcp/9"), {"announced": "members see 5.5.5.3"}, 3),
-        ("one router", (), {"inbound": CANNOT_DIAL}, 0),
-        ("symmetric", (), {"router": "another port for each destination"}, 0),
-        ("no UDP", (), {"inbound": CANNOT_DIAL}, 0),
-        ("HTTPS alone", (), {"members": "so a firewall on the way lets nothing else out"}, 4),
-        ("no route", (), {"members": "has no route to any of them"}, 4),
+        (
+            "public",
+            "",
+            {
+                "inbound": "Members can dial this peer at 5.5.5.3",
+                "hub": "127.0.0.1:9 does not answer",
+                "clock": "as the swarm's",
+                "speed": "Mbit/s back",
+            },
+            0,
+        ),
+        ("public", "--announce-maddr /ip4/9.9.9.9/tcp/9", {"announced": "members see 5.5.5.3"}, 3),
+        ("one router", "", {"inbound": CANNOT_DIAL}, 0),
+        ("symmetric", "", {"router": "another port for each destination"}, 0),
+        ("no UDP", "", {"inbound": CANNOT_DIAL}, 0),
+        ("HTTPS alone", "", {"members": "so a firewall on the way lets nothing else out"}, 4),
+        ("no route", "", {"members": "has no route to any of them"}, 4),
     ],
 )
 def test_doctor_names_network_cause(place, kind, more, words, code):
@@ -92,7 +99,7 @@ def test_doctor_names_network_cause(place, kind, more, words, code):
     if kind == "no route":
         inside = "nsenter", f"--net={place.wan.namespace(MEMBERS + host)}"
         subprocess.run([*inside, "ip", "link", "set", "wan0", "down"], check=True)
-    doctor = place.examine(host, *more)
+    doctor = place.examine(host, *more.split())
     said = found(doctor)
     assert all(part in said[name] for name, part in words.items()), said
     assert doctor.code == code
@@ -104,14 +111,16 @@ def test_doctor_reports_clock_relay_and_dead_members(tmp_path):
         said = found(place.examine(0))
         assert "is 3600 s behind the swarm's" in said["clock"]
         assert "No member has room to relay" in said["relay"]
-        gone = place._replace(entrance=f"/ip4/5.5.5.1/tcp/9/p2p/{NOBODY}")
+        nobody = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
+        gone = place._replace(entrance=f"/ip4/5.5.5.1/tcp/9/p2p/{nobody}")
         doctor = gone.examine(0, hub="https://hub.example")
-        assert "0 of 1 addresses answer" in found(doctor)["members"] and doctor.code == 4
+        assert doctor.code == 4
+        assert "0 of 1 addresses answer" in found(doctor)["members"]
         assert "ask for a fresh `trahiv join` line" in doctor.out
         assert "hub.example could not be resolved" in found(doctor)["hub"]
 
 
-def agree(pipe: Connection) -> None:
+def agree(pipe):
     """Let a router confirm every request."""
     with suppress(EOFError):
         while pipe.recv():
@@ -119,7 +128,7 @@ def agree(pipe: Connection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outside", "words"),
+    "outside, words",
     [
         ("5.5.5.3", "from 5.5.5.3. But no member could connect through it."),
         ("100.64.2.9", "but is itself behind another one, which calls it 100.64.2.9."),

@@ -7,13 +7,11 @@ reference can be given exactly those that a peer used.
 
 import json
 import multiprocessing as mp
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -22,9 +20,8 @@ from transformers import (
     TrainingArguments,
     get_scheduler,
 )
-from transformers.trainer_callback import PrinterCallback
 
-from trahiv_cli.recipe.schema import DhtSection
+from tests.swarm.conftest import LOCAL, told
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.trainer import SwarmTrainer
@@ -32,46 +29,35 @@ from trahiv_cli.train.trainer import SwarmTrainer
 pytestmark = pytest.mark.timeout(240)
 
 BATCH, WINDOW, STEPS = 2, 4, 5
-SHORT, LONG, UNLIKE = (2, 6), (24, 40), (1, 40)
-"""Ranges of a text's length, in tokens; the first of each text is not trained."""
-
-DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 
 
-class Texts(Dataset):
-    """Random texts of random length, drawn by number: each peer has its own, and can draw them again."""
-
-    def __init__(self, lengths: tuple[int, int], numbers: Iterable[int], empty: Iterable[int] = ()) -> None:
-        self._lengths, self._numbers, self._empty = lengths, list(numbers), set(empty)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        number = self._numbers[index]
+def draw(numbers, shortest=1, longest=40, empty=()):
+    """Draw a random text for each number, always the same ones; the first token of each is not trained."""
+    texts = []
+    for number in numbers:
         generator = torch.Generator().manual_seed(number)
-        length = int(torch.randint(self._lengths[0], self._lengths[1] + 1, (), generator=generator))
+        length = int(torch.randint(shortest, longest + 1, (), generator=generator))
         tokens = torch.randint(3, 60, (length,), generator=generator).tolist()
-        labels = [-100] * length if number in self._empty else tokens
-        return {"number": number, "input_ids": tokens, "labels": labels}
+        labels = [-100] * length if number in empty else tokens
+        texts.append({"number": number, "input_ids": tokens, "labels": labels})
+    return texts
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    longest = max(len(sample["input_ids"]) for sample in samples)
-
-    def padded(key: str, filler: int) -> torch.Tensor:
-        return torch.tensor([sample[key] + [filler] * (longest - len(sample[key])) for sample in samples])
+def collate(samples):
+    def padded(key, filler):
+        rows = [torch.tensor(sample[key]) for sample in samples]
+        return pad_sequence(rows, batch_first=True, padding_value=filler)
 
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100)}
 
 
-def build_model() -> torch.nn.Module:
+def build_model():
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
 
 
-def arguments(folder: Path, optim: str = "sgd", **more: Any) -> TrainingArguments:
+def arguments(folder, optim="sgd", **more):
     return TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, optim=optim,
         learning_rate=0.5 if optim == "sgd" else 1e-2, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5,
@@ -81,32 +67,29 @@ def arguments(folder: Path, optim: str = "sgd", **more: Any) -> TrainingArgument
     )  # fmt: skip
 
 
-def weights(model: torch.nn.Module) -> torch.Tensor:
+def weights(model):
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
-def train_alone(
-    folder: Path, data: Texts, model: torch.nn.Module, target: int, optim: str = "sgd", **more: Any
-) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+def train_alone(folder, data, model, target, optim="sgd", **more):
     """Train a swarm of one peer; return its weights and its events."""
-    told: list[dict[str, Any]] = []
-    with Node(DHT, folder / "identity.key") as node:
+    events = []
+    with Node(LOCAL, folder / "identity.key") as node:
         trainer = SwarmTrainer(
             model=model,
             args=arguments(folder, optim, **more),
             train_dataset=data,
             data_collator=collate,
             node=node,
-            events=Events(told.append),
+            events=Events(events.append),
             hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target}},
         )
-        trainer.remove_callback(PrinterCallback)
         trainer.train()
     assert trainer.swarm_optimizer.local_epoch == STEPS
-    return weights(trainer.model), told
+    return weights(trainer.model), events
 
 
-@pytest.mark.parametrize(("optim", "window"), [("sgd", WINDOW), ("adamw_torch_fused", 1)])
+@pytest.mark.parametrize("optim, window", [("sgd", WINDOW), ("adamw_torch_fused", 1)])
 def test_one_peer_equals_plain_trainer(tmp_path, optim, window):
     """With windows of accumulation as in Trainer, and with a step once the target is reached.
 
@@ -114,19 +97,18 @@ def test_one_peer_equals_plain_trainer(tmp_path, optim, window):
     """
     torch.set_num_threads(1)
     third = range(2 * BATCH, 3 * BATCH)  # a batch without a trained token
-    data = Texts(UNLIKE, range((STEPS + 1) * WINDOW * BATCH), empty=third)
+    data = draw(range((STEPS + 1) * WINDOW * BATCH), empty=third)
     logs = {"logging_strategy": "steps", "logging_steps": 1}
     args = arguments(tmp_path, optim, gradient_accumulation_steps=WINDOW, **logs)
     plain = Trainer(model=build_model(), args=args, train_dataset=data, data_collator=collate)
-    plain.remove_callback(PrinterCallback)
     plain.train()
-    target, more = WINDOW * BATCH, {"gradient_accumulation_steps": window}
-    ours, told = train_alone(tmp_path / "swarm", data, build_model(), target, optim, **more)
+    target, folder = WINDOW * BATCH, tmp_path / "swarm"
+    ours, events = train_alone(folder, data, build_model(), target, optim, gradient_accumulation_steps=window)
     expected = weights(plain.model)
     assert (expected - weights(build_model())).abs().max() > 1e-3, "the comparison would prove nothing"
     assert (ours - expected).abs().max() <= 1e-6
     losses = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
-    steps = [event for event in told if event["event"] == "step"]
+    steps = told(events, "step")
     assert [event["loss"] for event in steps] == pytest.approx(losses, abs=1e-4)  # the log's digits
     assert [event["my_samples"] for event in steps] == [target] * STEPS
 
@@ -135,32 +117,32 @@ def test_partial_window_counts_its_samples(tmp_path):
     torch.set_num_threads(1)
     one_pass = (WINDOW + 2) * BATCH + 1  # a window, half a window, and less than a batch, which is left out
     whole, rest = WINDOW * BATCH, 2 * BATCH
-    data, more = Texts(UNLIKE, range(one_pass)), {"gradient_accumulation_steps": WINDOW}
-    _, told = train_alone(tmp_path, data, build_model(), whole, **more)
-    steps = [event for event in told if event["event"] == "step"]
-    assert [event["my_samples"] for event in steps] == [whole, *[rest + whole] * (STEPS - 1)]
-    assert [event["samples"] for event in steps] == [event["my_samples"] for event in steps]
+    data = draw(range(one_pass))
+    _, events = train_alone(tmp_path, data, build_model(), whole, gradient_accumulation_steps=WINDOW)
+    counts = [whole, *[rest + whole] * (STEPS - 1)]
+    for name in ("my_samples", "samples"):
+        assert [step[name] for step in told(events, "step")] == counts
 
 
 def test_splitting_after_out_of_memory_is_exact(tmp_path):
     """A forward pass that runs out of memory is in `tests/unit/train/test_batches.py`."""
     torch.set_num_threads(1)
-    data, target = Texts(UNLIKE, range((STEPS + 1) * 3 * BATCH)), 3 * BATCH
+    data, target = draw(range((STEPS + 1) * 3 * BATCH)), 3 * BATCH
     expected, _ = train_alone(tmp_path / "enough", data, build_model(), target)
     model, rows = build_model(), [0]
 
-    def run_out(*_: object) -> None:
+    def run_out(*_):
         if rows[0] > 1:
             raise torch.OutOfMemoryError("out of memory")
 
-    def look(_: object, args: tuple[object, ...], inputs: dict[str, torch.Tensor]) -> None:
+    def look(_, args, inputs):
         rows[0] = len(inputs["input_ids"])
 
     model.register_forward_pre_hook(look, with_kwargs=True)
     # The last layer's gradients are in the accumulators then.
     model.model.layers[0].self_attn.q_proj.weight.register_hook(run_out)
-    ours, told = train_alone(tmp_path / "short", data, model, target)
-    assert [event["code"] for event in told if event["event"] == "warning"] == ["memory"]
+    ours, events = train_alone(tmp_path / "short", data, model, target)
+    assert [event["code"] for event in told(events, "warning")] == ["memory"]
     assert (ours - expected).abs().max() <= 1e-7
 
 
@@ -168,38 +150,40 @@ PEER = 10_000
 """A peer's texts are numbered from this times the peer's number on."""
 
 
-def texts_of(number: int) -> Texts:
-    return Texts((SHORT, LONG)[number], range(PEER * number, PEER * number + 4000))
+def texts_of(number):
+    """Draw the short texts of peer 0, or the long ones of peer 1."""
+    lengths = (24, 40) if number else (2, 6)
+    return draw(range(PEER * number, PEER * number + 4000), *lengths)
 
 
 class WaitingForBoth(TrainerCallback):
     """Begins to train once both peers are in the swarm."""
 
-    def __init__(self, both_in: mp.Barrier) -> None:
+    def __init__(self, both_in):
         self._both_in = both_in
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._both_in.wait(timeout=120)
+    def on_train_begin(self, *_, **__):
+        self._both_in.wait(120)
 
 
-def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> None:
+def _peer(number, folder, address, both_in):
     """Train with the other peer, and write which texts went into which step."""
     torch.set_num_threads(1)
     initial = () if number == 0 else (address.get(timeout=60),)
-    read: list[list[int]] = []
-    steps: list[list[list[int]]] = []
+    read = []
+    steps = []
 
-    def note(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def note(samples):
         read.append([sample["number"] for sample in samples])
         return collate(samples)
 
-    def hear(event: dict[str, Any]) -> None:
+    def hear(event):
         if event["event"] == "step":
             used = event["my_samples"] // BATCH
             steps.append(read[:used])  # one batch is read ahead: it belongs to the next step
             del read[:used]
 
-    with Node(DHT, folder / f"{number}.key", initial) as node:
+    with Node(LOCAL, folder / f"{number}.key", initial) as node:
         if number == 0:
             address.put(node.own_addresses()[0])
         opt = {"run_id": "exact", "target_batch_size": 8 * BATCH, "matchmaking_time": 2}
@@ -213,7 +197,6 @@ def _peer(number: int, folder: Path, address: mp.Queue, both_in: mp.Barrier) -> 
             hivemind_config={"opt": opt},
             swarm={"mode": "sync", "divide_data": False},  # each has texts of its own
         )
-        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(WaitingForBoth(both_in))
         trainer.train()
         torch.save(weights(trainer.model), folder / f"{number}.pt")
@@ -233,7 +216,8 @@ def test_two_peers_equal_one_process(tmp_path):
         peer.join()
     assert [peer.exitcode for peer in peers] == [0, 0]
     short, long = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (0, 1))
-    assert len(short) == len(long) == STEPS and all(short) and all(long), "both took part in each step"
+    assert len(short) == len(long) == STEPS
+    assert all(short + long), "both took part in each step"
     one, two = (torch.load(tmp_path / f"{number}.pt") for number in (0, 1))
     assert torch.equal(one, two), "replicas are bit-equal"
     torch.set_num_threads(1)
@@ -242,9 +226,7 @@ def test_two_peers_equal_one_process(tmp_path):
     assert (one - by_tokens).abs().max() <= 1e-5
 
 
-def train_reference(
-    short: list[list[list[int]]], long: list[list[list[int]]], by_tokens: bool
-) -> torch.Tensor:
+def train_reference(short, long, by_tokens):
     """One process over both peers' batches, each step one window of transformers' own accumulation.
 
     `short` and `long` are, by step, each peer's batches as numbers of texts. Unless `by_tokens`, each batch's

@@ -3,43 +3,42 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.kit.commands import children_of, left_by
+from tests.kit.commands import children_of, left_by, wait_until
+from tests.swarm.conftest import suspended, told
 
 LEAVES_WITHIN_S = 15.0
-CHILDREN_DIE_WITHIN_S = 5.0
 
 
 def test_signal_leaves_checkpoint_and_no_children(start_paced, endless):
     command = ("init", endless(), "--output-dir", "run")
     peer = start_paced(*command)
-    peer.wait_for("step", timeout=60, step=2)
+    peer.wait_for("step", 60, step=2)
     peer.press_ctrl_c()
-    assert peer.exit_code(timeout=LEAVES_WITHIN_S) == 130
+    assert peer.exit_code(LEAVES_WITHIN_S) == 130
     assert "Traceback" not in peer.err
-    done = peer.wait_for("done", timeout=1)
-    assert done["reason"] == "signal" and done["step"] >= 2
-    assert Path(peer.cwd, done["path"]).name == f"step-{done['step']}"
+    done = peer.wait_for("done", 1)
+    assert done["reason"] == "signal"
+    assert done["step"] >= 2
+    assert Path(done["path"]).name == f"step-{done['step']}"
     assert done["resume"].startswith("trahiv init ")
     assert left_by(peer.pid) == []
 
     early = start_paced(*command[:-1], "early")
-    early.wait_for("ready", timeout=60)
+    early.wait_for("ready", 60)
     early.send_signal(signal.SIGINT)  # while the libraries load
-    assert early.exit_code(timeout=LEAVES_WITHIN_S) == 130
-    assert early.wait_for("done", timeout=1)["path"] is None
+    assert early.exit_code(LEAVES_WITHIN_S) == 130
+    assert early.wait_for("done", 1)["path"] is None
     assert left_by(early.pid) == []
     assert "Traceback" not in early.err
 
     again = start_paced(*command)
-    joined = again.wait_for("joined", timeout=60)
+    joined = again.wait_for("joined", 60)
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
-    again.wait_for("step", timeout=30, step=done["step"] + 1)
+    again.wait_for("step", 30, step=done["step"] + 1)
     assert len(children_of(again.pid)) >= 2, "the DHT's process and p2pd"
     again.kill()
     assert_children_die(again.pid)
@@ -47,27 +46,21 @@ def test_signal_leaves_checkpoint_and_no_children(start_paced, endless):
 
 def test_signal_ends_wait_for_hung_peer(pair):
     first, second, *_ = pair
-    hung = [psutil.Process(second.pid), *psutil.Process(second.pid).children(recursive=True)]
-    for process in hung:
-        process.suspend()
-    try:
-        first.wait_for("waiting", timeout=60, what=lambda what: "round" in what or "average" in what)
+    with suspended(second):
+        first.wait_for("waiting", 60, what=lambda what: "round" in what or "average" in what)
         first.send_signal(signal.SIGINT)
-        assert first.exit_code(timeout=LEAVES_WITHIN_S) == 130
-        assert first.wait_for("done", timeout=1)["path"]
-    finally:
-        for process in hung:
-            process.resume()
+        assert first.exit_code(LEAVES_WITHIN_S) == 130
+        assert first.wait_for("done", 1)["path"]
 
 
 def test_second_signal_leaves_at_once(start_paced, endless):
     recipe = endless()
     peer = start_paced("init", recipe, "--output-dir", "run")
-    peer.wait_for("step", timeout=60, step=1)
+    peer.wait_for("step", 60, step=1)
     peer.send_signal(signal.SIGINT)
     peer.send_signal(signal.SIGTERM)  # two equal ones would count once before the first is handled
-    assert peer.exit_code(timeout=5) in (130, 143), "which is heard first is the system's choice"
-    assert all(said["event"] != "done" for said in peer.events)
+    assert peer.exit_code(5) in (130, 143), "which is heard first is the system's choice"
+    assert not told(peer.events, "done")
     assert f"to go on: trahiv init {recipe}" in peer.err
     assert_children_die(peer.pid)
 
@@ -85,19 +78,17 @@ print(json.dumps({"v": 1, "event": "started", "name": manager.name(), "blocked":
 """
 
 
-@pytest.mark.parametrize(("how", "is_blocked"), [("corrected", True), ("by torch", False)])
+@pytest.mark.parametrize("how, is_blocked", [("corrected", True), ("by torch", False)])
 def test_only_corrected_memory_manager_blocks_sigint(workplace, how, is_blocked):
     """Once torch blocks SIGINT by itself, `start_memory_manager` can be removed."""
-    started = workplace.start_script(MANAGER, how).wait_for("started", timeout=60)
-    assert started["name"].startswith("torch_shm") and started["blocked"] == is_blocked
+    started = workplace.start_script(MANAGER, how).wait_for("started", 60)
+    assert started["name"].startswith("torch_shm")
+    assert started["blocked"] == is_blocked
 
 
-def assert_children_die(pid: int) -> None:
+def assert_children_die(pid):
     """Children of a process that could not clean up end with it; its sockets go at the next start."""
-    deadline = time.monotonic() + CHILDREN_DIE_WITHIN_S
-    while (children := children_of(pid)) and time.monotonic() < deadline:
-        psutil.wait_procs(children, timeout=0.1)
-    assert [process.cmdline() for process in children] == []
+    wait_until(lambda: not children_of(pid), 5)
 
 
 FORK = """

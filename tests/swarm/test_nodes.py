@@ -10,19 +10,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
 from multiprocessing.sharedctypes import RawValue
-from pathlib import Path
 
 import psutil
 import pytest
-from hivemind.p2p import P2PContext
 from hivemind.proto.runtime_pb2 import Tensor
 from hivemind.utils import MPFuture
 from hivemind.utils.asyncio import as_aiter
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.kit.commands import wait_until
+from tests.swarm.conftest import LOCAL
 from trahiv_cli import clock
 from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.members.door import Door
@@ -36,42 +34,50 @@ from trahiv_cli.swarm.service import Service, ServiceHandle
 
 pytestmark = pytest.mark.timeout(60)
 
-LOCAL = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
+
+@pytest.fixture
+def node(tmp_path):
+    """`node("first", *peers)` starts a node with a file of acquaintances, which outlives it."""
+
+    def start(name, *peers, settings=LOCAL):
+        met = Acquaintances(tmp_path / f"{name}.json")
+        return Node(settings, tmp_path / f"{name}.key", peers, met=met)
+
+    return start
 
 
 @pytest.mark.parametrize(
     "listen", ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic-v1"], ids=["tcp", "quic"]
 )
-def test_node_reads_published_record(tmp_path, listen):
-    settings = DhtSection(host_maddrs=[listen], nat_port_map=False, auto_nat=False)
-    with Node(settings, tmp_path / "first.key") as first:
+def test_node_reads_published_record(node, listen):
+    settings = LOCAL.model_copy(update={"host_maddrs": [listen]})
+    with node("first", settings=settings) as first:
         assert first.publish("key", b"value", ttl_s=60)
-        with Node(settings, tmp_path / "second.key", tuple(first.own_addresses())) as second:
+        with node("second", *first.own_addresses(), settings=settings) as second:
             assert second.fetch("key") == {first.peer_id: b"value"}
             assert second.fetch("another") == {}
 
 
-def test_node_listens_on_all_given_addresses(tmp_path):
+def test_node_listens_on_all_given_addresses(node):
     named = ["/ip4/127.0.0.1/tcp/0", "/ip4/127.0.0.1/udp/0/quic", "/ip4/127.0.0.1/tcp/0/ws"]
-    with Node(DhtSection(host_maddrs=named), tmp_path / "first.key") as first:
-        shapes = {
-            re.sub("/(tcp|udp)/[0-9]+", r"/\1/0", maddr.partition("/p2p/")[0])
-            for maddr in first.own_addresses()
-        }
-        assert shapes == {named[0], named[1] + "-v1", named[2]}
+    with node("first", settings=DhtSection(host_maddrs=named)) as first:
+        listens = " ".join(maddr.partition("/p2p/")[0] for maddr in first.own_addresses())
+        shapes = re.sub("/(tcp|udp)/[0-9]+", r"/\1/0", listens).split()
+        assert set(shapes) == {named[0], named[1] + "-v1", named[2]}
         assert [note.split()[0] for note in first.notes()] == [named[1]]
 
 
-def test_router_address_is_announced(tmp_path):
+def test_router_address_is_announced(node):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     outside = f"/ip4/203.0.113.7/tcp/{port}"
-    with Node(DhtSection(host_maddrs=[outside]), tmp_path / "first.key") as first:
-        assert first.publish("key", b"value", ttl_s=60) and len(first.notes()) == 1
+    with node("first", settings=DhtSection(host_maddrs=[outside])) as first:
+        assert first.publish("key", b"value", ttl_s=60)
+        assert len(first.notes()) == 1
         assert first.own_addresses() == [f"{outside}/p2p/{first.peer_id}"]
         inside = f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer_id}"
-        with Node(LOCAL, tmp_path / "second.key", (inside,)) as second:
+        with node("second", inside) as second:
             assert second.fetch("key") == {first.peer_id: b"value"}
 
 
@@ -81,16 +87,17 @@ async def drop_all(_, node):
         del node.protocol.routing_table[peer]
 
 
-def test_dropped_connected_peers_find_each_other(tmp_path):
+def test_dropped_connected_peers_find_each_other(node):
     """As after one stalled for a while: neither asks the other any more, and connections outlast that."""
-    with Node(LOCAL, tmp_path / "first.key") as first:
-        with Node(LOCAL, tmp_path / "second.key", tuple(first.own_addresses())) as second:
+    with node("first") as first:
+        with node("second", *first.own_addresses()) as second:
             both = first, second
             wait_until(lambda: all(one.run(known_peers) for one in both))
             for one in both:
                 one.run(drop_all)
             wait_until(lambda: all(one.run(known_peers) for one in both))
-            assert first.publish("key", b"value", ttl_s=60) and second.fetch("key")
+            assert first.publish("key", b"value", ttl_s=60)
+            assert second.fetch("key")
 
 
 def test_bursty_connection_loses_no_reply():
@@ -102,7 +109,7 @@ def test_bursty_connection_loses_no_reply():
 async def ask_in_bursts(rounds, at_once):
     """Return the replies to many calls whose bytes are held back for a while in both directions."""
 
-    async def serve(requests: Tensor, context: P2PContext) -> AsyncIterator[Tensor]:
+    async def serve(requests, context):
         sizes = [len(request.buffer) async for request in requests]
         yield Tensor(size=sizes)
 
@@ -135,99 +142,95 @@ async def ask_in_bursts(rounds, at_once):
     return replies
 
 
-def test_closing_node_releases_mpfuture_lock(tmp_path, monkeypatch):
+def test_closing_node_releases_mpfuture_lock(node, monkeypatch):
     """A process preempted while it reports its end is waited for; another node can start after that."""
 
-    def send_slowly(future: MPFuture, *update: object) -> None:
+    def send_slowly(future, *update):
         with MPFuture._update_lock:
             future._sender_pipe.send((future._uid, *update))
             if threading.current_thread() is not threading.main_thread():
                 time.sleep(0.5)
 
     monkeypatch.setattr(MPFuture, "_send_update", send_slowly)
-    with Node(LOCAL, tmp_path / "identity.key") as node:
-        ServiceHandle(node.dht, Service("a", is_client=False)).shutdown(timeout_s=5)
+    with node("closing") as closing:
+        ServiceHandle(closing.dht, Service("a", is_client=False)).shutdown(timeout_s=5)
     assert MPFuture._update_lock.acquire(timeout=5), "the lock went with the process"
     MPFuture._update_lock.release()
 
 
-def node(folder: Path, name: str, *initial_peers: str) -> Node:
-    """A node with a file of acquaintances, which outlives it."""
-    met = Acquaintances(folder / f"{name}.json")
-    return Node(LOCAL, folder / f"{name}.key", initial_peers, met=met)
-
-
-def sees(one: Node, other: Node) -> bool:
+def sees(one, other):
     return other.peer_id in one.run(known_peers)
 
 
-def test_node_moves_from_taken_port(tmp_path):
+def test_node_moves_from_taken_port(node, tmp_path):
     """That it listens there again if the port is free is in `test_restarts.py`."""
-    with node(tmp_path, "first") as first:
+    with node("first") as first:
         before = first.own_addresses()
         wait_until((tmp_path / "first.json").exists)
     with socket.create_server(("127.0.0.1", int(Multiaddr(before[0])["tcp"]))):
-        with node(tmp_path, "first") as first:
+        with node("first") as first:
             assert first.own_addresses() != before
 
 
-def test_restarted_peers_find_each_other(tmp_path):
-    with node(tmp_path, "first") as first, node(tmp_path, "second", *first.own_addresses()) as second:
+def test_restarted_peers_find_each_other(node, tmp_path):
+    with node("first") as first, node("second", *first.own_addresses()) as second:
         wait_until(lambda: second.peer_id in Acquaintances(tmp_path / "first.json").addresses)
-    with node(tmp_path, "first") as first:  # the second is not there
+    with node("first") as first:  # the second is not there
         assert first.run(known_peers) == []
         book = json.loads((tmp_path / "second.json").read_text())
         (tmp_path / "second.json").write_text(json.dumps(book | {"peers": {}}))
-        with node(tmp_path, "second") as second:  # and does not know the first
+        with node("second") as second:  # and does not know the first
             wait_until(lambda: sees(first, second) and sees(second, first))
 
 
-def test_wrong_peer_and_duplicate_identity_are_refused(tmp_path):
+def test_wrong_peer_and_duplicate_identity_are_refused(node, tmp_path):
     nobody = "QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
-    with node(tmp_path, "first") as first:
+    with node("first") as first:
         address = first.own_addresses()[0].replace(first.peer_id, nobody)
         with pytest.raises(Unreachable, match=f"{nobody}: something else listens there") as no:
-            node(tmp_path, "second", address)
-        assert "fresh `trahiv join`" in no.value.hint and no.value.exit_code == 4
+            node("second", address)
+        assert "fresh `trahiv join`" in no.value.hint
+        assert no.value.exit_code == 4
         key = (tmp_path / "first.key").read_bytes()
         with pytest.raises(SetupError, match="this identity is already in the swarm") as there:
             Node(LOCAL, tmp_path / "first.key", tuple(first.own_addresses()))
-    assert "--identity FILE" in there.value.hint and there.value.exit_code == 3
+    assert "--identity FILE" in there.value.hint
+    assert there.value.exit_code == 3
     assert (tmp_path / "first.key").read_bytes() == key
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["its DHT", "its p2pd"])
-def test_stalled_member_still_admits_joiner(tmp_path, which):
-    with node(tmp_path, "first") as first:
+def test_stalled_member_still_admits_joiner(node, which):
+    with node("first") as first:
         line, process = first.own_addresses(), psutil.Process(first.pids()[which])
         process.suspend()
         timer = threading.Timer(7.0, process.resume)
         timer.start()
         try:
-            with node(tmp_path, "second", *line) as second:
+            with node("second", *line) as second:
                 assert second.publish("key", b"value", ttl_s=100)
         finally:
             timer.join()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_dht_failure_at_start_is_reported(tmp_path, monkeypatch, how):
+def test_dht_failure_at_start_is_reported(node, monkeypatch, how):
     monkeypatch.setattr(processes, "START_S", 2.0)
     monkeypatch.setattr(dht, "become_child", lambda parent: os.kill(os.getpid(), how))
     with pytest.raises(SwarmError, match="while it started"):
-        node(tmp_path, "first")
+        node("first")
     assert not mp.active_children()
 
 
 @pytest.mark.parametrize("ahead_s", [-5000.0, 5000.0], ids=["slow", "fast"])
-def test_wrong_clock_adopts_swarm_time(tmp_path, monkeypatch, ahead_s):
+def test_wrong_clock_adopts_swarm_time(node, monkeypatch, ahead_s):
     """Peers that report a wrong time are tested in `tests/simulation` and `tests/unit/swarm`."""
-    with node(tmp_path, "first") as first:
+    with node("first") as first:
         assert first.publish("key", b"value", ttl_s=100)
         line = first.own_addresses()
         # This process, and those that are forked from now on, are a machine with another clock.
         monkeypatch.setattr(clock, "_ahead", RawValue(ctypes.c_double, ahead_s))
-        with node(tmp_path, "other", *line) as other:
+        with node("other", *line) as other:
             assert abs(clock._ahead.value) < 10.0, "nearly, on a busy machine"
             assert other.publish("key", b"another", ttl_s=100)
             for one in (first, other):

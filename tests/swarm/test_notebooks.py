@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import json
 import re
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
 
 import nbformat
 import psutil
@@ -20,8 +17,10 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from tests.kit.commands import LOOPBACK, ROOT, VANISH_S, Workplace
+from tests.kit.commands import LOOPBACK, ROOT, VANISH_S
+from tests.kit.verdicts import group_of
 from tests.kit.warm import MARK
+from tests.swarm.conftest import told
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +32,6 @@ STOP_S = 30.0
 KEEPER = {"torch_shm_manager"}
 """Torch's manager of shared memory, which a process has until it ends."""
 
-ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # IPython paints tracebacks
 INVITATION = re.compile(r"initial_peers = \['(trahiv1:[^']+)'\]")
 RHYME = """Row, row, row your boat
 Gently down the stream,
@@ -41,8 +39,6 @@ Merrily, merrily, merrily, merrily,
 Life is but a dream.
 
 """
-LEARNT = 0.1
-"""The loss at which a model knows the rhyme by heart."""
 
 LOGGED = re.compile(r"'loss': '([^']+)'.*'swarm/step': (\d+), 'swarm/peers': (\d+)")
 
@@ -58,7 +54,7 @@ def unchanged_handler():
 class Session:
     """A notebook in a kernel of its own. Use as a context manager: processes that it started end with it."""
 
-    def __init__(self, name: str, workplace: Workplace, **settings: Any) -> None:
+    def __init__(self, name, workplace, **settings):
         book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
         self._cells = {cell.id: cell for cell in book.cells}
         [self._settings] = (cell for cell in book.cells if "parameters" in cell.metadata.get("tags", ()))
@@ -67,67 +63,71 @@ class Session:
         self._client = NotebookClient(book, timeout=CELL_S, skip_cells_with_tag="install")
         self._environment, self._folder = workplace.environment(), workplace.folder
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self):
         self._kernel = self._client.async_setup_kernel(env=self._environment, cwd=str(self._folder))
         await self._kernel.__aenter__()
         self._pid = self._client.km.provisioner.pid
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *_):
         try:
             await self._kernel.__aexit__(None, None, None)
         finally:
             for process in self.processes():
                 process.kill()
 
-    def set(self, **settings: Any) -> None:
+    def set(self, **settings):
         """Type other values into the cell of settings, which is not run."""
-        self._settings.source = with_settings(self._settings.source, settings)
+        lines = self._settings.source.splitlines()
+        for name, value in settings.items():
+            [at] = (number for number, line in enumerate(lines) if line.startswith(f"{name} = "))
+            lines[at] = f"{name} = {value!r}"
+        self._settings.source = "\n".join(lines)
 
-    async def run(self, *cells: str) -> None:
+    async def run(self, *cells):
         """Run cells to their ends; CellExecutionError for an exception in one."""
         for cell in cells:
             await self._client.async_execute_cell(self._cells[cell], self._indexes[cell])
 
-    def begin(self, cell: str) -> None:
+    def begin(self, cell):
         """Run a cell in the background."""
         self._cells[cell].outputs, self._begun = [], cell
         self._task = asyncio.create_task(self.run(cell))
 
-    async def until(self, condition: Callable[[], Any]) -> Any:
+    async def until(self, condition):
         """Return a condition's value once it is true, while the cell that was begun runs."""
         deadline = time.monotonic() + CELL_S
         while not (found := condition()):
-            is_late, shown = time.monotonic() >= deadline, self.shown(self._begun)
-            assert not is_late and not self._task.done(), f"the cell showed: {shown}"
+            has_failed = time.monotonic() >= deadline or self._task.done()
+            assert not has_failed, f"the cell showed: {self.shown(self._begun)}"
             await asyncio.sleep(0.05)
         return found
 
-    def shown(self, cell: str) -> str:
+    def shown(self, cell):
         """The output that a reader sees under a cell."""
         outputs = self._cells[cell].outputs
         texts = [output.get("text") or "\n".join(output.get("traceback", ())) for output in outputs]
-        return ESCAPE.sub("", "".join(texts))
+        return re.sub(r"\x1b\[[0-9;]*m", "", "".join(texts))  # IPython paints tracebacks
 
-    async def interrupt(self) -> None:
+    async def interrupt(self):
         """Press the button that stops a cell, and wait for the end of the one that was begun."""
         await self._client.km.interrupt_kernel()
         await asyncio.wait_for(self._task, STOP_S)
 
-    async def kill(self) -> None:
+    async def kill(self):
         """End the kernel at once, as a restart of the session does while a cell runs."""
         await self._client.km.shutdown_kernel(now=True)
         with pytest.raises(DeadKernelError):
             await self._task
 
-    async def left(self, seconds: float = VANISH_S) -> set[str]:
+    async def left(self, seconds=VANISH_S):
         """The names of processes that the kernel has started and that do not end within some seconds."""
         deadline = time.monotonic() + seconds
         while (processes := self.processes()) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         return {process.name() for process in processes}
 
-    def processes(self) -> list[psutil.Process]:
+    def processes(self):
         """All processes that descend from the kernel, without the kernel itself."""
         found = []
         for process in psutil.process_iter():
@@ -139,35 +139,23 @@ class Session:
         return found
 
 
-def with_settings(source: str, settings: dict[str, Any]) -> str:
-    """Give the assignments at the top of a cell other values, as papermill does by a cell below it."""
-    lines, left = source.splitlines(), dict(settings)
-    for node in reversed(ast.parse(source).body):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name in left:
-                lines[node.lineno - 1 : node.end_lineno] = [f"{name} = {left.pop(name)!r}"]
-    assert not left, f"no settings of the notebook: {left}"
-    return "\n".join(lines)
-
-
-def events_of(run: Path) -> list[dict[str, Any]]:
+def events_of(run):
     file = run / "events.jsonl"
     whole, _, _ = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def newest_checkpoint(run: Path) -> int:
+def newest_checkpoint(run):
     return max(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
 
 
-def steps_together(run: Path) -> int:
+def steps_together(run):
     """Count the steps of a run that were taken in a group of two."""
-    steps = (event for event in events_of(run) if event["event"] == "step")
-    return sum(bool(step["round"]) and len(step["round"]["group"]) == 2 for step in steps)
+    steps = told(events_of(run), "step")
+    return sum(len(group_of(step)) == 2 for step in steps)
 
 
-def trained_by_two(session: Session) -> list[tuple[float, int]]:
+def trained_by_two(session):
     """Losses and steps that the Trainer has logged for steps of two peers."""
     logged = LOGGED.findall(session.shown("train"))
     return [(float(loss), int(step)) for loss, step, peers in logged if peers == "2"]
@@ -177,9 +165,10 @@ def trained_by_two(session: Session) -> list[tuple[float, int]]:
 def test_notebook_is_clean_and_installs_trahiv(name):
     book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     nbformat.validate(book)
-    assert set(book.metadata) == {"kernelspec"} and book.metadata.kernelspec.name == "python3"
+    assert set(book.metadata) == {"kernelspec"}
+    assert book.metadata.kernelspec.name == "python3"
     code = [cell for cell in book.cells if cell.cell_type == "code"]
-    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+    assert all((cell.outputs, cell.execution_count) == ([], None) for cell in code)
     [install] = (cell.source for cell in code if "install" in cell.metadata.get("tags", ()))
     assert install == "%pip install -q trahiv"
 
@@ -194,7 +183,7 @@ def test_interrupted_join_cell_resumes(start_paced, endless, workplace):
         "options": list(LOOPBACK),
     }
 
-    async def story() -> None:
+    async def story():
         async with Session("join", workplace, **settings) as session:
             await session.run("install", "settings")
             session.begin("join")
@@ -209,8 +198,9 @@ def test_interrupted_join_cell_resumes(start_paced, endless, workplace):
             await session.until(lambda: steps_together(folder) >= before + 2)
             await session.until(lambda: "round of 2" in session.shown("join"))
             shown = session.shown("join")
-            assert len(shown.splitlines()) <= 35 and "trahiv1:" not in shown
-            _, again = (event for event in events_of(folder) if event["event"] == "joined")
+            assert len(shown.splitlines()) <= 35
+            assert "trahiv1:" not in shown
+            _, again = told(events_of(folder), "joined")
             assert again["step"] >= stopped
 
             assert session.processes()
@@ -222,7 +212,7 @@ def test_interrupted_join_cell_resumes(start_paced, endless, workplace):
 
 
 def test_interrupted_trainer_notebook_resumes(workplace):
-    async def story() -> None:
+    async def story():
         endless = {"max_steps": 100_000}
         first = Session("drop_in", workplace, output_dir="first", **endless)
         second = Session("drop_in", workplace, output_dir="second", **endless)
@@ -246,8 +236,8 @@ def test_interrupted_trainer_notebook_resumes(workplace):
             first.begin("train")
             again = await first.until(lambda: trained_by_two(first))
             assert again[0][1] > stopped
-            for session in (first, second):
-                await session.until(lambda one=session: trained_by_two(one)[-1][0] < LEARNT)
+            for session in (first, second):  # until a model knows the rhyme by heart
+                await session.until(lambda one=session: trained_by_two(one)[-1][0] < 0.1)
             for session in (first, second):
                 with pytest.raises(CellExecutionError, match="KeyboardInterrupt"):
                     await session.interrupt()

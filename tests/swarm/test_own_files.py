@@ -5,13 +5,13 @@ Reading a recipe from a pipe, or one whose data has moved, is in `tests/unit/rec
 
 import json
 import shlex
-from pathlib import Path
 
 import pytest
 
 from tests.kit.commands import LOOPBACK
 from tests.kit.recipes import write_tiny
 from tests.kit.stand_ins import CHATML_MARKED, write_llama
+from tests.swarm.conftest import advance, recorded
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -20,14 +20,14 @@ def test_joiner_finds_data_in_named_folder(start_paced, tmp_path):
     alice, bob = tmp_path / "alice", tmp_path / "bob"
     write_tiny(alice, data__datasets=[{"path": "text.txt"}], training__max_steps=100_000)
     first = start_paced("init", "tiny.yaml", cwd=alice)
-    text, own = (alice / "text.txt").read_text(), bob / "downloads" / "new" / "any name.txt"
+    text, own = (alice / "text.txt").read_text(), bob / "downloads/new/any name.txt"
     own.parent.mkdir(parents=True)
     own.write_text(text)
-    (bob / "downloads" / "decoy.txt").write_text(text.swapcase())
+    (bob / "downloads/decoy.txt").write_text(text.swapcase())
     join = ("join", "--peer", first.address, "--yes", *LOOPBACK)
     peer = start_paced(*join, "--files", "downloads", cwd=bob)
     assert peer.wait_for("joined", 90)["peers"] == 2
-    resolved = json.loads((bob / "runs" / peer.wait_for("ready", 1)["run_id"] / "recipe.json").read_text())
+    resolved = json.loads((bob / f"runs/{peer.wait_for('ready', 1)['run_id']}/recipe.json").read_text())
     assert resolved["data"]["datasets"][0]["path"] == str(own)
 
 
@@ -37,19 +37,18 @@ def test_piped_recipe_resumes_by_printed_line(trahiv, tmp_path):
     recipe.rename(tmp_path / "template.txt")
     from_pipe = ("sh", "-c", 'exec "$@" < template.txt', "sh")
     first = trahiv("init", "-", "--budget", "1 steps", "--format", "json", prefix=from_pipe)
-    told = {event["event"]: event for event in first.events}
-    run_id, line = told["ready"]["run_id"], told["done"]["resume"]
+    run_id, line = first.wait_for("ready", 1)["run_id"], first.wait_for("done", 1)["resume"]
     assert run_id.startswith("recipe-")
     assert line.startswith(f"trahiv init runs/{run_id}/recipe.json ")
 
     second = trahiv(*shlex.split(line)[1:])
-    told = {event["event"]: event for event in second.events}
-    assert (told["ready"]["run_id"], told["joined"]["step"]) == (run_id, 1)
+    assert second.wait_for("ready", 1)["run_id"] == run_id
+    assert second.wait_for("joined", 1)["step"] == 1
     assert (first.code, second.code, first.left, second.left) == (0, 0, (), ())
     assert (tmp_path / "runs" / run_id / "recipe.yaml").read_text() == given
 
 
-def write_peer(folder: Path) -> Path:
+def write_peer(folder):
     """Write an endless recipe, and this peer's own copies of its model and its data beside it."""
     write_llama(folder / "model")
     return write_tiny(
@@ -74,24 +73,21 @@ def test_different_model_copy_is_refused(trahiv, start, tmp_path):
     before, run = len(begun.events), tmp_path / "run"
     recipe = write_peer(tmp_path)
     write_llama(tmp_path / "model", seed=1, chat_template=CHATML_MARKED)
-    address = ("--peer", begun.address)
-    result = trahiv("join", recipe, "--output-dir", "run", "--format", "json", *address)
+    result = trahiv("join", recipe, "--output-dir", "run", "--format", "json", "--peer", begun.address)
     assert (result.code, result.left) == (5, ()), result.out + result.err
     assert "Traceback" not in result.out + result.err
-    (error,) = result.errors
-    assert error == result.events[-1] and error["code"] == "mismatch"
+    [error] = result.errors
+    assert error == result.events[-1]
+    assert error["code"] == "mismatch"
     assert "they differ in: frozen weights, tokenizer" in error["message"]
     assert "same `model.revision`" in error["hint"]
     assert [part for part, _, _ in error["differences"]] == ["frozen weights", "tokenizer"]
     assert all(ours != theirs for _, ours, theirs in error["differences"])
 
     assert {event["event"] for event in result.events} <= {"waiting", "ready", "error"}, "nothing was trained"
-    told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert told[-1]["event"] == "error", "the run's own record says why there is no run"
+    assert recorded(run)[-1]["event"] == "error", "the run's own record says why there is no run"
     assert not (run / "checkpoints").exists()
-    reached = begun.steps[-1]["step"]
-    begun.wait_for("step", 30, step=lambda step: step > reached)
+    advance(begun, steps=1, timeout=30)
     since = [one for one in begun.events[before:] if one["event"] != "reach"]  # the visitor has dialled it
-    assert {event["event"] for event in since} == {"step"}, "it did not notice"
-    assert all(event["peers"] == 1 and event["round"] is None for event in since), since
+    assert all((one["event"], one["peers"], one["round"]) == ("step", 1, None) for one in since), since
     assert not begun.noise

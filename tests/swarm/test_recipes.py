@@ -6,8 +6,6 @@ Other tests run `quickstart`.
 
 import json
 import statistics
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from trahiv_cli.assets.data import build_datasets
 from trahiv_cli.assets.model import KINDS
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.schema import Recipe
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -35,7 +32,7 @@ CHATS = [
 REFUSAL = {"role": "assistant", "content": "I would rather not."}
 SENTENCES = [{"text": f"the {it} fox is a fox and no {it} dog"} for it in ("red", "old", "big") * 50]
 
-ROWS: dict[str, list[dict[str, Any]]] = {
+ROWS = {
     "bert-mlm": SENTENCES,
     "chat-sft": [{"messages": chat} for chat in CHATS],
     "mistral-7b-lora": [{"text": f"### Human: say {it} ### Assistant: {it}!"} for it in ANSWERS],
@@ -48,35 +45,42 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 """Rows as the dataset of each recipe has them on the hub."""
 
-SETTINGS = {
-    "data.datasets.0.path": "rows.jsonl",
-    "data.datasets.0.name": "",
-    "model.model_name_or_path": "./model",
-    "training.max_steps": 8,
-    "training.warmup_steps": 0,
-    "training.learning_rate": 1e-2,
-    "training.per_device_train_batch_size": 2,
-    "training.per_device_eval_batch_size": EVAL_BATCH,
-    "training.fp16": "false",  # needs a GPU
-    "hivemind_config.opt.target_batch_size": 64,
-    "hivemind_config.opt.matchmaking_time": 4,
-    "hivemind_config.opt.averaging_timeout": 30,
-    "hivemind_config.dht": "{host_maddrs: [/ip4/127.0.0.1/tcp/0], nat_port_map: false, auto_nat: false}",
-    "swarm.min_peers": 2,
-}
-HELD_OUT = {"data.eval.test_split_size": 0.1, "swarm.mode": "sync"}
-FULL = {"training.learning_rate": 3e-3}
-OF_ONE: dict[str, dict[str, Any]] = {
-    "bert-mlm": {**HELD_OUT, **FULL, "mlm.max_length": 48},
-    "chat-sft": {**HELD_OUT, "sft.max_length": 96},
-    "mistral-7b-lora": {**HELD_OUT, "clm.max_length": 32},
-    "preference-dpo": {**HELD_OUT, "dpo.max_length": 96, "model.dtype": "float32"},  # bfloat16 rounds 1e-4
-    "qwen3-0.6b-full": {**FULL, "clm.max_length": 32},
+SETTINGS = [
+    "data.datasets.0.path=rows.jsonl",
+    "data.datasets.0.name=",
+    "model.model_name_or_path=./model",
+    "training.max_steps=8",
+    "training.warmup_steps=0",
+    "training.learning_rate=1e-2",
+    "training.per_device_train_batch_size=2",
+    f"training.per_device_eval_batch_size={EVAL_BATCH}",
+    "training.fp16=false",  # needs a GPU
+    "hivemind_config.opt.target_batch_size=64",
+    "hivemind_config.opt.matchmaking_time=4",
+    "hivemind_config.opt.averaging_timeout=30",
+    "hivemind_config.dht={host_maddrs: [/ip4/127.0.0.1/tcp/0], nat_port_map: false, auto_nat: false}",
+    "swarm.min_peers=2",
+]
+HELD_OUT = ["data.eval.test_split_size=0.1", "swarm.mode=sync"]
+FULL = ["training.learning_rate=3e-3"]
+OF_ONE = {
+    "bert-mlm": [*HELD_OUT, *FULL, "mlm.max_length=48"],
+    "chat-sft": [*HELD_OUT, "sft.max_length=96"],
+    "mistral-7b-lora": [*HELD_OUT, "clm.max_length=32"],
+    "preference-dpo": [*HELD_OUT, "dpo.max_length=96", "model.dtype=float32"],  # bfloat16 rounds 1e-4
+    "qwen3-0.6b-full": [*FULL, "clm.max_length=32"],
     # In one process, with any of eight seeds, all held-out rows are right after 12 steps, not after 8.
-    "review-classes": {**HELD_OUT, **FULL, "seq_cls.max_length": 32, "training.max_steps": 16}
-    | {"training.lr_scheduler_type": "constant"},
-    "spanish-qlora": {**HELD_OUT, "sft.max_length": 96},
+    "review-classes": [
+        *HELD_OUT,
+        *FULL,
+        "seq_cls.max_length=32",
+        "training.max_steps=16",
+        "training.lr_scheduler_type=constant",
+    ],
+    "spanish-qlora": [*HELD_OUT, "sft.max_length=96"],
 }
+"""Changes of each recipe, of which later ones win."""
+
 BESIDE_BYTES = 25_000
 """Bytes that a peer sends in a round beside the averages: progress, claims, votes, encryption. Far fewer than
 those of the untrained weights."""
@@ -86,13 +90,13 @@ def test_every_builtin_recipe_has_rows():
     assert set(ROWS) == set(builtin_recipes()) - {"quickstart"}
 
 
-def trained(run: Path) -> dict[str, torch.Tensor]:
+def trained(run):
     final = run / "final"
     adapters = final / "adapter_model.safetensors"
     return load_file(adapters if adapters.exists() else final / "model.safetensors")
 
 
-def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
+def evaluate_plainly(recipe, run):
     """Load the artefact as any user would, and measure it with upstream's own trainer."""
     tokenizer = AutoTokenizer.from_pretrained(run / "final")
     held_out = build_datasets(recipe, tokenizer, peer_seed=0).eval
@@ -106,7 +110,7 @@ def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
     if recipe.sft is not None:
         is_auto = recipe.sft.completion_only_loss == "auto"  # which is None in TRL
         fields = recipe.sft.model_dump(exclude={"completion_only_loss"} if is_auto else None)
-        trainer: Any = SFTTrainer(model, SFTConfig(**common, **fields), **both)
+        trainer = SFTTrainer(model, SFTConfig(**common, **fields), **both)
     elif recipe.dpo is not None:
         base = AutoModelForCausalLM.from_pretrained("./model", dtype=recipe.model.dtype)
         trainer = DPOTrainer(model, base, DPOConfig(**common, **recipe.dpo.model_dump()), **both)
@@ -121,7 +125,7 @@ def evaluate_plainly(recipe: Recipe, run: Path) -> dict[str, float]:
     return dict(trainer.evaluate())
 
 
-def load_plainly(recipe: Recipe, final: Path) -> Any:
+def load_plainly(recipe, final):
     """The trained model; adapters are put on the model that they were trained with."""
     loader, options = KINDS[recipe.task].loader, {}
     if recipe.peft is None:
@@ -139,7 +143,7 @@ def load_plainly(recipe: Recipe, final: Path) -> Any:
 def test_two_peers_train_one_model(name, start, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
-    changes = [f"{key}={value}" for key, value in (SETTINGS | OF_ONE[name]).items()]
+    changes = SETTINGS + OF_ONE[name]
     recipe = load_recipe(name, changes).recipe
     if recipe.task in ("mlm", "seq-cls"):
         write_bert(tmp_path / "model")
@@ -149,16 +153,15 @@ def test_two_peers_train_one_model(name, start, tmp_path, monkeypatch):
     first = start("init", name, *words, "--output-dir", "first")
     second = start("join", name, *words, "--peer", first.address, "--output-dir", "second", "--yes")
     for peer in (first, second):
-        done = peer.wait_for("done", timeout=150)
+        done = peer.wait_for("done", 150)
         assert (done["step"], done["reason"]) == (recipe.training.max_steps, "max_steps")
-        assert peer.exit_code(timeout=30) == 0
+        assert peer.exit_code(30) == 0
     together = [step["round"] for step in first.steps if step["round"]]
     assert together
     assert all(round_["committed"] for round_ in together)
 
     one, two = trained(tmp_path / "first"), trained(tmp_path / "second")
-    assert one.keys() == two.keys()
-    assert all(torch.equal(one[key], two[key]) for key in one), "replicas are equal to the bit"
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
     if recipe.peft is not None:
         size = sum(weight.numel() * 4 for weight in one.values())
         # The median: in one of them the second peer may have fetched what it had missed.
@@ -169,9 +172,9 @@ def test_two_peers_train_one_model(name, start, tmp_path, monkeypatch):
     assert losses[-1] < losses[0]
     if recipe.data.streaming:  # nothing can be held out
         return
-    told, again = first.wait_for("eval", timeout=1), evaluate_plainly(recipe, tmp_path / "first")
+    told, again = first.wait_for("eval", 1), evaluate_plainly(recipe, tmp_path / "first")
     assert again["eval_loss"] == pytest.approx(told["eval_loss"], abs=1e-4)
     if recipe.task == "seq-cls":
-        assert told["eval_accuracy"] == pytest.approx(again["eval_accuracy"])
-        assert told["eval_f1"] == pytest.approx(again["eval_f1"])
+        for name in ("eval_accuracy", "eval_f1"):
+            assert told[name] == pytest.approx(again[name])
         assert told["eval_accuracy"] > 0.9, "far better than guessing"

@@ -1,8 +1,6 @@
 """TRL's trainers in a swarm: one peer equals TRL alone, for preferences too, with and without adapters."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,27 +21,27 @@ HIVEMIND_CONFIG = {
 }
 
 
-def chat(number: int) -> list[dict[str, str]]:
+def chat(number):
     answer = f"{2 * number}, " + "really " * (number % 5)
     question = {"role": "user", "content": f"What is {number} and {number}?"}
-    return [question, {"role": "assistant", "content": answer}]
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
 
 
-def preference(number: int) -> dict[str, str]:
+def preference(number):
     worse = f"{2 * number + 1} or so " * (1 + number % 3)
     return {"prompt": f"What is {number} and {number}? ", "chosen": f"{2 * number}", "rejected": worse}
 
 
-CHATS = Dataset.from_list([{"messages": chat(number)} for number in range(64)])
+CHATS = Dataset.from_list([chat(number) for number in range(64)])
 PREFERENCES = Dataset.from_list([preference(number) for number in range(64)])
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def llama(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("llama"))
 
 
-def arguments(config: type, folder: Path) -> Any:
+def arguments(config, folder):
     return config(
         output_dir=str(folder), max_steps=6, max_length=64, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=1e-3, weight_decay=0.1, warmup_steps=2,
@@ -54,34 +52,40 @@ def arguments(config: type, folder: Path) -> Any:
     )  # fmt: skip
 
 
-def build(task: str, llama: Path, folder: Path, lora: bool, swarm: bool) -> Any:
+def build(trainer, config, data, llama, folder, lora, **more):
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    common: dict[str, Any] = {
-        "processing_class": AutoTokenizer.from_pretrained(llama),
-        "peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
-    }
-    if swarm:
-        common["hivemind_config"] = HIVEMIND_CONFIG
-    if task == "sft":
-        trainer = SwarmSFTTrainer if swarm else SFTTrainer
-        return trainer(model, arguments(SFTConfig, folder), train_dataset=CHATS, **common)
-    trainer = SwarmDPOTrainer if swarm else DPOTrainer
-    reference = None if lora else copy.deepcopy(model)
-    return trainer(model, reference, arguments(DPOConfig, folder), train_dataset=PREFERENCES, **common)
+    if lora:
+        more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    elif config is DPOConfig:
+        more["ref_model"] = copy.deepcopy(model)
+    return trainer(
+        model,
+        args=arguments(config, folder),
+        train_dataset=data,
+        processing_class=AutoTokenizer.from_pretrained(llama),
+        **more,
+    )
 
 
-def trainable(trainer: Any) -> torch.Tensor:
+def trainable(trainer):
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_one_peer_equals_trl(tmp_path, llama, task, lora):
+@pytest.mark.parametrize(
+    "trl, ours, config, data",
+    [
+        (SFTTrainer, SwarmSFTTrainer, SFTConfig, CHATS),
+        (DPOTrainer, SwarmDPOTrainer, DPOConfig, PREFERENCES),
+    ],
+    ids=["sft", "dpo"],
+)
+def test_one_peer_equals_trl(tmp_path, llama, trl, ours, config, data, lora):
     torch.set_num_threads(1)
-    alone = build(task, llama, tmp_path / "alone", lora, swarm=False)
+    alone = build(trl, config, data, llama, tmp_path / "alone", lora)
     before = trainable(alone)
     alone.train()
-    peer = build(task, llama, tmp_path / "swarm", lora, swarm=True)
+    peer = build(ours, config, data, llama, tmp_path / "swarm", lora, hivemind_config=HIVEMIND_CONFIG)
     assert torch.equal(trainable(peer), before), "both begin with the same weights"
     peer.train()
     assert peer.swarm_optimizer.local_epoch == 6

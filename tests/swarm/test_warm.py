@@ -4,8 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import psutil
 import pytest
@@ -48,13 +46,13 @@ print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(), to
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+def place(tmp_path_factory):
     with Workplace(tmp_path_factory.mktemp("warm")) as made:
         (made.folder / "finds.py").write_text(FINDS)
         yield made
 
 
-def said(place: Workplace, *words: str, is_cold: bool = False) -> Any:
+def said(place, *words, is_cold=False):
     """What `python WORDS` printed, as JSON."""
     env = place.environment(**{warm.MARK: "in-both"})
     process = commands.popen([sys.executable, *words], place.folder, env, is_cold, stderr=subprocess.PIPE)

@@ -3,6 +3,7 @@
 import pytest
 
 from trahiv_cli.errors import AssetError
+from trahiv_cli.telemetry.events import Events
 
 
 def refused(message, hint="", error=AssetError):
@@ -31,6 +32,17 @@ def put(tmp_path, monkeypatch):
         return tmp_path
 
     return put
+
+
+@pytest.fixture
+def told():
+    """All events of `events`."""
+    return []
+
+
+@pytest.fixture
+def events(told):
+    return Events(told.append)
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 """Peers behind home routers train together: each of them is in every round."""
 
-from pathlib import Path
-
 import pytest
 
-from tests.kit.commands import Peer, Workplace
 from tests.kit.homes import network
 from tests.kit.recipes import write_tiny
-from tests.kit.wan import IS_POSSIBLE, NEEDS, Wan
+from tests.kit.wan import IS_POSSIBLE, NEEDS
 
 pytestmark = [
     pytest.mark.timeout(420),
@@ -17,31 +14,30 @@ pytestmark = [
 EIGHT = ("public", "all", "address", "port", "two", "no UDP", "symmetric", "symmetric")
 FIVE = ("address", "port", "two", "no UDP", "symmetric")
 STEPS = 12
-PACE_S = 0.15  # per peer: two cores carry one peer with a batch every 0.15 s
-END_S = 300.0
 
 
 class Village:
     """Commands on the hosts of a network."""
 
-    def __init__(self, workplace: Workplace, wan: Wan, peers: int) -> None:
-        self._workplace, self._wan, self._pace_s = workplace, wan, PACE_S * peers
+    def __init__(self, workplace, wan, peers):
+        self._workplace, self._wan = workplace, wan
+        self._pace_s = 0.15 * peers  # two cores carry one peer with a batch every 0.15 s
 
-    def start(self, host: int, *args: object) -> Peer:
+    def start(self, host, *args):
         """Start a paced `trahiv` with a folder of its own."""
         return self._workplace.start(
             *args, "--output-dir", f"peer-{host}", prefix=self._inside(host), pace_s=self._pace_s
         )
 
-    def run(self, host: int, *args: object) -> Peer:
+    def run(self, host, *args):
         """Run `trahiv` to its end."""
         return self._workplace.run(*args, prefix=self._inside(host))
 
-    def _inside(self, host: int) -> tuple[str, ...]:
+    def _inside(self, host):
         return "nsenter", f"--net={self._wan.namespace(host)}"
 
 
-def recipe_of(folder: Path, peers: int) -> Path:
+def recipe_of(folder, peers):
     """A recipe of `STEPS` steps, the first of which waits for this number of peers."""
     return write_tiny(
         folder,
@@ -52,16 +48,16 @@ def recipe_of(folder: Path, peers: int) -> Path:
     )
 
 
-def require_all_in_each_round(peers: list[Peer]) -> None:
+def require_all_in_each_round(peers):
     """A peer that misses a round fetches the others' average, and reports a smaller group."""
     for peer in peers:
-        peer.wait_for("done", END_S)
+        peer.wait_for("done", 300)
     sizes = [[len(step["round"]["group"]) if step["round"] else 0 for step in peer.steps] for peer in peers]
     assert sizes == [[len(peers)] * STEPS] * len(peers)
 
 
 @pytest.mark.parametrize(
-    ("kinds", "delay_ms", "loss", "is_trained_by_public"),
+    "kinds, delay_ms, loss, is_trained_by_public",
     [(EIGHT, 20.0, 0.01, True), (FIVE, 80.0, 0.01, False), (FIVE, 200.0, 0.01, True)],
     ids=["near", "behind a bootstrap node", "far"],
 )

@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-import functools
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
-from hivemind.p2p import P2PHandlerError, PeerID
+from hivemind.p2p import P2PHandlerError
 from hivemind.proto import dht_pb2
 
-from tests.simulation.network import Network, VirtualLoop
+from tests.simulation.network import Network
+from tests.unit.async_tests import peer as made_up
 from trahiv_cli.members import door as doors
 from trahiv_cli.members.door import INTRODUCE, REFUSAL, Door, NotAMember, Refused
 from trahiv_cli.members.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Policy, Role, mark_of
@@ -25,10 +26,6 @@ PART, STATE, PING, STORE, FIND, INTRODUCTION = (
     for name in ("rpc_aggregate_part", "rpc_send_state", "rpc_ping", "rpc_store", "rpc_find", INTRODUCE)
 )
 MEETING = [f"Meeting.rpc_{name}" for name in ("look", "measure", "seek", "answer")]
-
-
-def made_up(number):
-    return PeerID(b"\x12\x20" + number.to_bytes(32))
 
 
 A, B, M = map(made_up, (2**200, 2**201, 2**202))
@@ -88,20 +85,15 @@ async def refused(call, words=REFUSAL):
         await call
 
 
-def played(story):
-    """Play a test on a virtual clock."""
-
-    @functools.wraps(story)
-    def test(**given):
-        with asyncio.Runner(loop_factory=VirtualLoop) as loop:
-            loop.run(story(**given))
-
-    return test
-
-
 @pytest.fixture
 def wire():
     return Wire()
+
+
+@pytest.fixture
+def pair(wire, loop):
+    """A and M, which serve with memberships of the same swarm."""
+    return loop.run(wire.serve_both())
 
 
 @pytest.fixture
@@ -119,18 +111,16 @@ def now(monkeypatch, clock):
     return clock
 
 
-@played
-async def test_peers_introduce_themselves_once(wire):
-    a, m = await wire.serve_both()
+async def test_peers_introduce_themselves_once(pair, wire):
+    a, m = pair
     for _ in range(2):
         assert await ping(a, M)
         assert await ping(m, A)  # M knows A by its calls
     assert wire.calls == [INTRODUCE, *["rpc_ping"] * 4]
 
 
-@played
-async def test_cancelled_call_still_introduces_peer(wire):
-    a, _ = await wire.serve_both()
+async def test_cancelled_call_still_introduces_peer(pair, wire):
+    a, _ = pair
     first = asyncio.create_task(ping(a, M))
     await asyncio.sleep(0)
     first.cancel()
@@ -138,7 +128,6 @@ async def test_cancelled_call_still_introduces_peer(wire):
     assert wire.calls.count(INTRODUCE) == 1
 
 
-@played
 async def test_member_of_closed_swarm_calls_no_open_one(wire):
     _, m = await wire.serve_both(None)
     await refused(ping(m, A), "did not introduce itself")
@@ -146,7 +135,6 @@ async def test_member_of_closed_swarm_calls_no_open_one(wire):
     assert "it is open" in m.door.why_refused().message
 
 
-@played
 async def test_stranger_is_refused_and_named_once(wire, warnings):
     a, stranger = await wire.serve_both(second=OTHER_SWARM)
     for handler in (INTRODUCTION, PING):
@@ -166,12 +154,11 @@ def decided(owner=OWNER, **marks):
     return Policy(1, **{name: frozenset(some) for name, some in marks.items()}).to_bytes(owner)
 
 
-@played
-async def test_member_calls_no_peer_without_certificate(wire):
+async def test_member_calls_no_peer_without_certificate(pair, wire):
     async def reflect(certificate, remote_id):
         return certificate
 
-    a, m = await wire.serve_both()
+    a, m = pair
     wire.daemons[M][0].handlers[INTRODUCTION] = reflect
     await refused(ping(a, M), "did not introduce itself")
     assert m.asked == []
@@ -179,22 +166,18 @@ async def test_member_calls_no_peer_without_certificate(wire):
     assert await ping(a, M)  # the next call asks for a certificate again
 
 
-@played
-async def test_refusal_with_forged_policy_is_not_believed(wire):
-    async def refuse(certificate, remote_id):
-        raise NotAMember("out", decided(OTHER_OWNER, out=[mark_of(A.to_bytes())]))
-
-    a, m = await wire.serve_both()
-    wire.daemons[M][0].handlers[INTRODUCTION] = refuse
+async def test_refusal_with_forged_policy_is_not_believed(pair, wire):
+    a, m = pair
+    forged = NotAMember("out", decided(OTHER_OWNER, out=[mark_of(A.to_bytes())]))
+    wire.daemons[M][0].handlers[INTRODUCTION] = AsyncMock(side_effect=forged)
     await refused(ping(a, M), "out")
     assert a.door.was_refused
     assert "taken" not in a.door.why_refused().message
     assert m.asked == []
 
 
-@played
-async def test_silent_peer_is_not_called(wire):
-    a, m = await wire.serve_both()
+async def test_silent_peer_is_not_called(pair, wire):
+    a, m = pair
     wire.tamper = lambda message: []  # the message never arrives
     await refused(ping(m, A), "did not introduce itself")
     assert a.asked == []
@@ -214,11 +197,10 @@ def spend(door, peer, membership=SWARM):
 def test_one_invitation_crowds_out_no_other(monkeypatch, now):
     """A remembered peer has its own call limit; all others with the same invitation share one."""
     monkeypatch.setattr(doors, "PEERS_REMEMBERED", 4)
-    door = Door(SWARM)
-    other = OWNER.invite()
+    door, other, crowd = Door(SWARM), OWNER.invite(), [made_up(number) for number in range(9)]
     assert not any(admit(door, peer, other) for peer in (A, B))
-    assert not any(admit(door, made_up(number)) for number in range(9))
-    assert [spend(door, made_up(number)) for number in range(9)].count(doors.CALLS_AT_ONCE) == 3
+    assert not any(admit(door, peer) for peer in crowd)
+    assert [spend(door, peer) for peer in crowd].count(doors.CALLS_AT_ONCE) == 3
     assert [spend(door, peer, other) for peer in (A, B)] == [doors.CALLS_AT_ONCE] * 2
 
 
@@ -254,9 +236,8 @@ def test_strangers_share_one_call_limit(now, warnings):
         assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
 
 
-@played
-async def test_kicked_peer_neither_calls_nor_is_called(wire, warnings):
-    a, m = await wire.serve_both()
+async def test_kicked_peer_neither_calls_nor_is_called(pair, warnings):
+    a, m = pair
     assert await ping(a, M)
     assert await ping(m, A)
     a.book.offer(decided(out=[mark_of(M.to_bytes())]))
@@ -283,7 +264,6 @@ def test_single_use_invitation_admits_first_peer():
     assert admit(door, B, once)
 
 
-@played
 async def test_watcher_is_not_called(wire):
     a, w = await wire.serve_both(second=OWNER.invite(Role.watcher))
     for _ in range(2):
@@ -302,7 +282,9 @@ def test_watcher_only_reads_records(warnings):
 class Writer(bytearray):
     """The writing end of a stream; `read` is the content that a handler read at the other end."""
 
-    write, read, closed_at, is_full = bytearray.extend, None, None, False
+    write = bytearray.extend
+    read = closed_at = None
+    is_full = False
 
     async def drain(self):
         if self.is_full:
@@ -316,40 +298,34 @@ async def read_all(info, reader, writer):
     writer.read = await reader.read()
 
 
-async def opener(door, handler=read_all):
-    """Return a function that opens a stream of a peer to a handler behind a door."""
+async def open_stream(door, peer, content=b"", ends_after_s=0.0, handler=read_all):
+    """Open a stream of a peer to a handler behind a door; return the handler's end once it has ended."""
     network = Network()
     await network.p2p_of(A, door).add_binary_stream_handler(PING, handler)
-
-    async def open_stream(peer, content=b"", ends_after_s=0.0):
-        reader, writer = asyncio.StreamReader(), Writer()
-        reader.feed_data(content)
-        asyncio.get_running_loop().call_later(ends_after_s, reader.feed_eof)
-        served = network.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer), reader, writer)
-        await asyncio.create_task(served)
-        return writer
-
-    return open_stream
+    reader, writer = asyncio.StreamReader(), Writer()
+    reader.feed_data(content)
+    asyncio.get_running_loop().call_later(ends_after_s, reader.feed_eof)
+    served = network.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer), reader, writer)
+    await asyncio.create_task(served)
+    return writer
 
 
 LATER_S = 100.0
 
 
 @pytest.mark.parametrize("ends_after_s", [0, LATER_S])
-@played
 async def test_stream_without_valid_certificate_is_closed(ends_after_s):
-    open_stream = await opener(Door(SWARM))
-    assert (await open_stream(M, shown(M) + b"content")).read == b"content"
+    door = Door(SWARM)
+    assert (await open_stream(door, M, shown(M) + b"content")).read == b"content"
     for content in (b"", shown(B)):
-        end = await open_stream(M, content, ends_after_s)
+        end = await open_stream(door, M, content, ends_after_s)
         assert end.read is None, content
         assert REFUSAL.encode() in end
         assert end.closed_at < LATER_S
 
 
-@played
 async def test_stream_that_is_not_read_times_out():
-    end = await (await opener(Door()))(M, b"content")
+    end = await open_stream(Door(), M, b"content")
     assert end.read == b"content"
     end.is_full = True
     with pytest.raises(TimeoutError):
@@ -357,10 +333,9 @@ async def test_stream_that_is_not_read_times_out():
 
 
 @pytest.mark.parametrize(
-    ("what", "ends_after_s", "waited_s"),
+    "what, ends_after_s, waited_s",
     [("hangs up", LINGER_S / 2, LINGER_S / 2), ("waits", LATER_S, LINGER_S), ("cancelled", LATER_S, 0)],
 )
-@played
 async def test_stream_closes_after_caller_or_timeout(what, ends_after_s, waited_s):
     async def handler(info, reader, writer):
         writer.close()
@@ -369,11 +344,10 @@ async def test_stream_closes_after_caller_or_timeout(what, ends_after_s, waited_
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(LINGER_S)
 
-    end = await (await opener(Door(), handler))(M, ends_after_s=ends_after_s)
+    end = await open_stream(Door(), M, ends_after_s=ends_after_s, handler=handler)
     assert end.closed_at == pytest.approx(waited_s, abs=1e-6)
 
 
-@played
 async def test_failed_response_stream_raises_after_responses(wire):
     async def serve(requests, context):
         async for request in requests:
@@ -391,7 +365,7 @@ async def test_failed_response_stream_raises_after_responses(wire):
 GIVING = dict.fromkeys((STATE, MEETING[1]), doors.GIVEN_AT_ONCE)
 
 
-@pytest.mark.parametrize(("handler", "most"), [(PART, doors.STREAMS_AT_ONCE), *GIVING.items()])
+@pytest.mark.parametrize("handler, most", [(PART, doors.STREAMS_AT_ONCE), *GIVING.items()])
 def test_open_streams_per_peer_are_limited(warnings, handler, most):
     door = Door(SWARM)
     assert not any(admit(door, peer) for peer in (A, M))
@@ -407,17 +381,15 @@ def test_open_streams_per_peer_are_limited(warnings, handler, most):
     assert warnings == [f"Peer {M} was refused: it has too many streams open."]
 
 
-@played
 async def test_strangers_share_one_stream_limit():
     door = Door(SWARM)
-    open_stream = await opener(door)
     assert not admit(door, A)
     for _ in range(2):  # closed streams do not count
         silent = [
-            asyncio.create_task(open_stream(made_up(number), ends_after_s=LATER_S))
+            asyncio.create_task(open_stream(door, made_up(number), ends_after_s=LATER_S))
             for number in range(doors.STREAMS_AT_ONCE + 9)
         ]
-        assert (await open_stream(A, shown(A) + b"of a member")).read == b"of a member"
+        assert (await open_stream(door, A, shown(A) + b"of a member")).read == b"of a member"
         closed, waiting = await asyncio.wait(silent, timeout=doors.INTRODUCTION_S / 2)
         assert len(closed) == 9
         for end in (task.result() for task in closed):

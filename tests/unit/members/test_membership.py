@@ -72,7 +72,7 @@ ENDED = replace(SHORT, expires=999)
 
 
 @pytest.mark.parametrize(
-    ("policy", "grant", "objection"),
+    "policy, grant, objection",
     [
         *((Policy(), grant, "") for grant in (GRANT, ONCE, SHORT)),
         (KICKED, GRANT, ""),

@@ -31,20 +31,41 @@ def place_by(invitation, key=KEY):
     return own_place(key, invitation.certify(PeerID.from_base58(owner_of(own_place(key))).to_bytes()))
 
 
-def kept(quota, **wanted):
-    """Whether a node with this quota keeps a valid record."""
-    has_room = quota.has_room(record(**wanted))
-    if has_room:
-        quota.count(record(**wanted))
-    return has_room
+@pytest.fixture
+def quota():
+    return Quota()
+
+
+@pytest.fixture
+def keeps(quota):
+    """`keeps(place=PLACE)` tells whether a node has room for a valid record, which it then keeps."""
+
+    def keeps(**wanted):
+        has_room = quota.has_room(record(**wanted))
+        if has_room:
+            quota.count(record(**wanted))
+        return has_room
+
+    return keeps
 
 
 @pytest.mark.parametrize(
     "place",
     [
-        *(None, 7, b"", b"QmPeer", b"[owner:ssh-rsa AAAA]", PLACE[:-1], b" " + PLACE, PLACE.decode()),
-        *(PLACE + b"/1", PLACE + PLACE, *(b"[owner:ssh-rsa " + b"A" * size + b"]" for size in (372, 5000))),
+        None,
+        7,
+        b"",
+        b"QmPeer",
+        b"[owner:ssh-rsa AAAA]",
+        b"[owner:ssh-rsa %b]" % (b"A" * 372),
+        b"[owner:ssh-rsa %b]" % (b"A" * 5000),
+        PLACE[:-1],
+        PLACE.decode(),
+        PLACE + PLACE,
+        PLACE + b"/1",
+        b" " + PLACE,
     ],
+    ids=lambda place: str(place)[:20],
 )
 def test_invalid_place_has_no_records(place):
     assert owner_of(place) is None
@@ -53,12 +74,12 @@ def test_invalid_place_has_no_records(place):
 
 
 def test_oversized_or_overlong_records_are_refused():
-    most = bytes(records.MAX_RECORD_BYTES)
+    longest = bytes(records.MAX_RECORD_BYTES)
     timeless = (record(ttl_s=ttl_s) for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12))
     placeless = (replace(record(), subkey=subkey) for subkey in (b"", b"\xc1"))
-    for wrong in (record(most + b"x"), *timeless, *placeless):
+    for wrong in (record(longest + b"x"), *timeless, *placeless):
         assert not OwnersOnly().validate(wrong)
-    assert OwnersOnly().validate(record(most))
+    assert OwnersOnly().validate(record(longest))
 
 
 def test_unreadable_record_is_refused():
@@ -76,41 +97,40 @@ def test_closed_swarm_refuses_records_of_nonmembers():
     assert not OwnersOnly().validate(record(place=place))  # no certificate counts in an open swarm
 
 
-def test_quota_limits_records_per_peer(monkeypatch):
-    quota, now = Quota(), swarm_time()
+def test_quota_limits_records_per_peer(monkeypatch, quota, keeps):
+    now = swarm_time()
     for number in range(records.MAX_RECORDS + 1):
         assert quota.has_room(record(key=f"{number}"))  # it counts only once it is found valid
-    found = [kept(quota, key=f"{number}") for number in range(records.MAX_RECORDS + 9)]
+    found = [keeps(key=f"{number}") for number in range(records.MAX_RECORDS + 9)]
     assert found == [True] * records.MAX_RECORDS + [False] * 9
-    assert kept(quota, key="0")  # in the place of one that is there
+    assert keeps(key="0")  # in the place of one that is there
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
-    assert kept(quota, key="another")
+    assert keeps(key="another")
 
 
-def test_quota_forgets_oldest_owner(monkeypatch):
+def test_quota_forgets_oldest_owner(monkeypatch, keeps):
     monkeypatch.setattr(records, "OWNERS_REMEMBERED", 1)
-    quota = Quota()
     for number in range(records.MAX_RECORDS):
-        kept(quota, key=f"{number}")
-    kept(quota, place=own_place(OTHER))
-    assert kept(quota, key="more")
+        keeps(key=f"{number}")
+    keeps(place=own_place(OTHER))
+    assert keeps(key="more")
 
 
-def test_quota_limits_peers_per_invitation(monkeypatch):
+def test_quota_limits_peers_per_invitation(monkeypatch, keeps):
     monkeypatch.setattr(records, "MAX_OWNERS", 2)
-    now, quota, shared, other = swarm_time(), Quota(), OWNER.invite(), OWNER.invite()
+    now, shared, other = swarm_time(), OWNER.invite(), OWNER.invite()
     for key in (KEY, OTHER, KEY):
-        assert kept(quota, place=place_by(shared, key))
-    assert not kept(quota, place=place_by(other))  # by another certificate
-    assert not kept(quota, place=place_by(shared)[:-1] + b"_")  # the same certificate, written otherwise
+        assert keeps(place=place_by(shared, key))
+    assert not keeps(place=place_by(other))  # by another certificate
+    assert not keeps(place=place_by(shared)[:-1] + b"_")  # the same certificate, written otherwise
     for key in ("key", "another"):
-        assert not kept(quota, place=place_by(shared, THIRD), key=key)
-        assert kept(quota, place=place_by(shared, OTHER), key=key)
-    assert kept(quota, place=place_by(other), key="more")
-    assert kept(quota, place=place_by(other, THIRD))
-    assert all(kept(quota, place=own_place(key), key="open") for key in (KEY, OTHER, THIRD))  # no bound
+        assert not keeps(place=place_by(shared, THIRD), key=key)
+        assert keeps(place=place_by(shared, OTHER), key=key)
+    assert keeps(place=place_by(other), key="more")
+    assert keeps(place=place_by(other, THIRD))
+    assert all(keeps(place=own_place(key), key="open") for key in (KEY, OTHER, THIRD))  # no bound
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
-    assert kept(quota, place=place_by(shared, THIRD))  # the others' are over
+    assert keeps(place=place_by(shared, THIRD))  # the others' are over
 
 
 SAID = b"I bring 8 samples"
@@ -124,7 +144,7 @@ def test_statement_is_short_and_salted():
     assert len(STATEMENT) < 560 + len(SAID)
 
 
-@pytest.mark.parametrize(("peer", "about"), [("bob", b"step 7"), ("alice", b"step 8"), ("alice", b"")])
+@pytest.mark.parametrize("peer, about", [("bob", b"step 7"), ("alice", b"step 8"), ("alice", b"")])
 def test_misattributed_statement_is_refused(peer, about):
     with pytest.raises(ValueError):
         verified(STATEMENT, id_of(peer), about)
@@ -134,9 +154,10 @@ BOBS_KEY = MSGPackSerializer.loads(sign(key_of("bob"), b"step 7", SAID))[0]
 
 
 @pytest.mark.parametrize(
-    ("at", "part"),
+    "at, part",
     [
-        *((0, key) for key in (BOBS_KEY, b"")),
+        (0, BOBS_KEY),
+        (0, b""),
         (1, bytes(128)),
         (1, b""),
         (2, b"I bring 9"),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import socket
 from itertools import chain, repeat
 from unittest.mock import AsyncMock, Mock
@@ -10,27 +9,13 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from hivemind.p2p import P2P
 
-from tests.simulation.network import VirtualLoop
+from tests.unit.async_tests import with_sockets
 from trahiv_cli.net import byte_streams as pipes
 from trahiv_cli.net.byte_streams import HEARD, HELLO, MAX_PLACES, End, Listens, NotMet, Pace, first_of, join
 
 TOKEN = b"t" * 16
 OTHER = b"o" * 16
 HERE = "127.0.0.1"
-
-
-def played(story, loop_factory=None):
-    """Play a test in an event loop."""
-
-    @functools.wraps(story)
-    def test(**given):
-        with asyncio.Runner(loop_factory=loop_factory) as loop:
-            loop.run(story(**given))
-
-    return test
-
-
-virtual = functools.partial(played, loop_factory=VirtualLoop)  # on a clock that jumps, without sockets
 
 
 def end_of(content, is_closed=True):
@@ -42,8 +27,12 @@ def end_of(content, is_closed=True):
     return End(reader, Mock())
 
 
+@pytest.fixture
+def now(loop):
+    return loop.get_loop().time
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", b"\xa3why", b"\x05", b"\xd9\xff"])
-@virtual
 async def test_garbage_is_no_message(content):
     end = end_of(len(content).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + content)
     with pytest.raises(NotMet, match="can't be read"):
@@ -52,7 +41,6 @@ async def test_garbage_is_no_message(content):
         await end.receive()
 
 
-@virtual
 async def test_unexpected_word_raises():
     end = end_of(b"gogono")
     for _ in range(2):
@@ -61,15 +49,12 @@ async def test_unexpected_word_raises():
         await end.hear(b"go")
 
 
-@virtual
-async def test_missing_answer_times_out():
-    end = end_of(b"", is_closed=False)
-    for wait in (end.hear(b"go"), end.receive()):
-        with pytest.raises(TimeoutError):
-            await wait
+@pytest.mark.parametrize("wait", [lambda end: end.hear(b"go"), End.receive])
+async def test_missing_answer_times_out(wait):
+    with pytest.raises(TimeoutError):
+        await wait(end_of(b"", is_closed=False))
 
 
-@virtual
 async def test_first_bytes_come_with_their_stream():
     end = end_of(b"first")
     assert await end.first() == (end, b"first")
@@ -77,9 +62,8 @@ async def test_first_bytes_come_with_their_stream():
         await end.first()
 
 
-@virtual
-async def test_shared_pace_limits_all_users():
-    pace, now = Pace(1000.0), asyncio.get_running_loop().time
+async def test_shared_pace_limits_all_users(now):
+    pace = Pace(1000.0)
     await asyncio.gather(*(pace.take(500) for _ in range(4)))
     assert now() == pytest.approx(2.0)
     await asyncio.sleep(8.0)
@@ -91,20 +75,21 @@ async def test_shared_pace_limits_all_users():
     assert now() == pytest.approx(12.0)  # urgent bytes count, too
 
 
-@virtual
-async def test_pace_without_rate_takes_no_time():
+async def test_pace_without_rate_takes_no_time(now):
+    await Pace().take(2**40)
+    assert now() == pytest.approx(0.0, abs=1e-6)
+
+
+async def test_pace_limits_total():
     limited = Pace(most=10)
     for num_bytes in (6, 4):
         await limited.take(num_bytes)
-        await Pace().take(2**40)
-    assert asyncio.get_running_loop().time() == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(NotMet, match="more than is passed on"):
         await limited.take(1)
 
 
-@virtual
-async def test_idle_joined_streams_are_closed():
-    closed, now = [], asyncio.get_running_loop().time
+async def test_idle_joined_streams_are_closed(now):
+    closed = []
     readers = [asyncio.StreamReader() for _ in range(2)]
     writer = Mock(drain=AsyncMock(), close=lambda: closed.append(now()))
     joined = asyncio.create_task(join(*(End(reader, writer) for reader in readers)))
@@ -116,42 +101,43 @@ async def test_idle_joined_streams_are_closed():
     assert closed == [pytest.approx(4.6 * pipes.IDLE_S)] * 2
 
 
-@virtual
-async def test_first_good_result_cancels_other_tries():
-    ended, now = [], asyncio.get_running_loop().time
+@pytest.mark.parametrize(
+    "tries, result, seconds, num_ended",
+    [
+        ({1.0: NotMet(), 2.0: "good", 3.0: "late"}, "good", 2.0, 2),
+        ({1.0: NotMet(), 2.0: OSError()}, None, 2.0, 2),
+        ({1.0: NotMet(), 9.0: "too late"}, None, 5.0, 1),
+        ({}, None, 0.0, 0),
+    ],
+)
+async def test_first_good_result_cancels_other_tries(now, tries, result, seconds, num_ended):
+    ended = []
 
     async def trying(after_s, result):
-        try:
-            await asyncio.sleep(after_s)
-            if isinstance(result, Exception):
-                raise result
-            return result
-        except asyncio.CancelledError:
-            ended.append(result)
-            raise
+        await asyncio.sleep(after_s)
+        ended.append(after_s)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
-    assert await first_of([trying(1.0, NotMet()), trying(2.0, "good"), trying(3.0, "late")], 5.0) == "good"
-    assert await first_of([trying(1.0, NotMet()), trying(2.0, OSError())], 5.0) is None  # all failed
-    assert await first_of([], 5.0) is None
-    assert now() == pytest.approx(4.0)
-    assert await first_of([trying(1.0, NotMet()), trying(9.0, "too late")], 5.0) is None
-    await asyncio.sleep(0)
-    assert now() == pytest.approx(9.0)
-    assert ended == ["late", "too late"]
+    assert await first_of([trying(*one) for one in tries.items()], 5.0) == result
+    assert now() == pytest.approx(seconds, abs=1e-6)
+    await asyncio.sleep(10.0)
+    assert len(ended) == num_ended  # the others were cancelled
 
 
 @pytest.mark.parametrize(
-    ("maddrs", "is_near", "places"),
+    "maddrs, is_near, places",
     [
-        (["ip4/5.5.5.1/tcp/1", "ip6/2606:4700::1/tcp/2"], False, [("5.5.5.1", 1), ("2606:4700::1", 2)]),
-        (["ip4/5.5.5.1/tcp/1/p2p-circuit", "ip4/5.5.5.1/tcp/1"], False, [("5.5.5.1", 1)]),
-        (["ip4/5.5.5.1/udp/1/quic-v1", "dns4/example.org/tcp/1", "unix/a.sock"], True, []),
-        (["ip4/127.0.0.1/tcp/1", "ip6/::1/tcp/1", "ip4/10.0.0.1/tcp/1"], False, [("10.0.0.1", 1)]),
-        (["ip4/127.0.0.1/tcp/1"], True, [(HERE, 1)]),
+        ("/ip4/5.5.5.1/tcp/1 /ip6/2606:4700::1/tcp/2", False, [("5.5.5.1", 1), ("2606:4700::1", 2)]),
+        ("/ip4/5.5.5.1/tcp/1/p2p-circuit /ip4/5.5.5.1/tcp/1", False, [("5.5.5.1", 1)]),
+        ("/ip4/5.5.5.1/udp/1/quic-v1 /dns4/example.org/tcp/1 /unix/a.sock", True, []),
+        ("/ip4/127.0.0.1/tcp/1 /ip6/::1/tcp/1 /ip4/10.0.0.1/tcp/1", False, [("10.0.0.1", 1)]),
+        ("/ip4/127.0.0.1/tcp/1", True, [(HERE, 1)]),
     ],
 )
 def test_places_are_unique_tcp_addresses(maddrs, is_near, places):
-    assert pipes.places_of([f"/{maddr}" for maddr in maddrs], is_near=is_near) == tuple(places)
+    assert pipes.places_of(maddrs.split(), is_near=is_near) == tuple(places)
 
 
 def test_candidate_places_include_own_ports():
@@ -183,7 +169,7 @@ def test_first_places_from_stranger_are_read():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "elsewhere", "is_global"),
+    "hosts, elsewhere, is_global",
     [
         ("5.5.5.1 2606:4700::1", True, True),
         ("192.168.1.7 10.0.0.1 100.64.0.9 fd00::1", True, False),
@@ -191,8 +177,8 @@ def test_first_places_from_stranger_are_read():
     ],
 )
 def test_place_is_classified_by_address(hosts, elsewhere, is_global):
-    for place in ((host, 1) for host in hosts.split()):
-        assert (pipes.is_elsewhere(place), pipes.is_global(place)) == (elsewhere, is_global), place
+    for host in hosts.split():
+        assert (pipes.is_elsewhere((host, 1)), pipes.is_global((host, 1))) == (elsewhere, is_global), host
 
 
 @pytest.mark.parametrize("host", ["239.255.255.250", "ff05::1"])
@@ -210,7 +196,7 @@ def listening():
         yield listens.getsockname()[1]
 
 
-@played
+@with_sockets
 async def test_dial_leaves_from_listening_port():
     with listening() as own, listening() as other:
         end = await pipes.dial_from(own, (HERE, other))
@@ -218,7 +204,7 @@ async def test_dial_leaves_from_listening_port():
         end.writer.close()
 
 
-@played
+@with_sockets
 async def test_refused_dial_raises():
     with listening() as own, socket.socket() as closed:
         closed.bind((HERE, 0))  # no process listens there
@@ -231,48 +217,40 @@ def knocked(monkeypatch):
     """Knock at a place with these answers, the last for ever (None: refused); return the end and all ends."""
 
     async def knock(*answers):
-        async def dial_from(port, place):
-            if (answer := next(left)) is None:
-                raise ConnectionRefusedError
-            return end_of(answer)
-
         left, opened = chain(answers, repeat(answers[-1])), []
-        monkeypatch.setattr(pipes, "dial_from", dial_from)
+        ends = (ConnectionRefusedError if answer is None else end_of(answer) for answer in left)
+        monkeypatch.setattr(pipes, "dial_from", AsyncMock(side_effect=ends))
         return await asyncio.wait_for(pipes.knock(1, (HERE, 2), TOKEN, opened), 60.0), opened
 
     return knock
 
 
 @pytest.mark.parametrize("others", [[OTHER], [b""], [HELLO], []])
-@virtual
 async def test_unexpected_knock_answer_is_retried(knocked, others):
     end, opened = await knocked(None, *others, TOKEN)
     assert opened[len(others) :] == [end]
     end.writer.write.assert_called_once_with(TOKEN)
 
 
-@virtual
 async def test_knock_closes_connection_with_other_answer(knocked):
     _, [other, _] = await knocked(OTHER, TOKEN)
     other.writer.close.assert_called_once()
 
 
-@virtual
 async def test_repeated_libp2p_answers_mean_listening(knocked):
     with pytest.raises(Listens, match="can be dialled"):
         await knocked(*[HELLO, OTHER] * HEARD)
 
 
-@virtual
 async def test_few_libp2p_answers_do_not_mean_listening(knocked):
     with pytest.raises(TimeoutError):
         await knocked(*[HELLO] * (HEARD - 1), OTHER)
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"), [(b"HTTP/1.1 400 Bad Request\r\n", NotMet), (b"", (EOFError, ConnectionError))]
+    "answer, error", [(b"HTTP/1.1 400 Bad Request\r\n", NotMet), (b"", (EOFError, ConnectionError))]
 )
-@played
+@with_sockets
 async def test_dial_back_requires_libp2p(answer, error):
     async def serve(reader, writer):
         writer.write(answer)

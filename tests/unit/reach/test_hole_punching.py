@@ -6,7 +6,6 @@ listens on a port of 127.0.0.1, and others see it at a public address.
 
 import asyncio
 import contextlib
-import functools
 import socket
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
@@ -16,6 +15,7 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.simulation.network import Network
+from tests.unit.async_tests import peer, with_sockets
 from trahiv_cli.net import byte_streams as pipes
 from trahiv_cli.net import streams
 from trahiv_cli.net.byte_streams import HELLO, End, NotMet
@@ -31,13 +31,13 @@ from trahiv_cli.reach.hole_punching import (
     Seen,
 )
 
+pytestmark = with_sockets
+
 HERE = "127.0.0.1"
 HOME = "192.168.1.20"
 TOKEN = bytes(16)
-
-
-# Two at home, a member connected with both, and other members.
-A, B, M, C, *MIDDLES = (PeerID(b"\x12\x20" + bytes(31) + bytes([number])) for number in range(1, 10))
+A, B, M, C, *MIDDLES = map(peer, range(1, 10))
+"""Two at home, a member connected with both, and other members."""
 
 
 async def pair():
@@ -140,14 +140,21 @@ class World(dict):
         self.dialled = {}  # dials that wait for the other side, by the ports on both sides
         self.knocked = set()
 
-    async def add(self, peer, relay_rate=None, may_be_relayed=True, **options):
+    async def open(self, options):
+        """Add A, B and M, and connect A and B with M alone."""
+        for one in (A, B, M):
+            await self.add(one, **options.get(one, {}))
+        self.connect(A, M)
+        self.connect(B, M)
+
+    async def add(self, peer, relay_rate=None, **options):
         daemon = Daemon(self, peer)
         await daemon.listen()
         p2p = Network().p2p_of(peer)
         p2p._client = daemon
         one = self[peer] = Meeting(p2p, [daemon.place], relay_rate, **options)
         one.daemon = daemon
-        one.may_be_relayed = may_be_relayed
+        one.may_be_relayed = True
         await one.open()
 
     def connect(self, *peers):
@@ -176,6 +183,14 @@ class World(dict):
         await end.send(*content)
         return await end.receive(), end
 
+    async def seek(self, caller=A, peer=B, places=()):
+        """Have a peer ask M for another one; return M's answer and the stream."""
+        return await self.ask(caller, M, SEEK, peer.to_bytes(), places, TOKEN)
+
+    async def request(self, middle=M, places=()):
+        """Have a middle ask B to meet C; return B's answer and the stream."""
+        return await self.ask(middle, B, ANSWER, C.to_bytes(), places, TOKEN)
+
     async def meet(self):
         """Have A meet B through M."""
         return await self[A].meet(B, [M])
@@ -190,38 +205,23 @@ class World(dict):
         await asyncio.sleep(0.001)  # so that handlers end
 
 
-@pytest.fixture(autouse=True)
-def world(monkeypatch):
+@pytest.fixture
+def options():
+    """Options of some of A, B and M, by peer."""
+    return {}
+
+
+@pytest.fixture
+def world(loop, options, monkeypatch):
     made = World()
     monkeypatch.setattr(pipes, "dial_from", made.dial_from)
     monkeypatch.setattr(pipes, "AGAIN_S", 0.005)
     monkeypatch.setattr(meetings, "PUNCH_S", 0.1)
     monkeypatch.setattr(meetings, "PUNCH_AGAIN_S", 0.0)
     monkeypatch.setattr(streams, "LINGER_S", 0.1)
-    return made
-
-
-def played(story):
-    """Play a test in an event loop, and close its `world`: A and B are connected only with M.
-
-    A test may get `options` for some of the three.
-    """
-
-    @functools.wraps(story)
-    def test(world, **given):
-        async def play():
-            try:
-                for name, peer in {"a": A, "b": B, "m": M}.items():
-                    await world.add(peer, **given.get("options", {}).get(name, {}))
-                world.connect(A, M)
-                world.connect(B, M)
-                await story(world, **given)
-            finally:
-                await world.close()
-
-        asyncio.run(play())
-
-    return test
+    loop.run(made.open(options))
+    yield made
+    loop.run(made.close())
 
 
 async def connected(world, one, other):
@@ -241,7 +241,6 @@ async def talk(world):
 
 
 @pytest.mark.parametrize("ends", [A, B, M])
-@played
 async def test_peers_behind_closed_routers_are_relayed(world, ends):
     assert await world.meet() == "relayed"
     a, b = await talk(world)
@@ -251,12 +250,11 @@ async def test_peers_behind_closed_routers_are_relayed(world, ends):
     assert await world[A].ways() == {}
 
 
-CARRIES_NOTHING = {"m": {"relay_rate": 0}}
+CARRIES_NOTHING = {M: {"relay_rate": 0}}
 
 
 @pytest.mark.parametrize("options", [CARRIES_NOTHING])
-@played
-async def test_punched_peers_need_no_middle(world, options):
+async def test_punched_peers_need_no_middle(world):
     world.lets_in = True
     assert await world.meet() == "punched"
     await world[M].close()
@@ -264,36 +262,30 @@ async def test_punched_peers_need_no_middle(world, options):
     assert await world.ways() == [{B: "punched"}, {A: "punched"}, {}]
 
 
-@pytest.mark.parametrize("options", [{who: {"punches": False}} for who in "ab"])
-@played
-async def test_punching_can_be_switched_off(world, options):
+@pytest.mark.parametrize("options", [{one: {"punches": False}} for one in (A, B)])
+async def test_punching_can_be_switched_off(world):
     world.lets_in = True
     assert await world.meet() == "relayed"
     await talk(world)
 
 
-NOT_YET = {"may_be_relayed": False}
-
-
-@pytest.mark.parametrize("options", [CARRIES_NOTHING, {"a": NOT_YET}, {"b": NOT_YET}])
-@played
-async def test_relay_needs_willing_middle_and_known_reach(world, options):
+@pytest.mark.parametrize("options, unknown", [(CARRIES_NOTHING, M), ({}, A), ({}, B)])
+async def test_relay_needs_willing_middle_and_known_reach(world, unknown):
+    world[unknown].may_be_relayed = False
     with pytest.raises(NotMet, match=f"through {M}: the routers let neither .* nothing is relayed, or not"):
         await world.meet()
     assert B not in world[A].daemon.connections
     assert A not in world[B].daemon.connections
 
 
-@pytest.mark.parametrize("options", [{"a": NOT_YET}])
-@played
-async def test_punch_after_failed_one_is_shorter(world, options):
+async def test_punch_after_failed_one_is_shorter(world):
+    world[A].may_be_relayed = False
     with pytest.raises(NotMet):
         await world.meet()
     world[A].may_be_relayed = world.lets_in = True
     assert await world.meet() == "relayed"
 
 
-@played
 async def test_listening_peer_is_dialled_directly(world):
     b = world[B].daemon
     world.listening[b.public] = b.place
@@ -302,25 +294,22 @@ async def test_listening_peer_is_dialled_directly(world):
     assert await world.ways() == [{}] * 3
 
 
-@played
 async def test_failed_meeting_names_each_middle(world):
     await world.add(C)
     world.connect(A, C)
     absent = MIDDLES[0]
-    with pytest.raises(NotMet) as refused:
-        await world[A].meet(B, [C, absent, absent, M])
     unknown = f"through {absent}: no route"
-    assert str(refused.value) == f"through {C}: that peer is not connected here; {unknown}; {unknown}"
+    said = f"through {C}: that peer is not connected here; {unknown}; {unknown}"
+    with pytest.raises(NotMet, match=f"^{said}$"):
+        await world[A].meet(B, [C, absent, absent, M])
     assert await world[A].meet(B, [C, M]) == "relayed"
 
 
-@played
 async def test_meeting_needs_middle(world):
     with pytest.raises(NotMet, match="no member can introduce"):
         await world[A].meet(B, [])
 
 
-@played
 async def test_relays_are_not_chained(world):
     await world.add(C)
     world.connect(C, A)
@@ -330,27 +319,24 @@ async def test_relays_are_not_chained(world):
         await world[C].meet(B, [A])
 
 
-@played
 async def test_concurrent_meeting_is_refused(world):
     both = await asyncio.gather(*(world.meet() for _ in range(2)), return_exceptions=True)
     assert list(map(str, both)) == ["relayed", "it is being met"]
 
 
-@played
 async def test_middle_tells_places_and_tokens(world):
     told = world[B].daemon.answer(ANSWER, [("5.5.5.2", 8)], True, b"more")
-    answer, _ = await world.ask(A, M, SEEK, B.to_bytes(), [("5.5.5.1", 7)], TOKEN)
+    answer, _ = await world.seek(places=[("5.5.5.1", 7)])
     assert answer == [[world[B].daemon.public, ("5.5.5.2", 8)], True, b"more"]
     assert told == [[A.to_bytes(), [world[A].daemon.public, ("5.5.5.1", 7)], TOKEN]]
 
 
-@pytest.mark.parametrize("options", [{"m": {"relay_rate": rate}} for rate in (0, 20_000)])
-@played
+@pytest.mark.parametrize("options", [{M: {"relay_rate": rate}} for rate in (0, 20_000)])
 async def test_relay_rate_limits_traffic(world, options):
-    rate = options["m"]["relay_rate"]
+    rate = options[M]["relay_rate"]
     now = asyncio.get_running_loop().time
     heard = world[B].daemon.answer(ANSWER, [], True, TOKEN)
-    _, end = await world.ask(A, M, SEEK, B.to_bytes(), [], TOKEN)
+    _, end = await world.seek()
     began = now()
     for _ in range(2):
         end.writer.write(bytes(TALK_BYTES))
@@ -362,19 +348,19 @@ async def test_relay_rate_limits_traffic(world, options):
     assert not rate or now() - began >= num_bytes / rate
 
 
-@played
 async def test_relayed_circuits_are_limited(world, monkeypatch):
     async def relay(caller, peer):
-        (_, carries, _), end = await world.ask(caller, M, SEEK, peer.to_bytes(), [], TOKEN)
+        (_, carries, _), end = await world.seek(caller, peer)
         ends.append(end)
         return carries
 
     ends = []
-    for peer in (A, B):
-        world[peer].daemon.answer(ANSWER, [], True, TOKEN)
-    assert [await relay(A, B) for _ in range(meetings.RELAYED_FOR_ONE + 1)] == [True] * 8 + [False]
+    for one in (A, B):
+        world[one].daemon.answer(ANSWER, [], True, TOKEN)
+    most = meetings.RELAYED_FOR_ONE
+    assert [await relay(A, B) for _ in range(most + 1)] == [True] * most + [False]
     assert await relay(B, A)  # each caller has its own limit
-    monkeypatch.setattr(meetings, "RELAYED_AT_ONCE", 9)
+    monkeypatch.setattr(meetings, "RELAYED_AT_ONCE", most + 1)
     assert not await relay(B, A)
     assert not (await world[B].look(M)).carries
     pipes.close(ends)
@@ -383,11 +369,10 @@ async def test_relayed_circuits_are_limited(world, monkeypatch):
     assert await relay(A, B)  # closed circuits do not count
 
 
-@played
 async def test_answered_meetings_per_middle_are_limited(world):
     async def is_answered(middle):
         try:
-            (_, _, word), end = await world.ask(middle, B, ANSWER, C.to_bytes(), [], TOKEN)
+            (_, _, word), end = await world.request(middle)
         except NotMet as refused:
             assert str(refused) == "too many other meetings"
             return False
@@ -408,24 +393,21 @@ async def test_answered_meetings_per_middle_are_limited(world):
     assert await is_answered(MIDDLES[4])
 
 
-@played
 async def test_asked_peer_tells_own_places(world):
-    (places, _, _), _ = await world.ask(M, B, ANSWER, C.to_bytes(), [], TOKEN)
+    (places, _, _), _ = await world.request()
     assert places == ((HOME, world[B].daemon.place[1]),)
 
 
 @pytest.mark.parametrize("are_near", [True, False])
-@played
 async def test_private_places_reach_only_neighbours(world, are_near):
     asked = world[B].daemon.answer(ANSWER, [(HOME, 8)], True, TOKEN)
     if are_near:
         world[M].daemon.connections[B] = tcp(world[A].daemon.public[0], 9), None
-    (places, _, _), _ = await world.ask(A, M, SEEK, B.to_bytes(), [("10.0.0.1", 7)], TOKEN)
+    (places, _, _), _ = await world.seek(places=[("10.0.0.1", 7)])
     assert (("10.0.0.1", 7) in asked[0][1]) is ((HOME, 8) in places) is are_near
 
 
 @pytest.mark.parametrize("is_open", [True, False])
-@played
 async def test_look_reports_seen_and_dialled_places(world, is_open):
     a = world[A].daemon
     world[M].daemon.connections[A] = tcp(HERE, 7), None
@@ -434,7 +416,6 @@ async def test_look_reports_seen_and_dialled_places(world, is_open):
     assert await world[A].look(M) == Seen(((HERE, 7),), (a.place,) * is_open, carries=True)
 
 
-@played
 async def test_look_dials_only_asking_machine(world, monkeypatch):
     dial_back = AsyncMock(side_effect=ConnectionRefusedError)
     monkeypatch.setattr(meetings, "dial_back", dial_back)
@@ -444,14 +425,12 @@ async def test_look_dials_only_asking_machine(world, monkeypatch):
     dial_back.assert_awaited_once_with((host, 22))
 
 
-@played
 async def test_look_ignores_foreign_places(world):
     host, port = own = world[A].daemon.public
     world[M].daemon.answer(LOOK, [(host, 7)], [("8.8.8.8", port), own, (host, 22)], True)
     assert await world[A].look(M) == Seen(((host, 7),), (own,), carries=True)
 
 
-@played
 async def test_look_refuses_host_names(world):
     world[M].daemon.answer(LOOK, [], [("example.org", 1)], True)
     with pytest.raises(ValueError, match="not places"):
@@ -459,7 +438,7 @@ async def test_look_refuses_host_names(world):
 
 
 @pytest.mark.parametrize(
-    ("handler", "content", "words"),
+    "handler, content, words",
     [
         *((handler, [TOKEN], "can't be read") for handler in (LOOK, SEEK, ANSWER)),
         (LOOK, [[("example.org", 1)]], "not places"),
@@ -473,13 +452,11 @@ async def test_look_refuses_host_names(world):
         (ANSWER, [B.to_bytes(), [(HERE, 2**16)], TOKEN], "not places"),
     ],
 )
-@played
 async def test_impossible_request_is_refused_with_reason(world, handler, content, words):
     with pytest.raises(NotMet, match=words):
         await world.ask(A, M, handler, *content)
 
 
-@played
 async def test_link_speed_is_measured_both_ways(world):
     async def slow(info, *stream):
         end = End(*stream)
@@ -495,7 +472,6 @@ async def test_link_speed_is_measured_both_ways(world):
     assert asked == [[bytes(MEASURED_BYTES)], []]
 
 
-@played
 async def test_measuring_peer_receives_load(world):
     answer, end = await world.ask(A, M, MEASURE, b"load")
     assert answer == []
@@ -503,11 +479,10 @@ async def test_measuring_peer_receives_load(world):
     assert await end.receive() == [bytes(MEASURED_BYTES)]
 
 
-@played
 async def test_local_and_multicast_places_are_not_dialled(world):
     far = ("5.5.5.9", 1)
     places = [(HERE, 1), ("169.254.1.1", 1), ("224.0.0.1", 1), ("2606:4700::1", 1), far]
-    _, end = await world.ask(M, B, ANSWER, C.to_bytes(), places, TOKEN)
+    _, end = await world.request(places=places)
     end.writer.write(meetings.PING)
     await end.hear(meetings.PING)
     end.writer.write(meetings.GO)

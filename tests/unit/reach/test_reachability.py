@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from tests.unit.async_tests import peer
 from trahiv_cli.net.byte_streams import NotMet
 from trahiv_cli.reach import reachability as reaches
 from trahiv_cli.reach.hole_punching import Seen
@@ -38,7 +38,7 @@ LISTENS = [Multiaddr(f"/ip4/{host}/tcp/{port}") for host, port in (HOME, LOOPBAC
 ADDRESS = f"/ip4/5.5.5.1/tcp/{PORT}"
 NO_ROUTER = Forwarded("", "No router answers here that could forward a port (UPnP).")
 FORWARDED = Forwarded(PUBLIC[0], f"The router forwards port {PORT} from {PUBLIC[0]}.")
-ME, *PEERS = (PeerID(b"\x12\x20" + bytes(31) + bytes([number])) for number in range(10))
+ME, *PEERS = map(peer, range(10))
 
 
 def seen(*places, dialled=(), carries=True):
@@ -52,7 +52,7 @@ ELSEWHERE = seen(("5.5.5.2", PORT))
 
 
 @pytest.mark.parametrize(
-    ("looks", "places"),
+    "looks, places",
     [
         ([], ()),
         ([SEEN], ()),
@@ -108,11 +108,6 @@ class World:
     async def get_visible_maddrs(self, latest):
         return self.visible
 
-    def meet_by(self, p2p, listens, relay_rate, punches):
-        """Stand in for the `Meeting` that a node makes."""
-        self.made = listens, relay_rate, punches
-        return self
-
     def members(self, *looks):
         """Have one member for each of these looks."""
         self.servers = PEERS[: len(looks)]
@@ -122,7 +117,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch):
     made = World()
-    monkeypatch.setattr(reaches, "Meeting", made.meet_by)
+    monkeypatch.setattr(reaches, "Meeting", Mock(return_value=made))
     monkeypatch.setattr(reaches, "listening_places", lambda pid: made.listens)
     return made
 
@@ -138,7 +133,7 @@ RELAYED = "Some peers reach this one through a relaying member."
 
 
 @pytest.mark.parametrize(
-    ("dialled", "carries", "ways", "kind", "why"),
+    "dialled, carries, ways, kind, why",
     [
         ((PUBLIC,), False, ["relayed"], "direct", "A member has dialled this peer."),
         ((), True, ["punched"], "punched", "Hole punching through the routers works."),
@@ -173,7 +168,7 @@ def test_dialled_visitor_is_not_listed(world):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "kind", "asked"), [("auto", "direct", 1), ("direct", "direct", 0), ("relay", "relayed", 1)]
+    "wanted, kind, asked", [("auto", "direct", 1), ("direct", "direct", 0), ("relay", "relayed", 1)]
 )
 def test_user_may_choose_reach(world, wanted, kind, asked):
     world.members(DIALLED)
@@ -203,15 +198,13 @@ def test_members_are_asked_in_random_order(world):
     assert len(set(map(tuple, orders))) > 1
 
 
-def test_connected_peers_learn_of_listing(world):
-    def be_listed(is_listed):
-        world.pinged.clear()
-        asyncio.run(list_node(world, world.servers, is_listed=is_listed))
-        return sorted(world.pinged)
-
+async def test_connected_peers_learn_of_listing(world):
     world.servers, world.connected = PEERS[:2], PEERS[1:4]
-    assert list(map(be_listed, (False, True, True, False))) == [[], PEERS[:4], [], []]
-    assert not world.is_listed
+    for is_listed, pinged in ((False, []), (True, PEERS[:4]), (True, []), (False, [])):
+        world.pinged.clear()
+        await list_node(world, world.servers, is_listed=is_listed)
+        assert sorted(world.pinged) == pinged
+        assert world.is_listed is is_listed
 
 
 @pytest.fixture
@@ -257,9 +250,11 @@ def test_lone_peer_asks_members_more_often(world, turn, finder):
 
 def test_first_answer_allows_relaying(world, finder):
     assert finder.reach.kind == "alone"
-    assert (finder.is_known.is_set(), world.may_be_relayed) == (False, False)
+    assert not finder.is_known.is_set()
+    assert not world.may_be_relayed
     finder.turn()
-    assert (finder.is_known.is_set(), world.may_be_relayed) == (True, True)
+    assert finder.is_known.is_set()
+    assert world.may_be_relayed
 
 
 def test_dialled_peer_asks_no_router(world, turn):
@@ -331,7 +326,7 @@ def test_address_change_triggers_new_look(world, turn):
 
 
 @pytest.mark.parametrize(
-    ("rules", "rate", "punches"),
+    "rules, rate, punches",
     [
         (ReachRules(), None, True),
         (ReachRules("relay", 8.0), 1e6, False),
@@ -340,7 +335,7 @@ def test_address_change_triggers_new_look(world, turn):
 )
 def test_meeting_follows_reach_rules(world, box, rules, rate, punches):
     ReachFinder(world.run, rules, box)
-    assert world.made == ([LOOPBACK, HOME], rate, punches)
+    reaches.Meeting.assert_called_once_with(world, [LOOPBACK, HOME], rate, punches=punches)
 
 
 def test_peer_that_listens_nowhere_meets_none(world, box):

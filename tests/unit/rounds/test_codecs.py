@@ -78,7 +78,7 @@ def test_zero_stays_zero(name):
     assert not there_and_back(name, tensor)[::3].any()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [(name, one) for name in CODECS for one in CODECS[name].dtypes])
+@pytest.mark.parametrize("name, dtype", [(name, one) for name in CODECS for one in CODECS[name].dtypes])
 def test_round_trip_keeps_shape_and_dtype(name, dtype):
     all_values = (HEAVY_TAILS[: SOME - 100] * 1e4).to(dtype).reshape(-1, 2, 2)
     views = all_values.transpose(0, 2), all_values[::2], all_values[:1].expand(9, 2, 2), all_values[0, 0, 0]
@@ -176,7 +176,7 @@ def test_lossy_codec_refuses_unencodable_values(name):
 
 
 @pytest.mark.parametrize(
-    ("names", "changes", "words"),
+    "names, changes, words",
     [
         *((CODECS, {"dtype": dtype}, "is not taken") for dtype in ("(2000000,)f8", "", "Tensor")),
         *((CODECS, {"size": [length]}, "bytes where its shape takes") for length in (2**32 - 1, 5, 0)),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import gc
 from types import SimpleNamespace
 
@@ -12,33 +11,40 @@ from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
 from hivemind.utils import MSGPackSerializer
 
-from tests.simulation.network import VirtualLoop
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.rounds.codecs import Half
 from trahiv_cli.shared_memory import shared_bytes
 from trahiv_cli.state import download, snapshot
 from trahiv_cli.state.download import Downloader, NobodyHas, StateRequest
 from trahiv_cli.state.host_copies import HostCopies
-from trahiv_cli.state.snapshot import CHUNK_BYTES, Manifest, StateOffer, build_snapshot, read_state
+from trahiv_cli.state.snapshot import CHUNK_BYTES, KEEP_S, Manifest, StateOffer, build_snapshot, read_state
 
 torch.set_num_threads(1)
 
+SIX, TWELVE = torch.arange(6.0), torch.arange(12.0)
 TENSORS = [
-    *(torch.arange(6.0).view(2, 3), torch.arange(6.0).view(2, 3).bfloat16(), torch.arange(5).byte()),
-    *(torch.tensor([True, False, True]), torch.tensor(3), torch.arange(6.0).view(2, 3).t()),
-    *(torch.arange(6.0)[1:4], torch.arange(12.0).view(3, 4)[:, ::2], torch.tensor(3.0), torch.zeros(0, 3)),
-    *(torch.nn.Parameter(torch.ones(2)), torch.tensor([torch.inf, torch.nan])),
+    SIX.view(2, 3),
+    SIX.view(2, 3).bfloat16(),
+    SIX.view(2, 3).t(),
+    SIX[1:4],
+    SIX[:5].byte(),
+    TWELVE.view(3, 4)[:, ::2],
+    torch.tensor([True, False, True]),
+    torch.tensor(3),
+    torch.tensor(3.0),
+    torch.zeros(0, 3),
+    torch.nn.Parameter(torch.ones(2)),
+    torch.tensor([torch.inf, torch.nan]),
 ]
 
 
-def in_a_loop(test):
-    """Have an event loop run a test."""
-
-    @functools.wraps(test)
-    def run(*args, **keywords):
-        asyncio.run(test(*args, **keywords))
-
-    return run
+@pytest.fixture(autouse=True)
+def now(monkeypatch, loop):
+    """The time of the event loop, for snapshots and downloads, too."""
+    time = loop.get_loop().time
+    for module in (download, snapshot):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=time))
+    return time
 
 
 def infos_of(tensors, roles=()):
@@ -58,11 +64,8 @@ def read(taken):
     return read_state(Manifest.from_bytes(taken.described), content)
 
 
-def equal(some, others):
-    return all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in zip(some, others, strict=True)
-    )
+def require_equal(some, others):
+    torch.testing.assert_close(list(some), others, rtol=0, atol=0, equal_nan=True)
 
 
 def test_copy_is_independent_of_live_state():
@@ -71,28 +74,44 @@ def test_copy_is_independent_of_live_state():
     flat, copies = shared_bytes(snapshot.buffer_bytes(live)), HostCopies(live)
     snapshot.copy_into(flat, live)
     copies.begin(live)
-    with pytest.raises(ValueError, match="too few"):
-        snapshot.copy_into(flat[:-1], live)
     with torch.no_grad():
         for tensor in live:
             tensor.zero_()
-    assert equal(snapshot.views_of(flat, infos_of(live)), TENSORS) and flat.is_shared()
-    assert equal(before := copies.wait(), TENSORS) and not any(copy.requires_grad for copy in before)
+    assert flat.is_shared()
+    require_equal(snapshot.views_of(flat, infos_of(live)), TENSORS)
+    before = copies.wait()
+    require_equal(before, TENSORS)
+    assert not any(copy.requires_grad for copy in before)
     places = [copy.data_ptr() for copy in before]
     copies.begin(live)
-    assert equal(after := copies.wait(), live) and [copy.data_ptr() for copy in after] == places
+    after = copies.wait()
+    require_equal(after, live)
+    assert [copy.data_ptr() for copy in after] == places
+
+
+def test_copy_into_small_buffer_is_refused():
+    flat = shared_bytes(snapshot.buffer_bytes(TENSORS))
+    with pytest.raises(ValueError, match="too few"):
+        snapshot.copy_into(flat[:-1], TENSORS)
+
+
+SAID = {"epoch": 3, "layout": [1.5, None, "x"]}
+FIRST = build(TENSORS, metadata=SAID)
+
+
+def test_snapshot_has_whole_state():
+    metadata, tensors = read(FIRST)
+    assert metadata == SAID
+    require_equal(tensors, TENSORS)
 
 
 def test_only_equal_states_share_digest():
-    said = {"epoch": 3, "layout": [1.5, None, "x"]}
-    metadata, tensors = read(first := build(TENSORS, metadata=said))
-    assert metadata == said and equal(tensors, TENSORS)
-    same = build([tensor.clone() for tensor in TENSORS], metadata=said)
-    assert first.digest == same.digest and first.content == same.content
     changed = [tensor.detach().clone() for tensor in TENSORS]
+    same = build(changed, metadata=SAID)
+    assert (same.digest, same.content) == (FIRST.digest, FIRST.content)
     changed[0][0, 0] = 1e-30
-    others = [build(changed, metadata=said), build(TENSORS, rank=(2, b""), metadata=said), build(TENSORS)]
-    assert len({first.digest, *(other.digest for other in others)}) == 4
+    others = [build(changed, metadata=SAID), build(TENSORS, rank=(2, b""), metadata=SAID), build(TENSORS)]
+    assert len({one.digest for one in (FIRST, *others)}) == 4
 
 
 def test_codec_applies_to_weights_only():
@@ -101,9 +120,12 @@ def test_codec_applies_to_weights_only():
     taken = build(tensors, roles=[TensorRole.PARAMETER, TensorRole.OPTIMIZER], codec=codec)
     assert [length for *_, length in taken.manifest.tensors] == [130, 256]
     assert torch.equal(read(taken)[1][1], tensors[1])
-    for poison in (torch.nan, -torch.inf):
-        with pytest.raises(RoundFailed, match="not given to a joiner"):
-            build([torch.tensor([1.0, poison])], roles=[TensorRole.PARAMETER])
+
+
+@pytest.mark.parametrize("poison", [torch.nan, -torch.inf])
+def test_infinite_weights_are_not_given(poison):
+    with pytest.raises(RoundFailed, match="not given to a joiner"):
+        build([torch.tensor([1.0, poison])], roles=[TensorRole.PARAMETER])
 
 
 @pytest.mark.parametrize(
@@ -118,19 +140,20 @@ def test_bytes_contradicting_manifest_are_refused(entry):
 class Giver:
     """A peer that gives its state at `step` of its run; a copy takes `takes_s` seconds."""
 
-    def __init__(self, clock):
-        self.clock, self.step, self.takes_s, self.made = clock, 1, 0.0, []
+    step, takes_s = 1, 0.0
+
+    def __init__(self):
+        self.made = []
         self.cache = snapshot.SnapshotCache(self.make)
 
     async def make(self):
-        self.clock.now += self.takes_s
+        await asyncio.sleep(self.takes_s)
         if self.step < 0:
             raise RoundFailed("not finite")
         self.made.append(build([torch.full((4,), float(self.step))], rank=(self.step, b"")))
         return self.made[-1]
 
-    async def find(self, step, digest=b"", later_s=0.0):
-        self.clock.now += later_s
+    async def find(self, step, digest=b""):
         return await self.cache.find(digest, (step, b""))
 
     def keeps(self, taken):
@@ -144,89 +167,90 @@ class Giver:
 
 
 @pytest.fixture
-def giver(monkeypatch, clock):
-    monkeypatch.setattr(snapshot, "time", SimpleNamespace(monotonic=clock))
-    return Giver(clock)
+def giver():
+    return Giver()
 
 
-@in_a_loop
-async def test_snapshot_is_kept_while_fetched(clock, giver):
+async def test_joiners_share_young_snapshot(giver):
     first = await giver.find(1)
     giver.step = 7
-    assert await giver.find(7, first.digest) is await giver.find(1) is first
-    assert (await giver.find(7, later_s=snapshot.SHARE_S)).manifest.rank == (7, b"")
-    clock.now += snapshot.KEEP_S - 1
+    assert await giver.find(1) is first
+    assert await giver.find(7, first.digest) is first
+    assert (await giver.find(7)).manifest.rank == (7, b"")
+
+
+async def test_snapshot_is_kept_while_fetched(giver):
+    first = await giver.find(1)
+    await asyncio.sleep(KEEP_S - 1)
     with giver.sending(first):
-        clock.now += snapshot.KEEP_S
-        giver.cache.forget_unused()
+        await asyncio.sleep(KEEP_S + 2)
     assert giver.keeps(first)
-    clock.now += snapshot.KEEP_S + 1
-    giver.cache.forget_unused()
+    await asyncio.sleep(KEEP_S + 2)
     assert not giver.keeps(first), "nobody has fetched from it"
-    same = await giver.find(7)
-    assert (await giver.find(1, later_s=snapshot.SHARE_S + 1)) is same, "nothing has changed"
-    assert len(giver.made) == 4
+
+
+async def test_old_snapshot_is_made_again(giver):
+    first = await giver.find(1)
+    await asyncio.sleep(snapshot.SHARE_S + 1)
+    assert await giver.find(1) is first, "nothing has changed"
+    assert len(giver.made) == 2
     giver.step = 8
-    newest = await giver.find(1, later_s=snapshot.SHARE_S + 1)
+    await asyncio.sleep(snapshot.SHARE_S + 1)
+    newest = await giver.find(1)
     assert newest.manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
 
-@in_a_loop
-async def test_peer_rests_between_snapshots(clock, giver, monkeypatch):
+async def test_peer_rests_between_snapshots(giver, now):
     """Meanwhile, a request for an existing snapshot does not wait."""
-    sleep, took = asyncio.sleep, 0.5
-
-    async def rest(seconds):
-        for _ in range(2):
-            await sleep(0)  # all requests of this moment have arrived
-        clock.now += max(0.0, seconds)
-
-    monkeypatch.setattr(snapshot.asyncio, "sleep", rest)
-    giver.takes_s = took
+    giver.takes_s = 0.5
+    rest_s = snapshot.RESTS * giver.takes_s
     for giver.step in range(1, 4):
         assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
-        assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
-    clock.now += (since := snapshot.RESTS * took / 2)
+        assert now() == pytest.approx(giver.step * giver.takes_s + (giver.step - 1) * rest_s)
+    await asyncio.sleep(rest_s / 2)
     asking = [asyncio.create_task(giver.find(2**61)) for _ in range(50)]
-    await sleep(0)
-    for step, digest in ((1, b""), (9, (await giver.find(3)).digest)):
+    at = now()
+    for step, digest in ((1, b""), (9, giver.made[2].digest)):
         assert (await giver.find(step, digest)).manifest.rank == (3, b"")
-    assert clock.now == 3 * took + 2 * snapshot.RESTS * took + since
-    assert len({(await one).digest for one in asking}) == 1
-    assert clock.now == 4 * took + 3 * snapshot.RESTS * took and len(giver.made) == 4
+    assert now() == pytest.approx(at)
+    assert len(set(await asyncio.gather(*asking))) == 1
+    assert now() == pytest.approx(4 * giver.takes_s + 3 * rest_s)
+    assert len(giver.made) == 4
 
 
 @pytest.mark.parametrize("step", [1, -1], ids=["made", "failed"])
-@in_a_loop
-async def test_abandoned_snapshot_is_forgotten(monkeypatch, giver, step):
+async def test_abandoned_snapshot_is_forgotten(giver, step):
     errors = []
-    monkeypatch.setattr(snapshot, "KEEP_S", -1.0)
-    giver.step = step
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    giver.step = step
     asking = asyncio.create_task(giver.find(1))
     await asyncio.sleep(0)  # the request arrives
     asking.cancel()
-    for _ in range(9):
-        await asyncio.sleep(0)
-    assert len(giver.made) == (step > 0) and not any(map(giver.keeps, giver.made))
+    await asyncio.sleep(KEEP_S + 2)
+    assert len(giver.made) == (step > 0)
+    assert not any(map(giver.keeps, giver.made))
     giver.cache = None
     gc.collect()
     assert not errors
 
 
-@in_a_loop
 async def test_at_most_two_snapshots_are_kept(giver):
-    taken, giver.step = [], -1
+    for giver.step in (1, 2, 3):
+        await giver.find(giver.step)
+    assert list(map(giver.keeps, giver.made)) == [False, True, True]
+    giver.step = 4
+    with giver.sending(giver.made[1]), giver.sending(giver.made[2]):
+        assert await giver.find(4) is giver.made[2], "the furthest that there is"
+    assert (await giver.find(4)).manifest.rank == (4, b"")
+
+
+async def test_failed_snapshot_is_tried_again(giver):
+    giver.step = -1
     for _ in range(2):
         with pytest.raises(RoundFailed):
             await giver.find(1)
-    for giver.step in (1, 2, 3):
-        taken.append(await giver.find(giver.step, later_s=snapshot.SHARE_S))
-    assert [giver.keeps(one) for one in taken] == [False, True, True]
-    with giver.sending(taken[1]), giver.sending(taken[2]):
-        giver.step = 4
-        assert await giver.find(4, later_s=snapshot.SHARE_S) is taken[2], "the furthest that there is"
-    assert (await giver.find(4)).manifest.rank == (4, b"")
+    giver.step = 1
+    assert await giver.find(1) is giver.made[0]
 
 
 CHUNKS = 12
@@ -239,159 +263,174 @@ def noise(seed=0, rank=STEP_1, chunks=CHUNKS):
 
 
 GIVEN = noise()
-
-
-@pytest.fixture(autouse=True)
-def _nobody_waits(monkeypatch):
-    for name in ("OTHERS_S", "PAUSE_S", "IDLE_S"):
-        monkeypatch.setattr(download, name, 0.005)
+OLDER, FURTHER = noise(seed=9, rank=STEP_0), noise(seed=2, rank=STEP_2)
 
 
 class Donor:
-    """Gives its snapshots, or does not answer; at chunk `fails_at` of a stream it fails as `how` says."""
+    """Gives its snapshots, the last unless another is asked for.
 
-    def __init__(self, *snapshots, fails_at=None, how="breaks off", pace_s=0.0, answers=True, takes_s=0):
-        self.snapshots, self.fails_at, self.how, self.pace_s = list(snapshots), fails_at, how, pace_s
-        self.takes_s, self.answers, self.sent, self.asked = takes_s, answers, 0, []
+    At chunk `fails_at` of a stream it fails as `how` says; a first copy of its state takes `takes_s`.
+    """
+
+    fails_at = CHUNKS
+    how = "breaks off"
+    pace_s = takes_s = 0.0
+    answers = True
+    sent = 0
+
+    def __init__(self, *snapshots, **options):
+        self.snapshots = snapshots
+        self.asked = []
+        self.change(**options)
+
+    def change(self, **options):
+        vars(self).update(options)
 
     def find(self, digest):
         return next((taken for taken in self.snapshots if taken.digest == digest), None)
 
 
-class Donors:
+class Swarm:
     """Donors by name, the downloader that fetches from them, and its reports of progress."""
 
-    def __init__(self, donors, own=None):
+    def __init__(self, own=OLDER, **donors):
         async def own_snapshot():
-            return own or noise(seed=9, rank=STEP_0)
+            return own
 
         self.donors, self.told = donors, []
         self.downloader = Downloader(self, own_snapshot, lambda *news: self.told.append(news))
 
-    async def download(self, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
-        wanted = StateRequest(tuple(self.donors), rank, own_rank, limit_bytes, silence_s)
+    async def download(self, rank=STEP_1, own_rank=STEP_0, limit_bytes=2**30):
+        wanted = StateRequest(tuple(self.donors), rank, own_rank, limit_bytes, silence_s=20.0)
         return await self.downloader.fetch(wanted)
+
+    async def require(self, taken, rank=STEP_1):
+        """Require that a download brings this snapshot."""
+        fetched = await self.download(rank)
+        assert bytes(fetched.content.numpy()) == b"".join(taken.content)
+        assert fetched.manifest == taken.manifest
+        return fetched
 
     async def ask(self, name, digest, rank, own):
         donor = self.donors[name]
         donor.asked.append(rank)
-        await asyncio.sleep(donor.takes_s if len(donor.asked) == 1 else 0)  # meanwhile its state is copied
+        await asyncio.sleep(donor.takes_s if len(donor.asked) == 1 else 0)
         if not donor.answers:
             raise ConnectionError(name)
-        taken = donor.find(digest) or (donor.snapshots and donor.snapshots[-1])
-        offer = taken and StateOffer(taken.manifest.rank, taken.digest)
-        return StateOffer.from_wire(offer.to_wire()) if offer else None
+        if not donor.snapshots:
+            return None
+        taken = donor.find(digest) or donor.snapshots[-1]
+        return StateOffer.from_wire(StateOffer(taken.manifest.rank, taken.digest).to_wire())
 
     async def fetch(self, name, digest, start, stop):
         donor = self.donors[name]
-        if (taken := donor.find(digest)) and stop == 0:
+        taken = donor.find(digest)
+        if taken is None:
+            return
+        if stop == 0:
             yield b"?" if donor.how == "lies" else taken.described
-        for index in range(start, stop if taken else 0):
-            if donor.fails_at is not None and index >= donor.fails_at:
-                if donor.how == "breaks off":
-                    return
-                if donor.how == "dies":
-                    donor.answers, donor.snapshots = False, []
-                    raise ConnectionError(name)
-                if donor.how == "hangs":
-                    await asyncio.sleep(60)
+        for index in range(start, stop):
+            if index >= donor.fails_at and donor.how == "breaks off":
+                return
+            if index >= donor.fails_at and donor.how == "dies":
+                donor.change(answers=False, snapshots=())
+                raise ConnectionError(name)
+            if index >= donor.fails_at and donor.how == "hangs":
+                await asyncio.sleep(6000)
             await asyncio.sleep(donor.pace_s)
             donor.sent += 1
             yield bytes(CHUNK_BYTES) if donor.how == "damages" else taken.chunk(index)
 
 
-def fetch(donors, own=None, **changes):
-    return asyncio.run(Donors(donors, own).download(**changes))
-
-
-def is_whole(fetched, taken):
-    return bytes(fetched.content.numpy()) == b"".join(taken.content)
-
-
-def test_furthest_state_is_fetched_in_parallel():
-    donors = {name: Donor(GIVEN, pace_s=0.001) for name in "ABCDEF"}
-    donors["B"] = Donor(noise(rank=STEP_0))
-    fetched = asyncio.run((swarm := Donors(donors)).download())
-    assert is_whole(fetched, GIVEN) and fetched.manifest == GIVEN.manifest and fetched.donor in "ACD"
+async def test_furthest_state_is_fetched_in_parallel():
+    swarm = Swarm(**{name: Donor(GIVEN, pace_s=0.1) for name in "ABCDEF"})
+    swarm.donors["B"] = Donor(OLDER)
+    fetched = await swarm.require(GIVEN)
     assert read_state(fetched.manifest, fetched.content)[0] == {}
-    sent = {name: donor.sent for name, donor in donors.items()}
-    assert sent["B"] == sent["E"] == sent["F"] == len(donors["E"].asked) == 0
-    assert min(sent[name] for name in "ACD") >= 2 and sum(sent.values()) <= CHUNKS + 3
+    sent = {name: donor.sent for name, donor in swarm.donors.items()}
+    helpers = {name for name in sent if sent[name] >= 2}
+    assert fetched.donor in helpers == set("ACD")
+    assert sent["B"] == sent["E"] == sent["F"] == 0
+    assert swarm.donors["E"].asked == []
+    assert sum(sent.values()) <= CHUNKS + 3
     done, totals, active = zip(*swarm.told, strict=True)
-    assert list(done) == sorted(done) and done[-1] == totals[-1] == GIVEN.manifest.num_bytes
+    assert list(done) == sorted(done)
+    assert done[-1] == totals[-1] == GIVEN.manifest.num_bytes
     assert max(active) == 3
 
 
-def test_majority_state_wins_unless_too_old():
-    further = noise(seed=9, rank=STEP_2)
-    for rank, expected in ((STEP_1, GIVEN), (STEP_2, further)):
-        donors = {"L": Donor(further), "A": Donor(GIVEN), "B": Donor(GIVEN)}
-        assert is_whole(fetch(donors, rank=rank), expected)
-        assert (donors["L"].sent == 0) == (expected is GIVEN)
+@pytest.mark.parametrize("rank, expected", [(STEP_1, GIVEN), (STEP_2, FURTHER)])
+async def test_majority_state_wins_unless_too_old(rank, expected):
+    lone = Donor(FURTHER)
+    await Swarm(L=lone, A=Donor(GIVEN), B=Donor(GIVEN)).require(expected, rank)
+    assert (lone.sent == 0) is (expected is GIVEN)
 
 
-def test_late_donor_is_asked_again_and_helps(monkeypatch):
-    monkeypatch.setattr(download, "OTHERS_S", 1.0)
-    other, further = (noise(seed=seed, rank=(seed, b"")) for seed in (1, 2))
-    donors = {"L": Donor(other), "A": Donor(GIVEN, takes_s=0.9), "B": Donor(GIVEN, takes_s=0.6)}
-    donors["C"] = Donor(GIVEN, further, takes_s=1.2)  # it has moved on
-    with asyncio.Runner(loop_factory=VirtualLoop) as loop:
-        fetched = loop.run(Donors(donors).download(rank=STEP_2, silence_s=9.0))
-    assert is_whole(fetched, GIVEN) and fetched.donor == "A", "the first of those that were named"
+async def test_late_donor_is_asked_again_and_helps():
+    donors = [Donor(noise(seed=1)), Donor(GIVEN, takes_s=0.9), Donor(GIVEN, takes_s=0.6)]
+    donors.append(Donor(GIVEN, FURTHER, takes_s=1.2))  # it has moved on
+    fetched = await Swarm(**dict(zip("LABC", donors, strict=True))).require(GIVEN, STEP_2)
+    assert fetched.donor == "A", "the first of those that were named"
     asked_again = [STEP_2, STEP_1]  # so that it copies no other state than the others'
-    assert [donor.asked for donor in donors.values()] == [asked_again, [STEP_2], [STEP_2], asked_again]
-    assert donors["L"].sent == 0 < donors["C"].sent
+    assert [donor.asked for donor in donors] == [asked_again, [STEP_2], [STEP_2], asked_again]
+    assert donors[0].sent == 0 < donors[3].sent
 
 
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 @pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
-def test_failing_donor_is_replaced(how, fails_at, monkeypatch):
-    monkeypatch.setattr(download, "QUIET_S", 0.05)
-    donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
-    assert is_whole(asyncio.run((swarm := Donors(donors)).download(silence_s=2.0)), GIVEN)
-    assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS
+async def test_failing_donor_is_replaced(how, fails_at):
+    failing, other = Donor(GIVEN, fails_at=fails_at, how=how), Donor(GIVEN, pace_s=0.1)
+    swarm = Swarm(A=failing, B=other)
+    await swarm.require(GIVEN)
+    assert failing.sent + other.sent <= 1.3 * CHUNKS
     if how == "damages":
-        assert donors["A"].sent == swarm.told[-1][2] == 1, "it is not asked again, nor counted"
+        assert failing.sent == swarm.told[-1][2] == 1, "it is not asked again, nor counted"
 
 
-def test_fast_donor_relieves_slow_one():
-    donors = {"A": Donor(GIVEN, pace_s=0.2), "B": Donor(GIVEN)}
-    assert is_whole(fetch(donors, silence_s=5.0), GIVEN) and donors["A"].sent <= CHUNKS // 3
-
-
-@in_a_loop
-async def test_broken_download_resumes_at_missing_chunk():
-    newer, donor = noise(seed=2, rank=STEP_2), Donor(GIVEN, fails_at=5)
-    swarm = Donors({"A": donor})
-    with pytest.raises(RoundFailed, match="nothing came"):
-        await swarm.download()
-    assert donor.sent == 5
-    donor.fails_at, donor.snapshots = None, [GIVEN, newer]  # it has moved on
-    assert is_whole(await swarm.download(rank=STEP_2), GIVEN) and donor.sent == CHUNKS
-    donor.fails_at, donor.snapshots = 5, [GIVEN]
-    with pytest.raises(RoundFailed):
-        await swarm.download()
-    donor.fails_at, donor.snapshots = None, [newer]  # and no longer keeps the older one
-    assert is_whole(await swarm.download(rank=STEP_2), newer)
-
-
-def test_equal_initial_state_is_not_fetched():
-    theirs, donor = noise(rank=STEP_0), Donor(noise(rank=STEP_0))
-    assert is_whole(fetch({"A": donor}, own=theirs), theirs) and donor.sent == 0
-    assert fetch({"A": Donor(GIVEN, pace_s=0.03)}, silence_s=0.2).manifest == GIVEN.manifest  # 0.36 s
+async def test_fast_donor_relieves_slow_one():
+    slow = Donor(GIVEN, pace_s=4.0)
+    await Swarm(A=slow, B=Donor(GIVEN)).require(GIVEN)
+    assert slow.sent <= CHUNKS // 3
 
 
 @pytest.mark.parametrize(
-    ("donor", "error", "limit_bytes"),
+    "kept, resumed, sent", [((GIVEN, FURTHER), GIVEN, CHUNKS), ((FURTHER,), FURTHER, 5 + CHUNKS)]
+)
+async def test_broken_download_resumes_at_missing_chunk(kept, resumed, sent):
+    """Unless the donor, which has moved on, no longer keeps the older state."""
+    donor = Donor(GIVEN, fails_at=5)
+    swarm = Swarm(A=donor)
+    with pytest.raises(RoundFailed, match="nothing came"):
+        await swarm.download()
+    assert donor.sent == 5
+    donor.change(fails_at=CHUNKS, snapshots=kept)
+    await swarm.require(resumed, STEP_2)
+    assert donor.sent == sent
+
+
+async def test_equal_initial_state_is_not_fetched():
+    donor = Donor(OLDER)
+    await Swarm(A=donor).require(OLDER)
+    assert donor.sent == 0
+
+
+async def test_slow_download_has_no_time_limit():
+    await Swarm(A=Donor(GIVEN, pace_s=15.0)).require(GIVEN)
+
+
+@pytest.mark.parametrize(
+    "donors, error, limit_bytes",
     [
-        *((one, NobodyHas, 2**30) for one in (None, Donor(answers=False), Donor())),
-        (Donor(noise(rank=STEP_0, chunks=1)), NobodyHas, 2**30),
-        (Donor(noise(rank=STEP_2, chunks=1), how="lies"), NobodyHas, 2**30),
-        (Donor(GIVEN), RoundFailed, GIVEN.manifest.num_bytes - 1),
+        ({}, NobodyHas, 2**30),
+        ({"A": Donor(answers=False)}, NobodyHas, 2**30),
+        ({"A": Donor()}, NobodyHas, 2**30),
+        ({"A": Donor(OLDER)}, NobodyHas, 2**30),
+        ({"A": Donor(FURTHER, how="lies")}, NobodyHas, 2**30),
+        ({"A": Donor(GIVEN)}, RoundFailed, GIVEN.manifest.num_bytes - 1),
     ],
     ids=["nobody", "gone", "gives none", "older", "another manifest", "larger than this model's"],
 )
-def test_useless_donors_fail_download(donor, error, limit_bytes):
+async def test_useless_donors_fail_download(donors, error, limit_bytes):
     with pytest.raises(error):
-        fetch({"A": donor} if donor else {}, own_rank=STEP_1, limit_bytes=limit_bytes)
-    assert donor is None or donor.sent == 0
+        await Swarm(**donors).download(own_rank=STEP_1, limit_bytes=limit_bytes)
+    assert not any(donor.sent for donor in donors.values())

@@ -5,27 +5,24 @@ That invalid address lists are ignored, and that known peers survive a restart, 
 """
 
 import asyncio
-import json
 from itertools import pairwise
-from types import SimpleNamespace
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, call
 
 import pytest
-from hivemind.p2p import P2PDaemonError, PeerID
+from hivemind.p2p import P2PDaemonError
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.kit.fakes import FakeNode
+from tests.unit.async_tests import peer
 from trahiv_cli.net.keys import ADDRESSES_KEY
 from trahiv_cli.swarm import reconnector as acq
 from trahiv_cli.swarm.known_peers import LATELY_S, MAX_ADDRESSES, MAX_PEERS, Acquaintances
 from trahiv_cli.swarm.node import CHORES_EVERY_S
 from trahiv_cli.swarm.reconnector import Reunion
 
-OPEN = "/ip4/0.0.0.0/tcp/0"
-
 
 def peer_id(number):
-    return PeerID(b"\x12\x20" + bytes(31) + bytes([number])).to_base58()
+    return peer(number).to_base58()
 
 
 ME, PEER, OTHER = map(peer_id, range(3))
@@ -102,8 +99,14 @@ def test_invented_ids_replace_no_present_peer(clock):
 
 @pytest.mark.parametrize(
     "content",
-    ["", '{"version": 2}', '{"version": 1, "ports": {}, "peers": {"Qm": 7}}']
-    + [json.dumps({"version": 1, "ports": {OPEN: port}, "peers": {}}) for port in (0, "4001", True)],
+    [
+        "",
+        '{"version": 2}',
+        '{"version": 1, "ports": {}, "peers": {"Qm": 7}}',
+        '{"version": 1, "ports": {"/ip4/0.0.0.0/tcp/0": 0}, "peers": {}}',
+        '{"version": 1, "ports": {"/ip4/0.0.0.0/tcp/0": "4001"}, "peers": {}}',
+        '{"version": 1, "ports": {"/ip4/0.0.0.0/tcp/0": true}, "peers": {}}',
+    ],
 )
 def test_damaged_file_counts_as_empty(path, content):
     path.write_text(content)
@@ -112,10 +115,9 @@ def test_damaged_file_counts_as_empty(path, content):
 
 
 class Network(FakeNode):
-    """A node whose routing table (`there`) and connections a test sets; it records its calls."""
+    """A node whose routing table (`there`) a test sets; it records its calls."""
 
-    reach = SimpleNamespace(kind="direct")
-    there = connected = ()
+    there = ()
 
     def __init__(self, clock):
         super().__init__(ME, now=clock)
@@ -123,7 +125,10 @@ class Network(FakeNode):
         self.calls = []
         self.addresses = [address(0)]
         self.met = Acquaintances(None, clock)
-        self.reunion = Reunion(self, self.own_addresses, self.met, clock=clock)
+        self.reunion = self.make_reunion()
+
+    def make_reunion(self, **options):
+        return Reunion(self, self.own_addresses, self.met, clock=self.clock, **options)
 
     def turn(self, seconds=0.0):
         """Take a turn now, and then one every `CHORES_EVERY_S` for some seconds."""
@@ -141,7 +146,7 @@ class Network(FakeNode):
 
     def run(self, coroutine):
         if coroutine is acq.peers_there:
-            return [list(map(peer_id, some)) for some in (self.there, self.connected)]
+            return list(map(peer_id, self.there)), []
         self.calls.append((self.clock.now, *coroutine.args))
 
     def called(self):
@@ -223,9 +228,8 @@ def test_calls_to_missing_peer_back_off(network, clock):
     assert network.calls[-1][0] == clock.now
 
 
-def test_join_line_addresses_are_called(network, clock):
-    also = [address(), address(0), address(port=2)]
-    Reunion(network, network.own_addresses, network.met, also=also, clock=clock).turn()
+def test_join_line_addresses_are_called(network):
+    network.make_reunion(also=[address(), address(0), address(port=2)]).turn()
     assert network.called() == [{PEER: [address(), address(port=2)]}]
 
 
@@ -239,61 +243,40 @@ def test_lone_node_calls_often_in_small_groups(network):
     assert len(set().union(*network.called())) == 3 * acq.CALLS_AT_ONCE - 1
 
 
-def test_visitor_calls_peers_but_publishes_nothing(network, clock):
-    Reunion(
-        network, network.own_addresses, network.met, also=[address()], is_visitor=True, clock=clock
-    ).turn()
+def test_visitor_calls_peers_but_publishes_nothing(network):
+    network.make_reunion(also=[address()], is_visitor=True).turn()
     assert network.fetch(ADDRESSES_KEY) == {}
     assert network.calls == [(0.0, {PEER: [address()]}, True)]
 
 
-LOW, MIDDLE, HIGH = map(PeerID.from_base58, (ME, PEER, OTHER))
+LOW, MIDDLE, HIGH = map(peer, range(3))
 
 
-def call(own, dial=TimeoutError, is_visitor=False, **behaviour):
-    """Call a peer from a node whose dial fails with an error, if any; return the node's calls."""
-    node = AsyncMock(**behaviour)
-    node.peer_id = own
-    node.protocol.p2p._client.connect.side_effect = dial
+DIAL = call.protocol.p2p._client.connect(MIDDLE, [Multiaddr("/ip4/203.0.113.7/tcp/1")])  # without the id
+MEET = call.meeting.meet(MIDDLE, [])
+PING = call.protocol.call_ping(MIDDLE, strict=False)
+KNOW = call.blacklist.register_success(MIDDLE)
+NO_ROUTE = P2PDaemonError("no route")
+ERRORS = (NO_ROUTE, TimeoutError(), OSError("p2pd is gone"))
+
+
+@pytest.mark.parametrize(
+    "own, is_visitor, error, options, calls",
+    [
+        *((LOW, False, error, {}, [DIAL, MEET, PING, KNOW]) for error in ERRORS),
+        *((HIGH, False, error, {}, [DIAL]) for error in ERRORS),
+        (HIGH, True, NO_ROUTE, {}, [DIAL, MEET, PING, KNOW]),
+        (LOW, False, NO_ROUTE, {"meeting": None}, [DIAL]),
+        (LOW, False, NO_ROUTE, {"meeting.meet.side_effect": ConnectionError}, [DIAL, MEET]),
+        (LOW, False, None, {}, [DIAL, PING, KNOW]),
+        (LOW, False, None, {"protocol.call_ping.return_value": None}, [DIAL, PING]),
+    ],
+)
+async def test_call_dials_then_meets_and_pings(own, is_visitor, error, options, calls):
+    """Where neither can dial the other, the visitor asks for a meeting, or the peer with the lower id."""
+    node = AsyncMock(peer_id=own, **{"protocol.p2p._client.connect.side_effect": error} | options)
     node.protocol.routing_table.peer_id_to_uid = {own: None}
     node.blacklist.register_success = Mock()
-
-    async def scene():
-        await acq.greet({PEER: [address()]}, is_visitor, None, node)
-        while acq._calling:
-            await asyncio.sleep(0)
-
-    asyncio.run(scene())
-    return [(name.rpartition(".")[2], *args, kwargs) for name, args, kwargs in node.mock_calls if args]
-
-
-DIAL = ("connect", MIDDLE, [Multiaddr("/ip4/203.0.113.7/tcp/1")], {})  # libp2p gets the id separately
-MEET = ("meet", MIDDLE, [], {})
-PING = ("call_ping", MIDDLE, {"strict": False})
-KNOW = ("register_success", MIDDLE, {})
-
-
-@pytest.mark.parametrize("error", [P2PDaemonError("no route"), TimeoutError(), OSError("p2pd is gone")])
-def test_lower_id_requests_meeting_after_failed_dial(error):
-    assert call(LOW, error) == [DIAL, MEET, PING, KNOW]
-    assert call(HIGH, error) == [DIAL]
-
-
-def test_visitor_requests_meeting_after_failed_dial():
-    assert call(HIGH, is_visitor=True) == [DIAL, MEET, PING, KNOW]
-
-
-def test_peer_without_meetings_only_dials():
-    assert call(LOW, meeting=None) == [DIAL]
-
-
-def test_dialled_peer_enters_routing_table():
-    assert call(LOW, dial=None) == [DIAL, PING, KNOW]
-
-
-def test_silent_peer_enters_no_routing_table():
-    assert call(LOW, dial=None, **{"protocol.call_ping.return_value": None}) == [DIAL, PING]
-
-
-def test_failed_meeting_ends_call():
-    assert call(LOW, **{"meeting.meet.side_effect": ConnectionError}) == [DIAL, MEET]
+    await acq.greet({PEER: [address()]}, is_visitor, None, node)
+    await asyncio.sleep(1.0)
+    assert [one for one in node.mock_calls if one.args] == calls

@@ -7,11 +7,13 @@ import weakref
 from collections import deque
 from concurrent.futures import CancelledError, Future
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hivemind.averaging.partition import AllreduceException
 
 from tests.kit.identities import key_of
+from tests.unit.async_tests import with_sockets
 from trahiv_cli.errors import RoundFailed, SwarmError
 from trahiv_cli.members.door import Door
 from trahiv_cli.swarm import service as module
@@ -69,9 +71,6 @@ class Pipe:
 def dht(monkeypatch):
     """A DHT that hosts services in threads of this process."""
 
-    async def done(*_):
-        return p2p
-
     def host(work):
         ours, theirs = Pipe.pair()
         hosted.append(threading.Thread(target=work, args=[dht, theirs], daemon=True))
@@ -79,8 +78,8 @@ def dht(monkeypatch):
         return ours
 
     hosted = []
-    calls = dict.fromkeys(("replicate", "list_peers", "shutdown"), done)
-    p2p = SimpleNamespace(peer_id=None, daemon_listen_maddr="", **calls)
+    p2p = AsyncMock(peer_id=None, daemon_listen_maddr="")
+    p2p.replicate.return_value = p2p
     monkeypatch.setattr(Door, "guarded", lambda door: p2p)
     monkeypatch.setattr(module, "switch_to_uvloop", asyncio.new_event_loop)
     monkeypatch.setattr(module, "MPFuture", Future)
@@ -94,9 +93,13 @@ def dht(monkeypatch):
         assert not thread.is_alive()
 
 
+def handle_of(dht, **options):
+    return ServiceHandle(dht, Echo("run", is_client=True), **options)
+
+
 @pytest.fixture
 def handle(dht):
-    handle = ServiceHandle(dht, Echo("run", is_client=True))
+    handle = handle_of(dht)
     yield handle
     handle.shutdown(LIMIT_S)
     assert not handle.is_alive()
@@ -128,7 +131,7 @@ def test_given_up_command_harms_no_other(handle):
 
 
 def test_service_asks_training_process(dht):
-    handle = ServiceHandle(dht, Echo("run", is_client=True), give=lambda: "a copy")
+    handle = handle_of(dht, give=lambda: "a copy")
     assert handle.request("ask").result(LIMIT_S) == "a copy"
     handle.shutdown(LIMIT_S)
 
@@ -136,37 +139,30 @@ def test_service_asks_training_process(dht):
 @pytest.mark.parametrize("is_running", [True, False])
 def test_service_that_does_not_start_fails(monkeypatch, is_running):
     monkeypatch.setattr("trahiv_cli.swarm.corrections.processes.START_S", 0.1)
-    dht = SimpleNamespace(host=lambda work: None, is_alive=lambda: is_running)
     with pytest.raises(SwarmError, match="while it started"):
-        ServiceHandle(dht, Echo("run", is_client=True))
+        handle_of(Mock(is_alive=lambda: is_running))
 
 
 def test_start_error_reaches_training_process(dht, monkeypatch):
-    async def fail(*_):
-        raise OSError("no p2pd")
-
-    monkeypatch.setattr(Echo, "start", fail)
+    monkeypatch.setattr(Echo, "start", AsyncMock(side_effect=OSError("no p2pd")))
     with pytest.raises(OSError, match="no p2pd"):
-        ServiceHandle(dht, Echo("run", is_client=True))
+        handle_of(dht)
 
 
-async def require_life(dht, may_go_on, is_shown):
-    life = asyncio.create_task(show_life(dht, dht._node))
-    await asyncio.wait([life], timeout=LIMIT_S if is_shown else 0.05)
-    assert life.done() == is_shown
-    may_go_on.set()
-    await asyncio.wait_for(life, timeout=LIMIT_S)
-
-
-def test_node_life_needs_service_loops(dht):
-    handle = ServiceHandle(dht, Echo("run", is_client=True))
+@with_sockets
+async def test_node_life_needs_service_loops(dht):
+    handle = handle_of(dht)
     is_busy, may_go_on = threading.Event(), threading.Event()
     [loop] = dht.loops
     loop.call_soon_threadsafe(lambda: [is_busy.set(), may_go_on.wait()])
     is_busy.wait()
-    asyncio.run(require_life(dht, may_go_on, is_shown=False))
+    life = asyncio.create_task(show_life(dht, dht._node))
+    await asyncio.wait([life], timeout=0.05)
+    assert not life.done()
+    may_go_on.set()
+    await asyncio.wait_for(life, LIMIT_S)
     handle.shutdown(LIMIT_S)
-    asyncio.run(require_life(dht, may_go_on, is_shown=True))
+    await asyncio.wait_for(show_life(dht, dht._node), LIMIT_S)
 
 
 def test_life_of_ended_service_thread_fails(dht):
@@ -176,32 +172,24 @@ def test_life_of_ended_service_thread_fails(dht):
     dht.loops[0].run_until_complete(asyncio.sleep(0))  # so that no request is left over
 
 
-class Requests:
-    """A pipe with two requests for a state, of which the first fails."""
-
-    def __init__(self):
-        self.given, self.answers, self.is_held = None, [], []
-
-    def recv(self):
-        self.is_held.append(self.given is not None and self.given() is not None)
-        if len(self.is_held) > 2:
-            return None
-        (answer := Future()).add_done_callback(self.note)
-        return answer
-
-    def state(self):
-        if len(self.is_held) == 1:
-            raise KeyError("not finite")
-        self.given = weakref.ref(given := {1})
-        return given
-
-    def note(self, answer):
-        self.answers.append(repr(answer.exception()) if answer.exception() else len(answer.result()))
-
-
-def test_state_request_is_answered_and_released(caplog):
-    requests = Requests()
-    answer_requests(requests, requests.state)
-    assert requests.answers == ["KeyError('not finite')", 1]
+def test_failed_state_request_is_answered(caplog):
+    asked = Future()
+    answer_requests(Mock(recv=Mock(side_effect=[asked, None])), Mock(side_effect=KeyError("not finite")))
+    assert repr(asked.exception()) == "KeyError('not finite')"
     assert "not copied" in caplog.text
-    assert requests.is_held == [False] * 3
+
+
+def test_answered_state_is_released():
+    def make():
+        state = {1}
+        made.append(weakref.ref(state))
+        return state
+
+    def requests():
+        yield Future()
+        left.append(made[0]())
+        yield None
+
+    made, left = [], []
+    answer_requests(Mock(recv=requests().__next__), make)
+    assert left == [None]

@@ -6,6 +6,7 @@ import pytest
 from hivemind.utils import MSGPackSerializer
 
 from tests.kit.fakes import FakeNode
+from tests.unit.conftest import refused
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.net.keys import RUNS_KEY
@@ -53,7 +54,7 @@ def read(disbelieved):
 
 
 @pytest.mark.parametrize(
-    ("names", "values"),
+    "names, values",
     [
         ("run_id", (7, None, "x" * 201)),
         ("step max_steps", (-1, 2**31, 1.5, "7", None)),
@@ -88,7 +89,7 @@ def test_whole_number_counts_as_float(read):
 
 
 @pytest.mark.parametrize(
-    ("entry", "foreign"),
+    "entry, foreign",
     [
         (["run-1", 7], Foreign(1, "")),
         (FIELDS | {"protocol": 0, "step": "seven"}, Foreign(0, version())),
@@ -113,7 +114,7 @@ EARLY = {"QmA": Foreign(1, "")}
 
 
 @pytest.mark.parametrize(
-    ("statuses", "named"),
+    "statuses, named",
     [
         (Statuses({}, {}), "QmA"),
         (Statuses({"QmA": OURS}, LATER), "QmA"),
@@ -125,7 +126,7 @@ def test_joiner_with_same_protocol_is_admitted(statuses, named):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "named", "hint"),
+    "statuses, named, hint",
     [
         (Statuses({}, LATER), [], "pip install trahiv==9.0"),
         (Statuses({}, EARLY | LATER), [], "pip install trahiv==9.0"),
@@ -134,10 +135,8 @@ def test_joiner_with_same_protocol_is_admitted(statuses, named):
     ],
 )
 def test_joiner_with_other_protocol_is_refused(statuses, named, hint):
-    with pytest.raises(RecipeMismatch, match="protocol .* Nothing was changed") as refused:
+    with refused("protocol .* Nothing was changed", hint, RecipeMismatch):
         require_protocol(statuses, named)
-    assert refused.value.exit_code == 5
-    assert refused.value.hint.startswith(hint)
 
 
 def test_event_lists_peers_and_majority_run():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
-from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.trainer import SwarmTrainer
 
 torch.set_num_threads(1)
@@ -29,17 +28,6 @@ class Hearer(TrainerCallback):
 
     def steps_of(self, event):
         return [step for name, step in self.heard if name == event]
-
-
-@pytest.fixture
-def told():
-    """All events of `events`."""
-    return []
-
-
-@pytest.fixture
-def events(told):
-    return Events(told.append)
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """One process serves the DHT and this peer's services, and ends with its parent."""
 
-import asyncio
 import gc
 from concurrent.futures import Future
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock, call
 
 import hivemind
 import pytest
@@ -29,28 +29,29 @@ def test_forked_process_freezes_inherited_objects(monkeypatch, dht):
 
 @pytest.mark.parametrize("answer", [None, OSError("no p2pd")], ids=["it has started", "it ends by itself"])
 def test_interrupted_dht_start_leaves_no_process(monkeypatch, dht, answer):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    ended = []
-    dht._ready, dht.kill, dht.join = Future(), lambda: ended.append("killed"), lambda _: ended.append("gone")
+    ended = Mock()
+    dht._ready, dht.kill, dht.join = Future(), ended.kill, ended.join
     dht._ready.set_exception(answer) if answer else dht._ready.set_result(None)
-    monkeypatch.setattr(corrected, "require_start", interrupt)
+    monkeypatch.setattr(corrected, "require_start", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         dht.wait_until_ready()
-    assert ended == (["gone"] if answer else ["killed", "gone"])
+    assert [name for name, *_ in ended.mock_calls] == (["join"] if answer else ["kill", "join"])
 
 
-@pytest.mark.parametrize("has_meeting", [True, False])
-def test_meeting_closes_before_dht(monkeypatch, dht, has_meeting):
-    async def end(self):
-        ended.append("meeting" if self is meeting else "DHT")
+ENDED = AsyncMock()
 
-    ended, meeting = [], SimpleNamespace()
-    meeting.close = lambda: end(meeting)
-    monkeypatch.setattr(hivemind.DHT, "_shutdown", end)
-    dht._node = SimpleNamespace(meeting=meeting if has_meeting else None)
-    asyncio.run(dht._shutdown())
-    dht._node = SimpleNamespace()  # its reach was never looked up
-    asyncio.run(dht._shutdown())
-    assert ended == [*["meeting"] * has_meeting, "DHT", "DHT"]
+
+@pytest.mark.parametrize(
+    "node, calls",
+    [
+        (SimpleNamespace(meeting=ENDED.meeting), [call.meeting.close(), call.shutdown()]),
+        (SimpleNamespace(meeting=None), [call.shutdown()]),
+        (SimpleNamespace(), [call.shutdown()]),  # its reach was never looked up
+    ],
+)
+async def test_meeting_closes_before_dht(monkeypatch, dht, node, calls):
+    ENDED.reset_mock()
+    monkeypatch.setattr(hivemind.DHT, "_shutdown", ENDED.shutdown)
+    dht._node = node
+    await dht._shutdown()
+    assert ENDED.mock_calls == calls

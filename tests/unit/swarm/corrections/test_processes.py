@@ -18,11 +18,13 @@ import threading
 from contextlib import nullcontext
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import hivemind
 import pytest
 from hivemind.utils import MPFuture
 
+from tests.unit.conftest import refused
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError
 from trahiv_cli.swarm import corrections
@@ -36,16 +38,20 @@ IN_A_CONTAINER = DEAD_PID + 2  # its process lives, with an id that has no meani
 def test_other_hivemind_version_is_refused(monkeypatch):
     monkeypatch.setattr(hivemind, "__version__", "1.1.13")
     spec = importlib.util.spec_from_file_location("corrections_again", corrections.__file__)
-    with pytest.raises(SetupError, match=r"1\.1\.13") as refused:
+    with refused(r"1\.1\.13", corrections.CORRECTED_VERSION, SetupError):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert corrections.CORRECTED_VERSION in refused.value.hint
 
 
 def test_hivemind_uses_swarm_time():
     corrections.apply()
     of_hivemind = [module for name, module in sys.modules.items() if name.partition(".")[0] == "hivemind"]
     clocks = [module.get_dht_time for module in of_hivemind if hasattr(module, "get_dht_time")]
-    assert len(clocks) > 8 and set(clocks) == {swarm_time}
+    assert len(clocks) > 8
+    assert set(clocks) == {swarm_time}
+
+
+def test_process_may_open_many_files():
+    corrections.apply()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert soft == hard
 
@@ -54,7 +60,8 @@ def test_hivemind_uses_swarm_time():
 def test_control_pipe_waits_for_whole_message(is_ours):
     reader, writer = multiprocessing.Pipe(duplex=False)
     os.set_blocking(reader.fileno(), False)  # as uvloop does
-    packed = bytes(ForkingPickler.dumps(message := b"x" * 9000))
+    message = b"x" * 9000
+    packed = bytes(ForkingPickler.dumps(message))
     sent = len(packed).to_bytes(4, "big") + packed
     os.write(writer.fileno(), sent[:5000])
     rest = threading.Timer(0.05, os.write, (writer.fileno(), sent[5000:]))
@@ -73,24 +80,20 @@ def test_concurrent_messages_stay_whole():
 
 
 @pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "as upstream leaves them"])
-def test_unreferenced_task_survives_collection(is_kept):
+async def test_unreferenced_task_survives_collection(is_kept):
     create = processes.keep_tasks(asyncio.create_task) if is_kept else asyncio.create_task
     ended = []
 
     async def wait_for_what_only_this_task_knows():
         try:
             await asyncio.get_running_loop().create_future()
-        except GeneratorExit:
+        finally:
             ended.append("collected")
-            raise
 
-    async def run():
-        create(wait_for_what_only_this_task_knows())
-        await asyncio.sleep(0)
-        gc.collect()
-        assert ended == ([] if is_kept else ["collected"])
-
-    asyncio.run(run())
+    create(wait_for_what_only_this_task_knows())
+    await asyncio.sleep(0)
+    gc.collect()
+    assert ended == ([] if is_kept else ["collected"])
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "as upstream leaves it"])
@@ -119,57 +122,100 @@ def test_large_allocation_is_mapped_separately():
 
 
 def test_child_dies_with_parent(monkeypatch):
-    did = []
+    did = Mock()
     for name in ("die_with_parent", "private_folder", "return_freed_memory", "renew_thread_pool"):
-        monkeypatch.setattr(processes, name, lambda *args, name=name: did.append((name, *args)))
-    monkeypatch.setattr(signal, "signal", lambda *args: did.append(args))
+        monkeypatch.setattr(processes, name, getattr(did, name))
+    monkeypatch.setattr(signal, "signal", did.signal)
     monkeypatch.setattr(asyncio, "create_task", asyncio.create_task)
     processes.become_child(os.getppid())
-    signals = [(signal.SIGINT, signal.SIG_IGN), (signal.SIGTERM, signal.SIG_DFL)]
-    own = [("die_with_parent",), ("private_folder", os.getpid())]
-    assert did == [*signals, *own, ("return_freed_memory",), ("renew_thread_pool",)]
+    assert did.mock_calls == [
+        call.signal(signal.SIGINT, signal.SIG_IGN),
+        call.signal(signal.SIGTERM, signal.SIG_DFL),
+        call.die_with_parent(),
+        call.private_folder(os.getpid()),
+        call.return_freed_memory(),
+        call.renew_thread_pool(),
+    ]
     assert asyncio.create_task.__name__ == "create_and_hold"
 
 
-def test_private_folder_sweeps_dead_processes(monkeypatch, tmp_path):
-    at_end, left, own_pid = [], {}, DEAD_PID + 1
+OWN_PID = DEAD_PID + 1
+OWN_MEMORY = Path(f"/dev/shm/torch_{OWN_PID}_0")
+
+
+@pytest.fixture
+def finalize(monkeypatch, tmp_path):
+    """Stand in for the registration of work at the end of a process, whose private folder is then removed."""
+    finalize = Mock()
     monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr("multiprocessing.util.Finalize", lambda _, do, args, **_k: at_end.append((do, args)))
-    alive = os.getpid()  # of an earlier version, which did not lock its folder
-    for pid in (DEAD_PID, IN_A_CONTAINER, alive, "scout"):
-        name = f"{pid}_{os.getpid()}_0"
-        left[pid] = Path(f"/tmp/trahiv-{name.replace('_', '-')}"), Path(f"/dev/shm/torch_{name}")
-        left[pid][0].mkdir()
-        left[pid][1].touch()
-    lock = os.open(left[IN_A_CONTAINER][0], os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr("multiprocessing.util.Finalize", finalize)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    keepers = {"alive": socket.socket(socket.AF_UNIX), "killed": socket.socket(socket.AF_UNIX)}
-    for name, one in keepers.items():  # torch's managers of shared memory, whose folders are elsewhere
-        (tmp_path / f"torch-shm-dir-{name}").mkdir()
-        one.bind(str(tmp_path / f"torch-shm-dir-{name}" / "manager.sock"))
-    keepers["alive"].listen()
-    keepers["killed"].close()
-    (stuck := Path(f"{left[DEAD_PID][1]}1")).mkdir()  # can't be removed, like another user's memory
-    folder, memory = private_folder(own_pid), Path(f"/dev/shm/torch_{own_pid}_0")
-    stuck.rmdir()
-    assert [path.name for path in tmp_path.iterdir()] == ["torch-shm-dir-alive"]
-    keepers["alive"].close()
+    private_folder.cache_clear()
+    yield finalize
+    shutil.rmtree(private_folder(OWN_PID), ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    "pid, is_kept",
+    [
+        (DEAD_PID, False),
+        (IN_A_CONTAINER, True),
+        (os.getpid(), True),  # of an earlier version, which did not lock its folder
+        ("scout", True),
+    ],
+    ids=["dead", "in a container", "alive", "no process"],
+)
+@pytest.mark.usefixtures("finalize")
+def test_files_of_dead_processes_are_swept(pid, is_kept):
+    folder, memory = Path(f"/tmp/trahiv-{pid}-{os.getpid()}"), Path(f"/dev/shm/torch_{pid}_{os.getpid()}")
+    stuck = Path(f"{memory}_1")  # can't be removed, like another user's memory
+    for path in (folder, stuck):
+        path.mkdir()
+    memory.touch()
+    lock = os.open(folder, os.O_RDONLY)
+    if pid == IN_A_CONTAINER:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    private_folder(OWN_PID)
     os.close(lock)
-    there = {pid: [path.exists() for path in paths] for pid, paths in left.items()}
-    for one, its_memory in left.values():
-        shutil.rmtree(one, ignore_errors=True)
-        its_memory.unlink(missing_ok=True)
-    assert there.pop(DEAD_PID) == [False] * 2 and all(map(all, there.values()))
-    assert private_folder(own_pid) == folder and folder.name.startswith(f"trahiv-{own_pid}-")
+    stuck.rmdir()
+    there = [folder.exists(), memory.exists()]
+    shutil.rmtree(folder, ignore_errors=True)
+    memory.unlink(missing_ok=True)
+    assert there == [is_kept] * 2
+
+
+@pytest.mark.usefixtures("finalize")
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_folder_of_dead_memory_manager_is_swept(tmp_path, is_alive):
+    folder = tmp_path / "torch-shm-dir-1"
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as manager:
+        manager.bind(str(folder / "manager.sock"))
+        if is_alive:
+            manager.listen()
+        private_folder(OWN_PID)
+    assert folder.exists() is is_alive
+
+
+@pytest.mark.usefixtures("finalize")
+def test_private_folder_fits_sockets():
+    folder = private_folder(OWN_PID)
+    assert private_folder(OWN_PID) == folder
+    assert folder.name.startswith(f"trahiv-{OWN_PID}-")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert len(f"{folder}/p2pclient-0123456789abcdef0123456789abcdef.sock".encode()) <= 107
     assert multiprocessing.util.get_temp_dir() == str(folder)
-    memory.touch()
-    [(sweep, swept)] = at_end
-    (of_another := folder.with_name(f"trahiv-{own_pid}-container")).mkdir()
-    sweep(*swept)
-    assert not folder.exists() and memory.exists(), "another container's process may have made it"
+
+
+def test_private_folder_ends_with_process(finalize):
+    folder = private_folder(OWN_PID)
+    (_, sweep), options = finalize.call_args
+    of_another = folder.with_name(f"trahiv-{OWN_PID}-container")
+    of_another.mkdir()
+    OWN_MEMORY.touch()
+    sweep(*options["args"])
+    assert not folder.exists()
+    assert OWN_MEMORY.exists(), "another container's process may have made it"
     of_another.rmdir()
-    sweep(*swept)
-    assert not memory.exists()
+    sweep(*options["args"])
+    assert not OWN_MEMORY.exists()
