@@ -5,8 +5,6 @@ it is gone, and ended by process id. Nothing here sleeps and hopes: every wait i
 deadline, and what fails says which events came and what was on stderr.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools
@@ -20,9 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
 
 import psutil
 
@@ -38,7 +34,7 @@ STOP_S = 20.0  # a peer that is told to leave writes a checkpoint and says goodb
 VANISH_S = 5.0  # what dies with its parent dies by a signal that the kernel sends, not all at the same time
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_until(condition, seconds=30):
     """Return as soon as a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -46,10 +42,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-_marks: dict[int, str] = {}
+_marks = {}
 
 
-def _marked(mark: str) -> list[psutil.Process]:
+def _marked(mark):
     """Living processes with this mark: parents die, sessions are left (torch_shm_manager), marks stay."""
     found = []
     for process in psutil.process_iter():
@@ -59,12 +55,12 @@ def _marked(mark: str) -> list[psutil.Process]:
     return found
 
 
-def children_of(pid: int) -> list[psutil.Process]:
+def children_of(pid):
     """Every living descendant of a process that was started here, which may have ended."""
     return [process for process in _marked(_marks[pid]) if process.pid != pid]
 
 
-def left_by(pid: int) -> list[str]:
+def left_by(pid):
     """What is still there of a process that has ended: processes and folders of sockets."""
     deadline = time.monotonic() + VANISH_S
     while (children := children_of(pid)) and time.monotonic() < deadline:
@@ -76,7 +72,7 @@ def left_by(pid: int) -> list[str]:
     return left
 
 
-def _end(pid: int) -> None:
+def _end(pid):
     """Kill a process that was started here and everything that it started, and see them gone."""
     for process in (processes := _marked(_marks[pid])):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -94,18 +90,20 @@ class Peer:
     left: tuple[str, ...]
     """Processes, sockets and temporary files that outlived it; should be empty."""
 
-    def __init__(
-        self, command: list[str], cwd: Path, env: Mapping[str, str], log: Path, is_cold: bool = False
-    ) -> None:
-        self.command, self.cwd, self._log = command, cwd, log
-        self.events: list[dict[str, Any]] = []
+    def __init__(self, command, cwd, env, log, is_cold=False):
+        self.command = command
+        self.cwd = cwd
+        self._log = log
+        self.events = []
         """Every object on stdout. Grows while the peer runs; reading it needs no lock."""
         self.out = ""
         """All of stdout."""
-        self.noise: list[str] = []
+        self.noise = []
         """Lines on stdout that are not an event of `--format json`; there should be none."""
 
-        self._said, self._is_silent, self._was_told = threading.Condition(), False, False
+        self._said = threading.Condition()
+        self._is_silent = False
+        self._was_told = False
         with log.open("w") as errors:
             self._process = popen(command, cwd, env, is_cold, stderr=errors, errors="replace")
         self.pid = self._process.pid
@@ -113,39 +111,39 @@ class Peer:
         self._reader.start()
 
     @property
-    def err(self) -> str:
+    def err(self):
         """What is on stderr so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     @property
-    def address(self) -> str:
+    def address(self):
         """What to join by, after `--peer`; waits for `ready`."""
         ready = self.wait_for("ready", timeout=60)
-        return f"@{ready['invitation']}" if ready["invitation"] else str(ready["maddrs"][0])
+        return f"@{ready['invitation']}" if ready["invitation"] else ready["maddrs"][0]
 
     @property
-    def maddr(self) -> str:
+    def maddr(self):
         """The first multiaddr; waits for `ready`."""
-        return str(self.wait_for("ready", timeout=60)["maddrs"][0])
+        return self.wait_for("ready", timeout=60)["maddrs"][0]
 
     @property
-    def is_running(self) -> bool:
+    def is_running(self):
         return self._process.poll() is None
 
     @property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self):
         return [event for event in self.events if event["event"] == "step"]
 
     @property
-    def errors(self) -> list[dict[str, Any]]:
+    def errors(self):
         return [event for event in self.events if event["event"] == "error"]
 
-    def wait_for_group(self, size: int = 2, timeout: float = 90, **fields: Any) -> dict[str, Any]:
+    def wait_for_group(self, size=2, timeout=90, **fields):
         """Wait for the first step that was taken in a group of so many; see `wait_for`."""
         of_size = lambda one: bool(one) and len(one["group"]) == size  # noqa: E731
         return self.wait_for("step", timeout, round=of_size, **fields)
 
-    def wait_for(self, event: str, timeout: float, **fields: Any) -> dict[str, Any]:
+    def wait_for(self, event, timeout, **fields):
         """Wait for the first event of that name, past ones included, whose fields are as given.
 
         A field may be a value that it must equal, or a function of it:
@@ -155,13 +153,14 @@ class Peer:
             AssertionError: it did not come in `timeout` seconds, or the peer ended without it.
         """
 
-        def fits(record: dict[str, Any]) -> bool:
+        def fits(record):
             return record["event"] == event and all(
                 name in record and (wanted(record[name]) if callable(wanted) else record[name] == wanted)
                 for name, wanted in fields.items()
             )
 
-        deadline, seen = time.monotonic() + timeout, 0
+        deadline = time.monotonic() + timeout
+        seen = 0
         with self._said:
             while True:
                 if found := next(filter(fits, self.events[seen:]), None):
@@ -172,17 +171,17 @@ class Peer:
                 if not self._said.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     raise AssertionError(self._story(f"said no {event} {fields or ''} in {timeout} s"))
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         """Send a signal to the process itself, not to its children."""
         self._was_told |= number in (signal.SIGINT, signal.SIGTERM)
         self._process.send_signal(number)
 
-    def press_ctrl_c(self) -> None:
+    def press_ctrl_c(self):
         """Send SIGINT to the process and all its children, as a terminal does."""
         self._was_told = True
         os.killpg(self.pid, signal.SIGINT)
 
-    def exit_code(self, timeout: float) -> int:
+    def exit_code(self, timeout):
         """Wait for the end; negative for the signal that killed it.
 
         Raises:
@@ -195,19 +194,19 @@ class Peer:
         self._reader.join(VANISH_S)
         return code
 
-    def kill(self) -> None:
+    def kill(self):
         """End the process itself as a power cut would."""
         self.send_signal(signal.SIGKILL)
         assert self.exit_code(10) == -signal.SIGKILL
 
-    def ask_to_leave(self) -> None:
+    def ask_to_leave(self):
         """Send SIGTERM, unless it was told to leave before: twice means at once, without a goodbye."""
         if self.is_running:
             self.send_signal(signal.SIGCONT)  # a stopped process would not hear of it
             if not self._was_told:
                 self.send_signal(signal.SIGTERM)
 
-    def stop(self) -> None:
+    def stop(self):
         """End it by process id, in good order if it can, and everything it started."""
         if self.is_running:
             self.ask_to_leave()
@@ -218,12 +217,10 @@ class Peer:
                 self._process.wait()
         _end(self.pid)
         self._reader.join(VANISH_S)
-        assert self._process.stdout is not None
         if not self._reader.is_alive():
             self._process.stdout.close()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
+    def _read(self):
         for line in self._process.stdout:
             with self._said:
                 self.out += line
@@ -241,7 +238,7 @@ class Peer:
             self._is_silent = True
             self._said.notify_all()
 
-    def _story(self, what: str) -> str:
+    def _story(self, what):
         events = "\n".join(f"  {event}" for event in self.events[-20:])
         code = self._process.poll()
         state = "running" if code is None else f"exit code {code}"
@@ -249,7 +246,7 @@ class Peer:
 
 
 @functools.cache
-def _clean_environment() -> dict[str, str]:
+def _clean_environment():
     """What all commands have. Libraries derive folders from the home when they are imported."""
     home = Path(tempfile.mkdtemp(prefix="tt-home-", dir="/tmp"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
@@ -266,13 +263,11 @@ def _clean_environment() -> dict[str, str]:
 
 
 @functools.cache
-def _warm_parent() -> warm.Parent:
+def _warm_parent():
     return warm.Parent(_clean_environment())
 
 
-def popen(
-    command: list[str], cwd: Path, env: Mapping[str, str], is_cold: bool, **options: Any
-) -> subprocess.Popen[str]:
+def popen(command, cwd, env, is_cold, **options):
     """Start a command: by a fork of the warm parent, unless that differs from a start or `is_cold` is set."""
     options = {
         "cwd": cwd,
@@ -296,14 +291,14 @@ class Workplace:
     Use as a context manager: at the end it ends what it started, the last first.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         # Short: a unix socket's path may have at most 107 bytes, and pytest's folders are deep.
         self.temporary = Path(tempfile.mkdtemp(prefix="tt-", dir="/tmp"))
-        self.peers: list[Peer] = []
+        self.peers = []
 
-    def run(self, *args: object, timeout: float = 90, prefix: tuple[str, ...] = ()) -> Peer:
+    def run(self, *args, timeout=90, prefix=()):
         """Run `trahiv ARGS` to its end; after `timeout` seconds it is ended and the test fails.
 
         It runs behind `prefix`, a command that becomes it, such as `ip netns exec NAME`.
@@ -311,7 +306,8 @@ class Workplace:
         began = time.monotonic()
         peer = self._started([*prefix, sys.executable, "-m", "trahiv_cli", *map(str, args)])
         try:
-            peer.code, peer.seconds = peer.exit_code(timeout), time.monotonic() - began
+            peer.code = peer.exit_code(timeout)
+            peer.seconds = time.monotonic() - began
             left = left_by(peer.pid)
             if not any(other.is_running for other in self.peers):
                 deadline = time.monotonic() + VANISH_S  # torch's keeper of memory ends after its clients
@@ -325,13 +321,13 @@ class Workplace:
 
     def start(
         self,
-        *args: object,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        is_cold: bool = False,
-        pace_s: float = 0.0,
-        prefix: tuple[str, ...] = (),
-    ) -> Peer:
+        *args,
+        cwd=None,
+        env=None,
+        is_cold=False,
+        pace_s=0.0,
+        prefix=(),
+    ):
         """Start `trahiv ARGS` behind `prefix`, with `--format json` unless another is named; it runs on.
 
         If it `is_cold`, it is a new interpreter, whatever a fork could do. A peer that trains all the time
@@ -342,9 +338,7 @@ class Workplace:
         command = [*prefix, sys.executable, "-m", *map(str, (*what, *args, *more))]
         return self._started(command, cwd, env, is_cold)
 
-    def start_script(
-        self, script: str, *args: object, env: Mapping[str, str] | None = None, is_cold: bool = False
-    ) -> Peer:
+    def start_script(self, script, *args, env=None, is_cold=False):
         """Start a Python script that says events on stdout as `trahiv` does, and leave it running.
 
         If it `is_cold`, it is a new interpreter, and nothing of what it prints waits in a buffer.
@@ -354,25 +348,25 @@ class Workplace:
 
     def _started(
         self,
-        command: list[str],
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        is_cold: bool = False,
-    ) -> Peer:
+        command,
+        cwd=None,
+        env=None,
+        is_cold=False,
+    ):
         log = self.folder / f"stderr-{len(self.peers)}.txt"
         env = self.environment(**(env or {}))
         self.peers.append(Peer(command, cwd or self.folder, env, log, is_cold))
         return self.peers[-1]
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self, **more):
         """Return a command's variables: nothing of the caller's but the path, no hub, no GPU, and `more`."""
         own = {"TMPDIR": str(self.temporary), MARK: uuid.uuid4().hex}
         return {**_clean_environment(), **own, **more}
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         for peer in reversed(self.peers):
             peer.ask_to_leave()  # all at once: each takes seconds
         for peer in reversed(self.peers):

@@ -1,7 +1,5 @@
 """The command lines that the README and the pages show, and the list of what executes each of them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass
@@ -31,20 +29,20 @@ class Shown:
     output: str = ""
 
 
-def pages() -> list[Path]:
+def pages():
     """Find the texts whose commands are executed."""
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(page: Path, *languages: str) -> list[str]:
+def blocks(page, *languages):
     """Return the fenced blocks of a page that are in one of these languages."""
     fence = rf"^```(?:{'|'.join(languages)})\n(.*?)^```$"
     return re.findall(fence, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def shown_in(page: Path) -> list[Shown]:
+def shown_in(page):
     """Return the command lines of a page: each line of `bash`, and in `console` what follows a prompt."""
-    found: list[Shown] = []
+    found = []
     for block in blocks(page, "bash"):
         for line in block.splitlines():
             words, _, _ = line.partition(" # ")
@@ -57,14 +55,14 @@ def shown_in(page: Path) -> list[Shown]:
     return found
 
 
-def normal(line: str) -> str:
+def normal(line):
     """Return a command line with single spaces, and with the one word that stands for an invitation."""
     return re.sub(r"trahiv1:[\w-]+\.{3}", "trahiv1:...", " ".join(line.split()))
 
 
-def listed() -> dict[str, list[str]]:
+def listed():
     """Read the list: the command lines of each scenario, or `not run` with a reason after each."""
-    found: dict[str, list[str]] = {}
+    found = {}
     for entry in LIST.read_text(encoding="utf-8").splitlines():
         if entry and not entry.startswith("#"):
             where, _, line = entry.partition(" | ")
@@ -75,10 +73,10 @@ def listed() -> dict[str, list[str]]:
 class Script:
     """The command lines of one scenario, each to be executed once."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self.left = listed()[where]
 
-    def words(self, line: str, **replaced: str) -> list[str]:
+    def words(self, line, **replaced):
         """Take a line as the page has it; return its words, after `trahiv` if it has that, some replaced.
 
         Raises:
@@ -89,7 +87,7 @@ class Script:
         return words[words.index("trahiv") + 1 :] if "trahiv" in words else words
 
 
-def looks_like(output: str, shown: str) -> bool:
+def looks_like(output, shown):
     """Tell whether an output is as shown, where `...` stands for anything, but for ids, numbers and gaps."""
     got, want = (FIGURES.sub("#", text).strip() for text in (output, shown))
     parts = re.split(r"\s*(?<!\S)\.{3}(?!\S)\s*|\.{3}", want)  # where it stands alone, it may be nothing

@@ -1,11 +1,13 @@
 """Stand-ins for what a test must not start. They behave; they do not record calls."""
 
-from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+class Clock:
+    """Seconds that a test sets."""
 
-Records = dict[str, dict[Any, tuple[Any, float]]]
+    now = 0.0
+
+    def __call__(self):
+        return self.now
 
 
 class FakeNode:
@@ -17,33 +19,31 @@ class FakeNode:
         now: the clock, in seconds.
     """
 
-    def __init__(
-        self, peer_id: str = "QmA", records: Records | None = None, now: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, peer_id="QmA", records=None, now=lambda: 0.0):
         self.peer_id = peer_id
-        self.records: Records = {} if records is None else records
+        self.records = {} if records is None else records
         self._now = now
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         """Leave the records: others of the swarm hold them."""
 
-    def neighbour(self, peer_id: str) -> FakeNode:
+    def neighbour(self, peer_id):
         """Another node of the same swarm."""
         return FakeNode(peer_id, self.records, self._now)
 
-    def only_dials(self) -> bool:
+    def only_dials(self):
         return False
 
-    def notes(self) -> list[str]:
+    def notes(self):
         return []
 
-    def publish(self, key: str, value: Any, ttl_s: float) -> bool:
+    def publish(self, key, value, ttl_s):
         self.records.setdefault(key, {})[self.peer_id] = value, self._now() + ttl_s
         return True
 
-    def fetch(self, key: str) -> dict[Any, Any]:
+    def fetch(self, key):
         held = self.records.get(key, {})
         return {peer: value for peer, (value, expires) in held.items() if expires > self._now()}

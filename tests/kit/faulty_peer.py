@@ -9,8 +9,6 @@ They wrap methods at the edges: where a peer looks for a group, sends, votes, is
 under test and does not know of them. What needs neither processes nor sockets is in `tests.simulation`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools
@@ -27,37 +25,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.history import History
-from trahiv_cli.progress.leases import Leases
 from trahiv_cli.progress.pace import Pace, RoundRules
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.rounds.allreduce import ExactAllReduce
-from trahiv_cli.rounds.claims import Outcome, Round
+from trahiv_cli.rounds.claims import Round
 from trahiv_cli.rounds.matchmaking import GroupFinder
 from trahiv_cli.rounds.replay_log import Log
 from trahiv_cli.rounds.round_service import RoundService
 from trahiv_cli.rounds.vote import digest_of
 from trahiv_cli.state.state_service import StateService
 from trahiv_cli.step.auto import Adaptation
-from trahiv_cli.step.build import METADATA_EXPIRATION_S, OptKeywords, build_optimizer
-from trahiv_cli.step.optimizer import SwarmOptimizer
+from trahiv_cli.step.build import TRACKER_OPTIONS, OptKeywords, build_optimizer
 from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.swarm.corrections.processes import die_with_parent
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
-from trahiv_cli.train.checkpoint import Checkpoint
 from trahiv_cli.train.entry import enter_swarm
 
-WIDTH, HIDDEN = 40, 256
+WIDTH = 40
+HIDDEN = 256
 """20,776 parameters: five parts of 8 KiB or less for each of two members, four for each of three."""
 BATCH = 8
 HELD_OUT = 512
-AVERAGING_TIMEOUT_S, CHUNK_TIMEOUT_S = 20.0, 4.0
+AVERAGING_TIMEOUT_S = 20.0
+CHUNK_TIMEOUT_S = 4.0
 DHT = DhtSection(host_maddrs=["/ip4/127.0.0.1/tcp/0"], nat_port_map=False, auto_nat=False)
 
 Event = dict[str, Any]
@@ -86,7 +82,7 @@ class Settings:
     averaging_timeout: float = AVERAGING_TIMEOUT_S
     rules: RoundRules = field(default_factory=RoundRules)
     pace: Pace = field(default_factory=Pace)
-    metadata_expiration: float = METADATA_EXPIRATION_S
+    metadata_expiration: float = TRACKER_OPTIONS["metadata_expiration"]
     """Seconds that a peer which died without a goodbye is waited for. It reports twice as often."""
 
     has_buffers: bool = False
@@ -98,7 +94,7 @@ class Settings:
     num_samples: int = 0
     """In a pass over the data, which peers divide by leases; 0: nothing is divided."""
 
-    def options(self) -> dict[str, Any]:
+    def options(self):
         """The words of `hivemind_config.opt`."""
         return {
             "run_id": "faults",
@@ -124,7 +120,7 @@ MODES_BESIDE_TRAINING = {
 """Peers in the modes in which training goes on during a round."""
 
 
-def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(seed, count):
     """Draw inputs and targets, each of shape (count, WIDTH), float32: targets are the inputs in reverse."""
     inputs = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
     return inputs, inputs.flip(-1)
@@ -133,14 +129,15 @@ def draw(seed: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Peer:
     """One peer's life, as it tells it."""
 
-    newest: Checkpoint | None = None
+    newest = None
     """What it goes on from."""
 
-    def __init__(self, number: int, settings: Settings, reached: Callable[[], int]) -> None:
-        self._number, self._settings = number, settings
+    def __init__(self, number, settings, reached):
+        self._number = number
+        self._settings = settings
         self._reached = reached
         """Says how far the swarm has come that it joins."""
-        self._leases: Leases | None = None
+        self._leases = None
         torch.manual_seed(0)
         layers = torch.nn.Linear(WIDTH, HIDDEN), torch.nn.Tanh(), torch.nn.Linear(HIDDEN, WIDTH)
         norms = [torch.nn.BatchNorm1d(WIDTH)] if settings.has_buffers else []
@@ -150,21 +147,23 @@ class Peer:
         self._parent = History()
         self._held = 0
         """Samples that were trained and are in no step yet."""
-        self._began, self._blocked_s = 0.0, 0.0
+        self._began = 0.0
+        self._blocked_s = 0.0
 
-    def say(self, event: str, **fields: Any) -> None:
+    def say(self, event, **fields):
         print(json.dumps({"v": 1, "event": event, "time": time.monotonic()} | fields), flush=True)
 
-    def _hear(self, event: Event) -> None:
+    def _hear(self, event):
         """Tell of downloads, and of what a person should know."""
         if event["event"] == "download":
             self.say("download", **{name: event[name] for name in ("step", "bytes", "total", "donors")})
         elif "message" in event:
             self.say("notice", code=event.get("code", event["event"]), message=event["message"])
 
-    def live(self, node: Node) -> None:
+    def live(self, node):
         """Train until the process is ended."""
-        settings, address = self._settings, node.own_addresses()[0]
+        settings = self._settings
+        address = node.own_addresses()[0]
         optimizer = build_optimizer(
             OptKeywords.model_validate(settings.options()),
             RunSettings(pace=settings.pace, auto_share=settings.auto_share, rules=settings.rules),
@@ -184,7 +183,7 @@ class Peer:
         self.say("ready", peer=node.peer_id, maddrs=[address], **self._where(optimizer))
         self._train(optimizer)
 
-    def _enter(self, optimizer: SwarmOptimizer) -> None:
+    def _enter(self, optimizer):
         while True:
             try:
                 enter_swarm(optimizer, self.newest, self._reached())
@@ -192,49 +191,53 @@ class Peer:
             except RoundFailed:  # a person would type the command again
                 time.sleep(1.0)
 
-    def _listen(self, optimizer: SwarmOptimizer) -> None:
-        position, runner = optimizer.position, optimizer.runner
-        attempt, commit, come = runner.attempt, position.commit, optimizer.catch_up.come
-        load = optimizer.catch_up.load
+    def _listen(self, optimizer):
+        catch_up = optimizer.catch_up
+        attempt = optimizer.runner.attempt
+        commit = optimizer.position.commit
+        come = catch_up.come
+        load = catch_up.load
 
-        def noted(history: History, *outcome: Any) -> None:
+        def noted(history, *outcome):
             # One call may take several steps, and go through rounds of others before.
             self._parent = optimizer.history
             commit(history, *outcome)
             self._has_stepped = True
-            blocked_s = self._blocked_s + time.monotonic() - self._began
-            self._say_step(optimizer, self._held, blocked_s)
+            self._say_step(optimizer)
             self._count_anew(optimizer)
 
-        def told(deadline: float) -> Any:
+        def told(deadline):
             try:
                 return attempt(deadline)
             except RoundFailed as error:
                 self.say("failed", step=optimizer.local_epoch, reason=error.message)
                 raise
 
-        def came() -> bool:
+        def came():
             if is_dropped := come():
                 self._count_anew(optimizer)
             return is_dropped
 
-        def loaded(*args: Any, holders: Any = None) -> Any:
+        def loaded(*args, holders=None):
             taken = load(*args, holders=holders)
             if holders and taken:
                 self.say("made-equal", **self._where(optimizer))
             return taken
 
-        optimizer.catch_up.load = loaded  # type: ignore[method-assign]
-        runner.attempt, position.commit = told, noted  # type: ignore[method-assign]
-        optimizer.catch_up.come = came  # type: ignore[method-assign]
+        optimizer.runner.attempt = told
+        optimizer.position.commit = noted
+        catch_up.come = came
+        catch_up.load = loaded
 
-    def _count_anew(self, optimizer: SwarmOptimizer) -> None:
+    def _count_anew(self, optimizer):
         # What training did during the round is for the next one.
-        self._held, self._blocked_s = optimizer.position.method.samples_held, 0.0
+        self._held = optimizer.position.method.samples_held
+        self._blocked_s = 0.0
         self._began = time.monotonic()
 
-    def _train(self, optimizer: SwarmOptimizer) -> None:
-        settings, index = self._settings, 0
+    def _train(self, optimizer):
+        settings = self._settings
+        index = 0
         while True:
             size = int(max(settings.smallest_batch, min(BATCH, optimizer.samples_in_time)))
             inputs, targets = draw(1_000_003 * (self._number + 1) + index, size)
@@ -244,9 +247,11 @@ class Peer:
             optimizer.work.announce(positions)
             optimizer.expect_batch(size, size, lend=True)
             loss = torch.nn.functional.mse_loss(self._model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self._compute(size)
-            before, self._began, self._has_stepped = optimizer.history, time.monotonic(), False
+            before = optimizer.history
+            self._began = time.monotonic()
+            self._has_stepped = False
             self._held += size
             with contextlib.suppress(RoundFailed):  # nobody gave it the newer state: it tries again
                 optimizer.step()
@@ -257,29 +262,29 @@ class Peer:
                 self.say("loaded", blocked=self._blocked_s, **self._where(optimizer))
                 self._count_anew(optimizer)
 
-    def _compute(self, samples: int) -> None:
+    def _compute(self, samples):
         time.sleep(self._settings.seconds_per_batch * samples / BATCH)
 
-    def _say_step(self, optimizer: SwarmOptimizer, held: int, blocked_s: float) -> None:
-        last: Round | None = optimizer.last_round
+    def _say_step(self, optimizer):
+        last = optimizer.last_round or Round({}, 0.0, 0, 0, False)
         self.say(
             "step",
             parent=self._parent.digest.hex(),
             step_samples=optimizer.step_samples,
             my_samples=optimizer.my_step_samples,
-            held=held - optimizer.position.method.samples_held,
-            blocked=blocked_s,
-            group=list(last.group) if last else [],
+            held=self._held - optimizer.position.method.samples_held,
+            blocked=self._blocked_s + time.monotonic() - self._began,
+            group=list(last.group),
             duplicates=optimizer.ledger.duplicates,
             lost=self._leases.lost if self._leases else 0,
-            contributed=last.samples if last else {},
-            left_out=last.left_out if last else {},
-            reason=last.reason if last else "",
+            contributed=last.samples,
+            left_out=last.left_out,
+            reason=last.reason,
             **self._where(optimizer),
         )
 
     @torch.no_grad()
-    def _where(self, optimizer: SwarmOptimizer) -> Event:
+    def _where(self, optimizer):
         history = optimizer.history
         inputs, targets = self._held_out
         self._model.eval()
@@ -295,13 +300,13 @@ class Peer:
         return told
 
 
-def say_struck(fault: Any) -> None:
+def say_struck(fault):
     """Have the peer say that a fault strikes; from any of its processes."""
     said = {"v": 1, "event": "fault", "time": time.monotonic(), "fault": type(fault).__name__}
     os.write(1, (json.dumps(said | asdict(fault)) + "\n").encode())
 
 
-PHASES: dict[str, tuple[Any, str, int]] = {
+PHASES = {
     "matchmaking": (GroupFinder, "look_for_group", 1),
     "first-part": (ExactAllReduce, "_generate_input_for_peer", 1),
     "half-way": (ExactAllReduce, "_encode", 4),
@@ -319,11 +324,12 @@ class drop_peer:
     phase: str
     searches: int = 2
 
-    def install(self) -> None:
+    def install(self):
         owner, name, calls = PHASES[self.phase]
-        method, searches = getattr(owner, name), 0
+        method = getattr(owner, name)
+        searches = 0
 
-        def dies(*args: Any, **kwargs: Any) -> Any:
+        def dies(*args, **kwargs):
             nonlocal calls
             calls -= searches >= self.searches
             if calls == 0:
@@ -334,12 +340,12 @@ class drop_peer:
         setattr(owner, name, dies)
         look_for_group = GroupFinder.look_for_group
 
-        def looks(*args: Any) -> Any:
+        def looks(*args):
             nonlocal searches
             searches += 1
             return look_for_group(*args)
 
-        GroupFinder.look_for_group = looks  # type: ignore[method-assign]
+        GroupFinder.look_for_group = looks
 
 
 @dataclass(frozen=True)
@@ -349,29 +355,27 @@ class change_pace:
     pace: Pace
     group_size: int
 
-    def install(self) -> None:
-        def choose(adaptation: Adaptation, present: Pace, outcome: Outcome) -> tuple[Pace, str]:
+    def install(self):
+        def choose(adaptation, present, outcome):
             return (self.pace if len(outcome.group) == self.group_size else present), ""
 
-        Adaptation.choose = choose  # type: ignore[method-assign]
+        Adaptation.choose = choose
 
 
 @dataclass(frozen=True)
 class send_just_in_time:
     """The peer sends each part of its contribution just before the others would give it up."""
 
-    pause_s: float = CHUNK_TIMEOUT_S - 0.5
-
-    def install(self) -> None:
+    def install(self):
         generate = ExactAllReduce._generate_input_for_peer
 
-        async def slowly(runner: ExactAllReduce, index: int, *more: Any) -> Any:
+        async def slowly(runner, index, *more):
             say_struck(self)
             async for part in generate(runner, index, *more):
-                await asyncio.sleep(self.pause_s)
+                await asyncio.sleep(CHUNK_TIMEOUT_S - 0.5)
                 yield part
 
-        ExactAllReduce._generate_input_for_peer = slowly  # type: ignore[method-assign]
+        ExactAllReduce._generate_input_for_peer = slowly
 
 
 @dataclass(frozen=True)
@@ -380,18 +384,18 @@ class stay_away:
 
     accepts: bool
 
-    def install(self) -> None:
-        async def nobody(finder: GroupFinder, claim: bytes, deadline: float) -> None:
+    def install(self):
+        async def nobody(finder, claim, deadline):
             say_struck(self)
             await asyncio.sleep(AVERAGING_TIMEOUT_S)
 
-        async def silent(finder: GroupFinder, request: Any, peer: Any) -> Any:
+        async def silent(finder, request, peer):
             if self.accepts:
                 yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
             await asyncio.sleep(3600.0)
 
-        GroupFinder.look_for_group = nobody  # type: ignore[method-assign,assignment]
-        GroupFinder.admit = silent  # type: ignore[method-assign]
+        GroupFinder.look_for_group = nobody
+        GroupFinder.admit = silent
 
 
 CALLS = 160  # of each kind, to each peer, in one round of `ask_too_much`
@@ -404,11 +408,11 @@ class ask_too_much:
     It votes in rounds that do not exist, asks for a state that is further than any, and answers no vote.
     """
 
-    def install(self) -> None:
+    def install(self):
         hold_vote = RoundService._hold_vote
-        asking: set[Any] = set()
+        asking = set()
 
-        async def ask(service: RoundService, peer: PeerID) -> None:
+        async def ask(service, peer):
             request = averaging_pb2.JoinRequest(schema_hash=os.urandom(20), gather=b"a vote")
             states = service.prefix.replace("grad", "state")
             stub = StateService.get_stub(service._p2p, peer, namespace=states)
@@ -416,7 +420,7 @@ class ask_too_much:
             offer = stub.rpc_offer_state(averaging_pb2.DownloadData(metadata=wish))
             await asyncio.gather(service.stub(peer).rpc_vote(request), offer, return_exceptions=True)
 
-        async def asking_vote(service: RoundService, group_info: Any, *args: Any, **kwargs: Any) -> Any:
+        async def asking_vote(service, group_info, *args, **kwargs):
             say_struck(self)
             others = [peer for peer in group_info.peer_ids if peer != service._p2p.peer_id]
             running = asyncio.gather(*(ask(service, peer) for peer in others for _ in range(CALLS)))
@@ -425,14 +429,14 @@ class ask_too_much:
             return await hold_vote(service, group_info, *args, **kwargs)
 
         @functools.wraps(RoundService.rpc_vote)
-        async def deaf(service: RoundService, request: Any, context: Any) -> Any:
+        async def deaf(service, request, context):
             await asyncio.sleep(3600)
 
-        RoundService._hold_vote = asking_vote  # type: ignore[method-assign]
-        RoundService.rpc_vote = deaf  # type: ignore[method-assign]
+        RoundService._hold_vote = asking_vote
+        RoundService.rpc_vote = deaf
 
 
-def main() -> None:
+def main():
     """Be a peer: its number, what it does with what goes wrong, and addresses of others are the arguments."""
     die_with_parent()
     torch.set_num_threads(1)

@@ -21,7 +21,6 @@ peer that loses samples gains nothing: they are in no joint step, and held no mo
 import bisect
 import math
 import statistics
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +94,7 @@ class Told:
     answers: list[Any] = field(default_factory=list)
     """What it says when it is asked for more."""
 
-    def hear(self, news: News) -> None:
+    def hear(self, news):
         """Take note of one piece of news.
 
         Raises:
@@ -111,7 +110,7 @@ class Told:
             case what, value:
                 getattr(self, what).append(value)
 
-    def computed(self, after: float, until: float) -> int:
+    def computed(self, after, until):
         """Count the samples of calls that began after one moment and ended before another."""
         places = (bisect.bisect_right(self.calls, (at, math.inf)) for at in (after, until))
         return sum(at - took >= after for at, took in self.calls[slice(*places)])
@@ -141,9 +140,9 @@ class Window:
     steps: int
 
 
-def find_joint(told: Sequence[Told]) -> list[Joint]:
+def find_joint(told):
     """Find the steps that all peers have committed together, in their order."""
-    joint: list[Joint] = []
+    joint = []
     for key in set.intersection(*(set(one.committed) for one in told)):
         views = [one.committed[key] for one in told]
         apart = [max(values) - min(values) for values in zip(*(v.weights for v in views), strict=True)]
@@ -156,7 +155,7 @@ def find_joint(told: Sequence[Told]) -> list[Joint]:
     return sorted(joint, key=lambda one: one.at)
 
 
-def find_window(joint: Sequence[Joint], seconds: float, began: float, now: float) -> tuple[Window, bool]:
+def find_window(joint, seconds, began, now):
     """Find the window as it is so far.
 
     Args:
@@ -178,6 +177,6 @@ def find_window(joint: Sequence[Joint], seconds: float, began: float, now: float
     return Window(first.at, end, max(0, samples), len(counted)), last is not None
 
 
-def utilisation(window: Window, paces_s: Iterable[float]) -> float:
+def utilisation(window, paces_s):
     """Return the window's samples over those that peers of these paces compute in it without an optimizer."""
     return window.samples / sum((window.end - window.start) / pace_s for pace_s in paces_s)

@@ -1,13 +1,7 @@
 """Nodes of a swarm behind routers of homes, each in a process and a network of its own."""
 
-from __future__ import annotations
-
 import multiprocessing as mp
-from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 from hivemind.utils import MPFuture
 
@@ -20,7 +14,7 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node
 
-KINDS: Mapping[str, Sequence[Mapping[str, Any]]] = {
+KINDS = {
     "public": [],
     "all": [{"filters": "all"}],
     "address": [{"filters": "address"}],
@@ -35,7 +29,7 @@ RATE_MBIT = 20.0
 ANSWER_S = 60.0
 
 
-def network(*kinds: str, **how: float) -> Wan:
+def network(*kinds, **how):
     """Make hosts behind routers of these kinds; `how` is for `Wan`."""
     return Wan(len(kinds), RATE_MBIT, homes=routers_of([KINDS[kind] for kind in kinds]), **how)
 
@@ -51,39 +45,39 @@ class Home:
 
     def __init__(
         self,
-        wan: Wan,
-        host: int,
-        folder: Path,
-        peers: Sequence[str] = (),
-        relay_mbit: float | None = None,
-        ahead_s: float = 0.0,
-    ) -> None:
+        wan,
+        host,
+        folder,
+        peers=(),
+        relay_mbit=None,
+        ahead_s=0.0,
+    ):
         self._pipe, its = mp.Pipe()
         how = (folder / f"{host}.key", tuple(peers), ReachRules(relay_mbit=relay_mbit), ahead_s, its)
         self.process = wan.spawn(host, be_node, how)
         its.close()
 
     @cached_property
-    def peer_id(self) -> str:
+    def peer_id(self):
         """Its id; waits until it has started."""
         return str(self._heard())
 
-    def ask(self, question: Callable[[Node], Any]) -> Any:
+    def ask(self, question):
         """Return what a module's function says of the node, once it has started."""
         _ = self.peer_id
         self._pipe.send(question)
         return self._heard()
 
-    def leave(self) -> None:
+    def leave(self):
         """Have the node end in good order."""
         self._pipe.send(None)
 
-    def _heard(self) -> Any:
+    def _heard(self):
         assert self._pipe.poll(ANSWER_S), "the node says nothing"
         return self._pipe.recv()
 
 
-def be_node(key: Path, peers: tuple[str, ...], reach: ReachRules, ahead_s: float, pipe: Connection) -> None:
+def be_node(key, peers, reach, ahead_s, pipe):
     """Be a node that answers questions until it is asked nothing."""
     MPFuture.reset_backend()  # its locks would be those of all nodes: one that is killed may hold them
     clock._ahead.value = ahead_s
@@ -93,29 +87,27 @@ def be_node(key: Path, peers: tuple[str, ...], reach: ReachRules, ahead_s: float
             pipe.send(question(node))
 
 
-def ways_of(node: Node) -> dict[str, str]:
+def ways_of(node):
     """Return with whom a node is connected, by ids, and how: punched, relayed or dialled."""
-    ways: dict[str, str] = node.run(connections)
-    return ways
+    return node.run(connections)
 
 
-def addresses_of(node: Node) -> list[str]:
+def addresses_of(node):
     """Return where a node can be dialled, as far as it knows."""
     return node.own_addresses()
 
 
-def answering(node: Node) -> list[str]:
+def answering(node):
     """Return the peers, by ids, that are connected with a node and answer it."""
-    found: list[str] = node.run(pinged)
-    return found
+    return node.run(pinged)
 
 
-async def pinged(dht: Any, node: Any) -> list[str]:
+async def pinged(dht, node):
     del dht
     peers = [one.peer_id for one in await node.protocol.p2p.list_peers()]
     return [peer.to_base58() for peer in peers if await node.protocol.call_ping(peer) is not None]
 
 
-def reached(node: Node) -> str:
+def reached(node):
     """Return how others reach a node."""
     return node.reach.kind

@@ -1,7 +1,5 @@
 """Identities of peers that sign: real keys, of fewer bits, so that many are made in no time."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -12,7 +10,7 @@ from trahiv_cli.members.records import peer_of
 
 
 @lru_cache
-def key_of(name: str) -> RSAPrivateKey:
+def key_of(name):
     """The key of the peer of this name."""
     key = RSAPrivateKey.__new__(RSAPrivateKey)
     key._private_key = rsa.generate_private_key(public_exponent=65537, key_size=1024)
@@ -20,8 +18,6 @@ def key_of(name: str) -> RSAPrivateKey:
 
 
 @lru_cache
-def id_of(name: str) -> PeerID:
+def id_of(name):
     """Its id."""
-    found = peer_of(key_of(name).get_public_key().to_bytes())
-    assert found is not None
-    return PeerID.from_base58(found)
+    return PeerID.from_base58(peer_of(key_of(name).get_public_key().to_bytes()))

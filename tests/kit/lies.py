@@ -1,12 +1,6 @@
 """What a member that lies may put into a field: the values, and the messages with one of them."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
-
-from google.protobuf.message import Message
 
 from trahiv_cli.clock import EARLIEST_S, LATEST_S
 from trahiv_cli.progress.history import MOST_SAMPLES, MOST_STEPS
@@ -24,10 +18,7 @@ VALUES = [
     *("", "x" * 4096, b"", b"x" * 4096, [], {}, [0, 2**62], {"": 0}),
 ]
 
-Edit = Callable[[Any], Any]
-"""Makes a lie of a field, or of a message, and leaves that as it is."""
-
-OF_A_KIND: dict[type, dict[str, Edit]] = {
+OF_A_KIND = {
     bytes: {
         "cut": lambda own: own[:-1],
         "longer": lambda own: own + b"\0",
@@ -46,7 +37,7 @@ class Repeated(list):
     """Elements of one kind, of which the first and the last are changed."""
 
 
-def edits(tree: Any, *others: Any) -> Iterator[tuple[str, Edit]]:
+def edits(tree, *others):
     """Every field of a message with every value: what it is, and what does it to any message of the kind.
 
     Args:
@@ -71,7 +62,7 @@ def edits(tree: Any, *others: Any) -> Iterator[tuple[str, Edit]]:
             yield name, lambda it, key=key, edit=edit: put(it, key, lambda own: [edit(own)])
 
 
-def put(tree: Any, key: Any, edit: Callable[[Any], list[Any]]) -> Any:
+def put(tree, key, edit):
     """The message with what comes of one of its fields in its place: nothing, one, or in a list more."""
     if not has(tree, key):
         return tree
@@ -81,24 +72,24 @@ def put(tree: Any, key: Any, edit: Callable[[Any], list[Any]]) -> Any:
     return tree | {key: instead[0]} if instead else {one: tree[one] for one in tree if one != key}
 
 
-def has(tree: Any, key: Any) -> bool:
+def has(tree, key):
     """Whether there is such a field."""
     if isinstance(tree, list):
         return isinstance(key, int) and key < len(tree)
     return isinstance(tree, dict) and key in tree
 
 
-def lies(tree: Any, *others: Any) -> Iterator[tuple[str, Any]]:
+def lies(tree, *others):
     """The message with every edit: what that is, and what comes of it."""
     return ((what, edit(tree)) for what, edit in edits(tree, *others))
 
 
-def message_edits(message: Message, *others: Message) -> Iterator[tuple[str, Edit]]:
+def message_edits(message, *others):
     """Every field of a protobuf message with every value that it can have; see `edits`."""
     kind = type(message)
     for what, edit in edits(tree_of(message), *map(tree_of, others)):
 
-        def change(it: Message, edit: Edit = edit) -> Message:
+        def change(it, edit=edit):
             return kind(**edit(tree_of(it)))
 
         try:
@@ -108,10 +99,10 @@ def message_edits(message: Message, *others: Message) -> Iterator[tuple[str, Edi
         yield what, change
 
 
-def tree_of(message: Message) -> dict[str, Any]:
+def tree_of(message):
     """The fields of a protobuf message and of its parts, as its constructor takes them."""
 
-    def value_of(field: Any, value: Any) -> Any:
+    def value_of(field, value):
         if field.message_type:
             return tree_of(value)
         return Code(value) if field.enum_type else value

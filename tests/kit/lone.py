@@ -1,14 +1,9 @@
 """A trainer that trains in a swarm of its own: all of it is real but processes and the network."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
-from typing import Any
 
-import pytest
 import torch
 
 from tests.kit.fakes import FakeNode
@@ -26,47 +21,55 @@ class LoneOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        options: Any,
-        run: Any,
+        options,
+        run,
         *,
-        params: Any,
-        optimizer: Callable[[Any], torch.optim.Optimizer],
-        scheduler: Callable[[torch.optim.Optimizer], Any],
-        events: Any,
-        **_: Any,
-    ) -> None:
+        params,
+        optimizer,
+        scheduler,
+        events,
+        **_,
+    ):
         super().__init__(params, {})
         self.opt = optimizer(params)
         self.schedule = scheduler(self.opt)
         self.schedule.last_epoch = -1  # as for a peer that enters at step 0
         self.schedule.step()
-        self.max_steps, self._max_norm, self.events = run.max_steps, run.max_grad_norm, events
+        self.max_steps = run.max_steps
+        self._max_norm = run.max_grad_norm
+        self.events = events
         self._target = options.target_batch_size
-        self.local_epoch, self.step_taken, self.step_samples, self.my_step_samples = 0, -1, 0, 0
-        self.dropped_samples, self.last_round, self.data_figures = 0, None, None
-        self.last_grad_norm: float | None = None
+        self.local_epoch = 0
+        self.step_taken = -1
+        self.step_samples = 0
+        self.my_step_samples = 0
+        self.dropped_samples = 0
+        self.last_round = None
+        self.data_figures = None
+        self.last_grad_norm = None
         self.last_learning_rates = self.schedule.get_last_lr()
-        self.announced: list[list[int]] = []
-        self.trained: list[tuple[int, float]] = []  # samples and weight of each batch
+        self.announced = []
+        self.trained = []  # samples and weight of each batch
         self.history = History()
         self.tracker = SimpleNamespace(others=())
         self.catch_up = SimpleNamespace(wait_for_stragglers=lambda *_: None)
         self.work = SimpleNamespace(announce=self.announced.append)
-        self.own_steps, self.samples_in_time = OwnSteps(), float("inf")
+        self.own_steps = OwnSteps()
+        self.samples_in_time = float("inf")
         self.state_averager = SimpleNamespace(lock_state=StateLock())
-        self._held: list[tuple[int, float]] = []
+        self._held = []
 
-    def divide_data(self, number: int, **_: Any) -> Any:
+    def divide_data(self, number, **_):
         positions = iter(range(10**6))
         return SimpleNamespace(take=lambda _: next(positions))
 
-    def expect_batch(self, samples: int, weight: float, *, lend: bool) -> float:
+    def expect_batch(self, samples, weight, *, lend):
         self._held.append((samples, weight))
         anchor = next((one for _, one in self._held if one), 0.0)
         return weight / anchor if anchor else 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         weights = [weight for group in self.opt.param_groups for weight in group["params"]]
         for weight in weights:  # in float64 nothing is lost where batches differ
             self.state[weight]["sum"] = self.state[weight].get("sum", 0) + (
@@ -92,40 +95,40 @@ class LoneOptimizer(torch.optim.Optimizer):
         self.step_samples = self.my_step_samples = samples
 
     @contextlib.contextmanager
-    def agreed_weights(self) -> Iterator[None]:
+    def agreed_weights(self):
         yield
 
-    def shutdown(self) -> None:
+    def shutdown(self):
         """Nothing was started."""
 
 
 class LoneCheckpoints:
     """Checkpoints that are written at once, to a list of steps."""
 
-    def __init__(self, *_: Any) -> None:
-        self.saved: list[int] = []
-        self.last: Future[str | None] = Future()
+    def __init__(self, *_):
+        self.saved = []
+        self.last = Future()
 
-    def newest(self) -> None:
+    def newest(self):
         return None
 
-    def save_beside(self, step: int) -> None:
+    def save_beside(self, step):
         self.saved.append(step)
         self.last = Future()
         self.last.set_result(f"step-{step}")
 
-    def finish(self) -> str | None:
+    def finish(self):
         return f"step-{self.saved[-1]}" if self.saved else None
 
 
-def lone_node() -> FakeNode:
+def lone_node():
     """Make a node without a network, to give to a trainer."""
     node = FakeNode()
-    node.dht = None  # type: ignore[attr-defined]
+    node.dht = None
     return node
 
 
-def train_alone(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> Any:
+def train_alone(monkeypatch, trainer):
     """Train until the end, with a `lone_node`, and return the trainer."""
     monkeypatch.setattr(hooks, "build_optimizer", LoneOptimizer)
     monkeypatch.setattr(hooks, "Checkpoints", LoneCheckpoints)

@@ -1,14 +1,13 @@
 """Routers of homes: what they make of IPv4 packets with TCP and UDP on their way out and in (RFC 4787)."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import struct
 from dataclasses import dataclass, field
 from typing import Literal
 
-TCP, UDP = 6, 17
+TCP = 6
+UDP = 17
 CHECKSUM_AT = {TCP: 16, UDP: 6}  # in the header of each
 SYMMETRIC_PORT = 20_000  # the first that a symmetric router takes
 
@@ -38,16 +37,16 @@ class Nat:
     _inside: dict[tuple[int, int], Endpoint] = field(default_factory=dict)
     _sent_to: dict[tuple[int, int], set[Endpoint]] = field(default_factory=dict)
 
-    def forward(self, protocol: int, port: int, to: Endpoint) -> None:
+    def forward(self, protocol, port, to):
         """Let everybody in at a port, as its owner, or UPnP, has it do."""
         self._forwarded[protocol, port] = to
 
-    def restart(self) -> None:
+    def restart(self):
         """Forget who was let in; what is forwarded stays."""
         for one in (self._outside, self._inside, self._sent_to):
             one.clear()
 
-    def out(self, packet: bytes) -> bytes | None:
+    def out(self, packet):
         """Translate a packet that leaves the home; None: it is dropped."""
         protocol, source, target = ends_of(packet)
         if protocol not in CHECKSUM_AT or protocol in self.blocked:
@@ -62,7 +61,7 @@ class Nat:
         self._sent_to.setdefault((protocol, port), set()).add(target)
         return rewritten(packet, source=(socket.inet_aton(self.public), port))
 
-    def let_in(self, packet: bytes) -> bytes | None:
+    def let_in(self, packet):
         """Translate a packet that comes from outside; None: it is dropped."""
         protocol, source, (_, port) = ends_of(packet)
         if inside := self._forwarded.get((protocol, port)):
@@ -76,18 +75,19 @@ class Nat:
         return rewritten(packet, target=self._inside[protocol, port]) if is_known else None
 
 
-def ends_of(packet: bytes) -> tuple[int, Endpoint, Endpoint]:
+def ends_of(packet):
     """Read an IPv4 packet's protocol, source and target; of other protocols the ports mean nothing."""
     head = (packet[0] & 15) * 4
     source_port, target_port = struct.unpack_from(">HH", packet, head)
     return packet[9], (packet[12:16], source_port), (packet[16:20], target_port)
 
 
-def rewritten(packet: bytes, *, source: Endpoint | None = None, target: Endpoint | None = None) -> bytes:
+def rewritten(packet, *, source=None, target=None):
     """Give a packet of TCP or UDP another source or target, with checksums that fit."""
     head = (packet[0] & 15) * 4
     old_source, old_target = ends_of(packet)[1:]
-    new_source, new_target = source or old_source, target or old_target
+    new_source = source or old_source
+    new_target = target or old_target
     ends = struct.pack(">HH", new_source[1], new_target[1])
     new = bytearray(packet)
     new[12:20] = addresses = new_source[0] + new_target[0]
@@ -99,7 +99,7 @@ def rewritten(packet: bytes, *, source: Endpoint | None = None, target: Endpoint
     return bytes(new)
 
 
-def _adjust(packet: bytearray, at: int, old: bytes, new: bytes) -> None:
+def _adjust(packet, at, old, new):
     """Update a checksum for words that have changed (RFC 1624, equation 3)."""
     [checksum] = struct.unpack_from(">H", packet, at)
     total = ~checksum & 0xFFFF

@@ -6,32 +6,31 @@ Each batch of training takes that many seconds longer, as a GPU would take for a
 carry four peers. A peer that starts itself again is paced again.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import sys
 import time
-from typing import Any
 
 if __name__ == "__main__":
     from transformers import LlamaForCausalLM
 
     from trahiv_cli.__main__ import main
 
-    pace_s, forward = float(sys.argv.pop(1)), LlamaForCausalLM.forward
+    pace_s = float(sys.argv.pop(1))
+    forward = LlamaForCausalLM.forward
 
     @functools.wraps(forward)  # a Trainer looks at its parameters
-    def paced(model: Any, *arguments: Any, **keywords: Any) -> Any:
+    def paced(model, *arguments, **keywords):
         if model.training:
             time.sleep(pace_s)
         return forward(model, *arguments, **keywords)
 
-    def begin_again(python: str, words: list[str]) -> None:
+    def begin_again(python, words):
         if words[2] == "trahiv_cli":  # or else it is this command, without the invitation that was typed
             words = [python, "-m", "tests.kit.paced_command", f"{pace_s}", *words[3:]]
         execv(python, words)
 
     LlamaForCausalLM.forward = paced
-    execv, os.execv = os.execv, begin_again
+    execv = os.execv
+    os.execv = begin_again
     main()

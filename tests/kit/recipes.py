@@ -1,15 +1,11 @@
 """The smallest useful recipe, its model and its text."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import yaml
 
 
-def tiny_llama(hidden_size: int = 32, **changes: Any) -> dict[str, Any]:
+def tiny_llama(hidden_size=32, **changes):
     """A model's config: a llama of two layers for the byte tokenizer."""
     return {
         "model_type": "llama",
@@ -24,7 +20,7 @@ def tiny_llama(hidden_size: int = 32, **changes: Any) -> dict[str, Any]:
     }
 
 
-TINY: dict[str, Any] = {
+TINY = {
     "name": "tiny",
     "model": {
         "config": tiny_llama(max_position_embeddings=64, tie_word_embeddings=True),
@@ -49,7 +45,7 @@ HUGE = tiny_llama(16384, num_hidden_layers=100, num_attention_heads=128, num_key
 """The config of a model that no machine of these tests can hold."""
 
 
-def write_tiny(folder: Path, file: str = "tiny.yaml", **overrides: Any) -> Path:
+def write_tiny(folder, file="tiny.yaml", **overrides):
     """Write the recipe and its text; `write_tiny(folder, training__max_steps=9)` changes something in it.
 
     Overrides are dotted paths with `__` for the dot; `None` removes a key; a whole section may be given.

@@ -1,17 +1,12 @@
 """The state and the gradients of a peer, without processes and without a network."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Sequence
-from typing import Any
 
 import torch
-from hivemind.compression import CompressionBase, NoCompression
+from hivemind.compression import NoCompression
 from torch.optim.lr_scheduler import LambdaLR
 
 from trahiv_cli.progress.committed import Committed, CommittedCell
-from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger, Spans
 from trahiv_cli.progress.pace import Pace
 from trahiv_cli.rounds.averages import Averages
@@ -23,25 +18,24 @@ from trahiv_cli.state.state_service import StateExchange
 from trahiv_cli.step.gradients import GradientBuffer
 
 
-def averages_of(weights: Sequence[torch.Tensor]) -> Averages:
+def averages_of(weights):
     """Averages of tensors with the shapes of the weights."""
     return Averages([weight.shape for weight in weights], threading.Lock())
 
 
-def gradient_buffer(weights: Sequence[torch.Tensor]) -> GradientBuffer:
+def gradient_buffer(weights):
     """Make one for float32 weights on the CPU that has accumulated nothing."""
     return GradientBuffer(weights, averages_of(weights))
 
 
 def peer_state(
-    inner: torch.optim.Optimizer,
-    weights: Sequence[torch.Tensor],
+    inner,
+    weights,
     *,
-    model: torch.nn.Module | None = None,
-    codec: CompressionBase | None = None,
-    committed: CommittedCell | None = None,
-    **more: Any,
-) -> PeerState:
+    model=None,
+    committed=None,
+    **more,
+):
     """Make one that holds an inner optimizer, at the beginning of a run; `more` are its constructor's.
 
     The buffers are those of a `model`.
@@ -52,7 +46,7 @@ def peer_state(
         lambda _: inner,
         committed=committed or CommittedCell(Committed()),
         buffers=Buffers(model),
-        codec=codec or NoCompression(),
+        codec=NoCompression(),
         **more,
     )
 
@@ -60,31 +54,32 @@ def peer_state(
 class Giving(StateExchange):
     """Exchanges one peer's state: fetches a given state (metadata and tensors; None if there is none)."""
 
-    def __init__(self, state: PeerState, given: Any) -> None:
+    def __init__(self, state, given):
         self._state = state
         self._given = given
 
-    def fetch(self, wanted: Any, report: Any) -> Any:
+    def fetch(self, wanted, report):
         metadata, tensors = self._given or ({}, ())
         return self._given and ({"donor": ""} | metadata, tensors)
 
 
 def giving_state(
-    history: History,
+    history,
     *,
-    fill: float = 1.0,
-    width: int = 3,
-    kind: Any = torch.optim.AdamW,
-    has_local_steps: bool = False,
-    offload: bool = False,
-) -> Any:
+    fill=1.0,
+    width=3,
+    kind=torch.optim.AdamW,
+    has_local_steps=False,
+    offload=False,
+):
     """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
 
     Its inner optimizer has taken a step; its one weight and its one buffer are full of a value.
     """
     weight = torch.nn.Parameter(torch.full((width,), fill))
     stepped = torch.nn.Parameter(weight.detach().clone()) if offload else weight
-    inner, stepped.grad = kind([stepped], lr=0.1), torch.full((width,), fill + 0.5)
+    inner = kind([stepped], lr=0.1)
+    stepped.grad = torch.full((width,), fill + 0.5)
     inner.step()
     stepped.data.fill_(fill)
     schedule = LambdaLR(inner, lambda step: 1 / (1 + step))
@@ -100,7 +95,7 @@ def giving_state(
     return state
 
 
-def state_of(state: PeerState) -> tuple[dict[str, Any], list[torch.Tensor]]:
+def state_of(state):
     """Copy a state as joiners get it: metadata and tensors."""
     metadata, flat, infos, _ = state.copy()
     return metadata, views_of(flat, infos)

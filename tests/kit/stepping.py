@@ -1,15 +1,11 @@
 """A peer's optimizer without processes: its real parts around rounds that end as they are told."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -18,7 +14,8 @@ from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.committed import Committed, CommittedCell
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.leases import Work
-from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.ledger import Spans
+from trahiv_cli.progress.pace import DEFAULT_PACE
 from trahiv_cli.progress.reports import Past, PeerProgress, Report
 from trahiv_cli.progress.trust import Doubts, Standing
 from trahiv_cli.rounds.claims import Outcome
@@ -35,14 +32,14 @@ from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.stepper import Stepper
 from trahiv_cli.step.weight_digests import WeightDigests
 from trahiv_cli.swarm.watchdog import Alive
-from trahiv_cli.telemetry.events import Event, Events
+from trahiv_cli.telemetry.events import Events
 
 SETTINGS = RunSettings(
     matchmaking_s=0.001, averaging_s=0.01, target_batch_size=8, max_grad_norm=1.0, schema=b"schema"
 )
 
 
-def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
+def after(step, branch=b"", samples=10):
     """The history of `step` steps of so many samples each; another `branch` is another history."""
     history = History()
     for number in range(step):
@@ -50,7 +47,12 @@ def after(step: int, branch: bytes = b"", samples: int = 10) -> History:
     return history
 
 
-def report(name: str, history: History, way: Sequence[History] = ()) -> PeerProgress:
+def spans(*bounds):
+    """Return spans of these bounds, ascending: `spans(0, 4, 8, 12)` has two."""
+    return Spans.from_wire(list(bounds))
+
+
+def report(name, history, way=()):
     """What a peer reported that came through all histories of its `way`."""
     past = Past()
     for one in way:
@@ -58,7 +60,7 @@ def report(name: str, history: History, way: Sequence[History] = ()) -> PeerProg
     return reported(name, history, **past.to_wire() if way else {})
 
 
-def reported(name: str, history: History, **told: bytes) -> PeerProgress:
+def reported(name, history, **told):
     """What a peer reported that `told` of its past as `Past.to_wire` does."""
     stands = {"epoch": history.step, "samples_committed": history.samples, "history": history.digest}
     trains = {"samples_accumulated": 8, "samples_per_second": 1.0, "client_mode": False}
@@ -68,16 +70,21 @@ def reported(name: str, history: History, **told: bytes) -> PeerProgress:
 class Tracker:
     """What the others reported, and what was reported of this peer."""
 
-    own_id, fetch_every_s, steps_a_round, target_batch_size = "QmMe", 0.0, 1, 8
+    own_id = "QmMe"
+    fetch_every_s = 0.0
+    steps_a_round = 1
+    target_batch_size = 8
     is_behind = False
 
-    def __init__(self, others: Iterable[PeerProgress] = (), gone: Iterable[str] = ()) -> None:
-        self.others, self.gone, self.missing = tuple(others), frozenset(gone), frozenset[str]()
+    def __init__(self, others=(), gone=()):
+        self.others = tuple(others)
+        self.gone = frozenset(gone)
+        self.missing = frozenset()
         self.committed = CommittedCell(Committed())
-        self.samples: int | None = None
+        self.samples = None
         self.doubts = Doubts()
-        self.vouched: History | None = None
-        self.attested: dict[History, tuple[bytes, bool]] = {}
+        self.vouched = None
+        self.attested = {}
 
     pause_updates = staticmethod(contextlib.nullcontext)
     refresh = announce = staticmethod(lambda: None)
@@ -89,27 +96,29 @@ class Tracker:
     history = property(attrgetter("committed.now.history"))
     companions = property(attrgetter("committed.now.group"))
 
-    def begin_step(self, samples: int = 0, *, is_next: bool = True) -> None:
-        self.samples, self.vouched = samples, None
+    def begin_step(self, samples=0, *, is_next=True):
+        self.samples = samples
+        self.vouched = None
 
-    def expect_steps(self, steps: int, samples: int) -> None:
-        self.steps_a_round, self.target_batch_size = steps, samples
+    def expect_steps(self, steps, samples):
+        self.steps_a_round = steps
+        self.target_batch_size = samples
 
-    def vouch(self, history: History) -> None:
+    def vouch(self, history):
         self.vouched = history
 
-    def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
+    def attest(self, history, common, *, is_given=False):
         self.attested[history] = common, is_given
 
     @property
-    def standing(self) -> Standing:
+    def standing(self):
         return Standing(own=self.history, witnesses=self.others, vouched=self.vouched)
 
     @property
-    def ready_to_update_epoch(self) -> bool:
+    def ready_to_update_epoch(self):
         return not self.is_behind and (self.samples is None or self.samples >= self.target_batch_size)
 
-    def report_local_progress(self, step: int, samples_accumulated: int) -> None:
+    def report_local_progress(self, step, samples_accumulated):
         self.samples = samples_accumulated
 
 
@@ -119,28 +128,28 @@ class Rounds:
     is_alive = staticmethod(lambda: True)
     cancel = staticmethod(lambda running: running.outcome.cancel())
 
-    def __init__(self, peer: Peer, end: Callable[[Any], Outcome] | None) -> None:
-        self.peer, self.end = peer, end
+    def __init__(self, peer, end):
+        self.end = end
         self.averages = peer.gradients.averages
-        self.claims: list[Any] = []
-        self.exchanges: list[Any] = []
-        self.asked: list[str] = []
-        self.kept: dict[str, Any] = {}
+        self.claims = []
+        self.exchanges = []
+        self.asked = []
+        self.kept = {}
 
-    def expect_group(self, peers: Sequence[str], clients: Any, quorum: int, schema_suffix: bytes) -> None:
+    def expect_group(self, peers, clients, quorum, schema_suffix):
         self.expected = (tuple(peers), quorum, schema_suffix)
 
-    def start_replay(self, donor: str, exchange: Any, silence_s: float) -> Any:
+    def start_replay(self, donor, exchange, silence_s):
         self.asked.append(donor)
-        replay: Any = concurrent.futures.Future()
+        replay = concurrent.futures.Future()
         end = self.kept.get(donor, {}).get(exchange.after)
         replay.set_result(end and end(self))
         return replay
 
-    def start(self, claim: Any, patience_s: float, exchange: Any) -> Any:
+    def start(self, claim, patience_s, exchange):
         self.claims.append(claim)
         self.exchanges.append(exchange)
-        running: Any = RoundInProgress(concurrent.futures.Future(), concurrent.futures.Future())  # type: ignore[arg-type]
+        running = RoundInProgress(concurrent.futures.Future(), concurrent.futures.Future())
         try:
             running.outcome.set_result(self.end(self))
         except (RoundFailed, NotCommitted) as error:
@@ -157,22 +166,23 @@ class Peer:
 
     def __init__(
         self,
-        weights: Sequence[torch.nn.Parameter],
-        make: Callable[[Any], torch.optim.Optimizer],
-        tracker: Any = None,
-        end: Callable[[Any], Outcome] | None = None,
-        pace: Pace = DEFAULT_PACE,
+        weights,
+        make,
+        tracker=None,
+        end=None,
+        pace=DEFAULT_PACE,
         *,
-        offload: bool = False,
-        model: torch.nn.Module | None = None,
-        **settings: Any,
-    ) -> None:
+        offload=False,
+        model=None,
+        **settings,
+    ):
         copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
         inner = make(copies if offload else weights)
         initialize_state(inner)
-        self.told: list[Event] = []
-        self.asked_for_help: list[str] = []  # one entry for each time that no group was found for long
-        self.tracker, self.leaves = tracker or Tracker(), False
+        self.told = []
+        self.asked_for_help = []  # one entry for each time that no group was found for long
+        self.tracker = tracker or Tracker()
+        self.leaves = False
         self.leaves_after = math.inf  # tries that failed, after which it wishes to leave
         self.tracker.committed.change(pace=pace)
         committed = self.tracker.committed
@@ -180,20 +190,20 @@ class Peer:
         self.gradients = gradient_buffer(weights)
         for copy, average in zip(copies, self.gradients.averages.tensors, strict=True):
             copy.grad = average
-        self.rounds: Any = Rounds(self, end)
-        self.exchange: Any = SimpleNamespace(allow=lambda is_giving: None)
-        self.activity, self.work, told = JoinerActivity(), Work(), replace(SETTINGS, **settings)
+        self.rounds = Rounds(self, end)
+        self.exchange = SimpleNamespace(allow=lambda is_giving: None)
+        events = Events(self.told.append)
+        told = replace(SETTINGS, **settings)
+        self.activity = JoinerActivity()
+        self.work = Work()
         self.adaptation = Adaptation(told.auto_share, self.activity, 2, told.target_batch_size)
         self.quorum = Quorum(self.tracker, told.rules)
-        events = Events(self.told.append)
-        known: dict[str, Any] = vars(self) | {"settings": told, "events": events}
-        known |= {
-            "alive": Alive(None, events, self._is_to_leave),
-            "digests": WeightDigests(self.state, self.tracker),
-        }
-        known |= {"when_no_group_is_found": lambda: self.asked_for_help.append("help")}
+        known = vars(self) | {"settings": told, "events": events}
+        known["alive"] = Alive(None, events, self._is_to_leave)
+        known["digests"] = WeightDigests(self.state, self.tracker)
+        known["when_no_group_is_found"] = lambda: self.asked_for_help.append("help")
 
-        def made(component: Any) -> Any:
+        def made(component):
             return component(**{one.name: known[one.name] for one in fields(component)})
 
         self.position = known["position"] = made(Position)
@@ -205,15 +215,19 @@ class Peer:
 
     history = property(attrgetter("position.history"))
 
-    def _is_to_leave(self) -> bool:
+    def _is_to_leave(self):
         return self.leaves or self.quorum.tries >= self.leaves_after
 
     @property
-    def codes(self) -> list[str]:
+    def codes(self):
         """The codes of the warnings so far."""
-        return [event["code"] for event in self.told if event["event"] == "warning"]
+        return [event["code"] for event in self.said("warning")]
 
-    def train(self, gradient: float = 0.5, samples: int = 8, positions: Sequence[int] = ()) -> None:
+    def said(self, kind):
+        """The events of one kind so far."""
+        return [event for event in self.told if event["event"] == kind]
+
+    def train(self, gradient=0.5, samples=8, positions=()):
         """Account for one batch; every weight has the same gradient everywhere."""
         if positions:
             samples = len(positions)
@@ -231,48 +245,49 @@ class Positions:
 
     unit = 1
 
-    def __init__(self, peer: Peer) -> None:
-        self.returned: list[int] = []
-        self.settled: list[int] = []
-        self.give_back, self.settle = self.returned.extend, self.settled.extend
-        peer.work.divide(self)  # type: ignore[arg-type]
+    def __init__(self, peer):
+        self.returned = []
+        self.settled = []
+        self.give_back = self.returned.extend
+        self.settle = self.settled.extend
+        peer.work.divide(self)
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
+def sgd(params):
     """An inner optimizer that moves weights by their gradients."""
     return torch.optim.SGD(params, lr=1.0)
 
 
-def of_one_weight(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter]:
+def of_one_weight(*told, **more):
     """A peer of one weight of two values, at 0, in plain SGD with a rate of 1; the rest as in `Peer`."""
     weight = torch.nn.Parameter(torch.zeros(2))
     return Peer([weight], sgd, *told, **more), weight
 
 
-def divided(*told: Any, **more: Any) -> tuple[Peer, torch.nn.Parameter, Positions]:
+def divided(*told, **more):
     """A peer of one weight that leases its positions."""
     peer, weight = of_one_weight(*told, **more)
     return peer, weight, Positions(peer)
 
 
-def with_b() -> Tracker:
+def with_b():
     """The reports of one other peer, that holds this peer's state."""
     return Tracker([report("QmB", History())])
 
 
-def commits(average: float = 0.25, **changes: Any) -> Callable[[Any], Outcome]:
+def commits(average=0.25, **changes):
     """A round with QmB that ends with an average."""
 
-    def end(rounds: Any) -> Outcome:
+    def end(rounds):
         rounds.averages.tensors[0].fill_(average)
-        fields: dict[str, Any] = {"samples": {"QmMe": 8, "QmB": 5}, "group": ("QmMe", "QmB"), "left_out": {}}
-        fields |= {"states": {"QmMe": b"same", "QmB": b"same"}, "proof": b"proof", "reason": ""}
-        return Outcome(**fields | changes)
+        samples = {"QmMe": 8, "QmB": 5}
+        outcome = Outcome(samples, tuple(samples), {}, dict.fromkeys(samples, b"same"), b"proof", "")
+        return replace(outcome, **changes)
 
     return end
 
 
-def fails(rounds: Any) -> Outcome:
+def fails(rounds):
     """A round that leaves nonsense behind and fails."""
     rounds.averages.tensors[0].fill_(torch.nan)
     raise RoundFailed("peer QmB sent nothing for too long")

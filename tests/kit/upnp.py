@@ -1,16 +1,14 @@
 """A router's side of UPnP: it is found, says its address, and forwards a port if it is asked to."""
 
-from __future__ import annotations
-
 import re
 import socket
 import socketserver
 import threading
 from http.server import BaseHTTPRequestHandler
-from multiprocessing.connection import Connection
-from typing import Any
 
-GROUP, SSDP_PORT, HTTP_PORT = "239.255.255.250", 1900, 5000
+GROUP = "239.255.255.250"
+SSDP_PORT = 1900
+HTTP_PORT = 5000
 DEVICE, SERVICE = (f"urn:schemas-upnp-org:{one}:1" for one in ("device:{}", "service:{}"))
 CONNECTION = SERVICE.format("WANIPConnection")
 DESCRIPTION = f"""<?xml version="1.0"?>
@@ -26,7 +24,7 @@ s:encodingStyle="http://schemas.xmlsoap.org/soap/encoding/"><s:Body>
 <u:{action}Response xmlns:u="{service}">{content}</u:{action}Response></s:Body></s:Envelope>"""
 
 
-def be_gateway(inside: str, outside: str, pipe: Connection) -> None:
+def be_gateway(inside, outside, pipe):
     """Answer one network, at an address inside, until the process is ended.
 
     What it is asked to do, and for which port, goes through the pipe, and is answered after a reply to that.
@@ -37,10 +35,10 @@ def be_gateway(inside: str, outside: str, pipe: Connection) -> None:
     }
 
     class Control(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             self._answer(DESCRIPTION)
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             action = self.headers["SOAPAction"].strip('"').partition("#")[2]
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
             if port := re.search(r"<NewExternalPort>(\d+)<", body):
@@ -48,14 +46,14 @@ def be_gateway(inside: str, outside: str, pipe: Connection) -> None:
                 pipe.recv()
             self._answer(ANSWER.format(action=action, service=CONNECTION, content=told.get(action, "")))
 
-        def _answer(self, text: str) -> None:
+        def _answer(self, text):
             self.send_response(200)
             self.send_header("Content-Type", "text/xml")
             self.send_header("Content-Length", f"{len(text)}")
             self.end_headers()
             self.wfile.write(text.encode())
 
-        def log_message(self, *_: Any) -> None:
+        def log_message(self, *_):
             pass
 
     control = socketserver.TCPServer((inside, HTTP_PORT), Control)

@@ -6,9 +6,7 @@ It is told from what peers say, of the command from checkpoints too.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from trahiv_cli.progress.ledger import Ledger
@@ -26,31 +24,33 @@ class Promises:
     counted, each once, and of its own those that it had.
     """
 
-    def __init__(self) -> None:
-        self.broken: list[str] = []
+    def __init__(self):
+        self.broken = []
         """A sentence for each thing that is wrong."""
-        self._own: dict[str, str] = {}
-        self._places: dict[str, tuple[int, int, str]] = {}
-        self._links: dict[str, tuple[str, int, dict[str, int]]] = {}
-        self._excused: set[str] = set()
+        self._own = {}
+        self._places = {}
+        self._links = {}
+        self._excused = set()
 
-    def excuse(self, name: str) -> None:
+    def excuse(self, name):
         """Do not hold a peer to what it trained: some of it was not finite, and was dropped."""
         self._excused.add(name)
 
-    def hear(self, name: str, said: Event) -> None:
+    def hear(self, name, said):
         """Look at one event of one peer."""
         if said["event"] == "ready":
             self._own[name] = said["peer"]  # another one than in its last life, perhaps
         if "digest" not in said:
             return
-        own, digest = self._own.get(name, ""), said["digest"]
+        own = self._own.get(name, "")
+        digest = said["digest"]
         place = said["step"], said["samples"], said["weights"]
         if self._places.setdefault(digest, place) != place:
             self.broken.append(f"{name} holds {place} at {digest[:8]}, another peer {self._places[digest]}")
         if said["event"] != "step":
             return
-        link, samples = (said["parent"], said["step_samples"], said["contributed"]), said["step_samples"]
+        link = (said["parent"], said["step_samples"], said["contributed"])
+        samples = said["step_samples"]
         if self._links.setdefault(digest, link) != link:
             other = self._links[digest]
             self.broken.append(f"{name} came to {digest[:8]} by {link}, another peer by {other}")
@@ -65,7 +65,7 @@ class Promises:
             self.broken.append(f"step {digest[:8]} does not add {samples} samples to {before}")
 
 
-def find_broken_promises(everything: Mapping[str, Sequence[Event]]) -> list[str]:
+def find_broken_promises(everything):
     """Find what `Promises` say is wrong in the events of all peers of a run."""
     promises = Promises()
     for name, events in everything.items():
@@ -74,7 +74,7 @@ def find_broken_promises(everything: Mapping[str, Sequence[Event]]) -> list[str]
     return promises.broken
 
 
-def find_lost_steps(everything: Mapping[str, Sequence[Event]]) -> dict[str, list[str]]:
+def find_lost_steps(everything):
     """Find steps that some peer took and that are not behind the greatest history.
 
     Returns:
@@ -89,19 +89,19 @@ def find_lost_steps(everything: Mapping[str, Sequence[Event]]) -> dict[str, list
     while digest in parents:
         kept.add(digest)
         digest = parents[digest]
-    lost: dict[str, list[str]] = defaultdict(list)
+    lost = defaultdict(list)
     for name, said in taken:
         if said["digest"] not in kept:
             lost[said["digest"]].append(name)
     return lost
 
 
-def group_of(step: Event) -> list[str]:
+def group_of(step):
     """The peers that took a step together; none where there was no round."""
     return (step["round"] or {}).get("group") or []
 
 
-def find_falls(peers: Sequence[Sequence[Event]]) -> list[str]:
+def find_falls(peers):
     """Say which peer took a step, or took over a state, that it had been beyond before."""
     falls = []
     for number, events in enumerate(peers):
@@ -116,19 +116,19 @@ def find_falls(peers: Sequence[Sequence[Event]]) -> list[str]:
     return falls
 
 
-def back_after(events: Sequence[Event], moment: float) -> float | None:
+def back_after(events, moment):
     """Say how long after a moment a peer took its next step together with another one; None if it did not."""
     steps = (one for one in events if one["event"] == "step" and one["t"] > moment)
     return next((one["t"] - moment for one in steps if len(group_of(one)) > 1), None)
 
 
-def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[str]]:
+def losses_of(peers):
     """Collect the loss on held-out data after each step at which a peer evaluated.
 
     Returns:
         The first one told for each step, ascending, and sentences on peers that found another one.
     """
-    found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    found = defaultdict(list)
     for number, events in enumerate(peers):
         for one in events:
             if one["event"] == "eval":
@@ -142,17 +142,17 @@ def losses_of(peers: Sequence[Sequence[Event]]) -> tuple[dict[int, float], list[
     return {step: at[0][1] for step, at in sorted(found.items())}, wrong
 
 
-def worst_jump(losses: Mapping[int, float]) -> float:
+def worst_jump(losses):
     """The greatest ratio of a loss to the one before."""
     return max((after / before for before, after in pairwise(losses.values())), default=math.nan)
 
 
-def newest_checkpoint(run: Path) -> Path | None:
+def newest_checkpoint(run):
     """The folder of a run's newest checkpoint, if it has one."""
     return max(run.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:]), default=None)
 
 
-def furthest_of(runs: Sequence[Path]) -> tuple[Ledger, list[str]]:
+def furthest_of(runs):
     """Read what the furthest of the peers' newest checkpoints says was trained.
 
     Returns:
@@ -173,7 +173,7 @@ def furthest_of(runs: Sequence[Path]) -> tuple[Ledger, list[str]]:
     return ledger, wrong
 
 
-def judge_data(ledger: Ledger, num_samples: int, leases_lost: int) -> list[str]:
+def judge_data(ledger, num_samples, leases_lost):
     """Say what is wrong with what the steps have trained."""
     wrong = []
     passes = ledger.passes(num_samples)[0]
@@ -185,7 +185,7 @@ def judge_data(ledger: Ledger, num_samples: int, leases_lost: int) -> list[str]:
     return wrong
 
 
-def total_lost(events: Sequence[Event]) -> int:
+def total_lost(events):
     """Leases that a peer lost in all of its lives: it counts anew in each."""
     total = before = 0
     for one in events:

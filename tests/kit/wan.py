@@ -29,15 +29,13 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
 
 from tests.kit.nat import TCP, Nat
 
 MTU = 1500
-QUEUE_S, MIN_QUEUE_BYTES = 0.1, 64 * 1024
+QUEUE_S = 0.1
+MIN_QUEUE_BYTES = 64 * 1024
 """What a home router holds back before it drops packets; more on fast lines, at least this on slow ones."""
 
 TICK_S = 0.001
@@ -51,10 +49,13 @@ CONTROLS = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 READS_AT_ONCE = 256
 """Packets taken from one host before the next has its turn."""
 
-START_LIMIT_S, END_LIMIT_S = 20.0, 10.0
+START_LIMIT_S = 20.0
+END_LIMIT_S = 10.0
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 SYN = 0x02  # of TCP's flags (RFC 9293)
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000  # linux/if_tun.h
+TUNSETIFF = 0x400454CA
+IFF_TUN = 0x0001
+IFF_NO_PI = 0x1000  # linux/if_tun.h
 IS_POSSIBLE = os.geteuid() == 0 and Path("/dev/net/tun").exists() and shutil.which("ip") is not None
 """Whether this machine can simulate a network, as far as is known before it is tried."""
 
@@ -63,22 +64,22 @@ PROCESSES = mp.get_context("forkserver")
 """Clean processes, whatever threads the benchmark has."""
 
 
-def address_of(host: int) -> str:
+def address_of(host):
     """Return a host's IPv4 address."""
     return f"10.77.0.{host + 1}"
 
 
-def public_address_of(host: int) -> str:
+def public_address_of(host):
     """Return the address of a host of a network with homes, or of its router: a public one."""
     return f"5.5.5.{host + 1}"
 
 
-def home_address_of(host: int) -> str:
+def home_address_of(host):
     """Return the address of a host in its home; all homes have the same network."""
     return f"192.168.1.{host + 20}"
 
 
-def routers_of(hosts: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, list[Nat]]:
+def routers_of(hosts):
     """Make `homes` of what the routers before each host are like, from inside to outside."""
     return {
         host: [
@@ -99,16 +100,16 @@ class Line:
         rate_mbit: in 10^6 bits per second.
     """
 
-    def __init__(self, rate_mbit: float) -> None:
+    def __init__(self, rate_mbit):
         self._free_at = -math.inf
         self.set_rate(rate_mbit)
 
-    def set_rate(self, rate_mbit: float) -> None:
+    def set_rate(self, rate_mbit):
         """Change the rate for all packets that come from now on."""
         self._s_per_byte = 8e-6 / rate_mbit
         self._limit_bytes = max(MIN_QUEUE_BYTES, int(QUEUE_S * rate_mbit * 1e6 / 8))
 
-    def take(self, at: float, num_bytes: int) -> float | None:
+    def take(self, at, num_bytes):
         """Queue a packet, and say when its last byte is on the line; None: the queue is full, it is lost."""
         begins_at = max(at, self._free_at)
         if round((begins_at - at) / self._s_per_byte) + num_bytes > self._limit_bytes:
@@ -122,16 +123,16 @@ class Router:
 
     def __init__(
         self,
-        hosts: int,
-        rate_mbit: float,
-        delay_ms: float,
-        loss: float,
-        congestion: str,
-        homes: Mapping[int, Sequence[Nat]],
-    ) -> None:
+        hosts,
+        rate_mbit,
+        delay_ms,
+        loss,
+        congestion,
+        homes,
+    ):
         self._home = os.open("/proc/self/ns/net", os.O_RDONLY)
-        self.namespaces: list[int] = []
-        self._tuns: list[int] = []
+        self.namespaces = []
+        self._tuns = []
         self._homes = homes
         try:
             for host in range(hosts):
@@ -141,16 +142,18 @@ class Router:
         self._up, self._down = ([Line(rate_mbit) for _ in range(hosts)] for _ in range(2))
         self._sent_bytes = 0
         self._delay_s = delay_ms / 1e3
-        self._due: list[tuple[float, int, bool, int, bytes]] = []
+        self._due = []
         """A heap: when which packet has left which host's uplink (False) or downlink (True), by number."""
         self._host_of = {socket.inet_aton(self._outside(host)): host for host in range(hosts)}
-        self._cut: set[tuple[int, int]] = set()
+        self._cut = set()
         """Senders and receivers between which nothing gets through."""
-        self._opened: set[frozenset[bytes]] | None = None
+        self._opened = None
         """TCP connections that were opened after the others were forgotten; None: all get through."""
-        self._loss, self._random, self._numbers = loss, random.Random(0), itertools.count()
+        self._loss = loss
+        self._random = random.Random(0)
+        self._numbers = itertools.count()
 
-    def _make_host(self, host: int, congestion: str) -> None:
+    def _make_host(self, host, congestion):
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET):
             raise PermissionError("can't make a network namespace: run this as root")
         self.namespaces.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
@@ -168,13 +171,13 @@ class Router:
         if congestion:
             CONTROLS.write_text(congestion)
 
-    def _outside(self, host: int) -> str:
+    def _outside(self, host):
         """Return the address at which the others know a host."""
         if routers := self._homes.get(host):
             return routers[-1].public
         return public_address_of(host) if self._homes else address_of(host)
 
-    def run(self, pipe: Connection) -> None:
+    def run(self, pipe):
         """Move packets, and do what comes through the pipe, until that is closed."""
         poller = select.epoll()
         host_of = {tun: host for host, tun in enumerate(self._tuns)}
@@ -194,8 +197,11 @@ class Router:
             if next_at < math.inf:
                 time.sleep(TICK_S)
 
-    def _read(self, host: int, now: float) -> None:
-        take, tun, host_of, read = self._up[host].take, self._tuns[host], self._host_of, os.read
+    def _read(self, host, now):
+        take = self._up[host].take
+        tun = self._tuns[host]
+        host_of = self._host_of
+        read = os.read
         with contextlib.suppress(BlockingIOError):
             for _ in range(READS_AT_ONCE):
                 packet = read(tun, MTU)
@@ -211,7 +217,7 @@ class Router:
                     heapq.heappush(self._due, event)
 
     @staticmethod
-    def _is_known(packet: bytes, opened: set[frozenset[bytes]]) -> bool:
+    def _is_known(packet, opened):
         """Say whether a packet is of an opened connection, or opens one, or is not TCP."""
         if packet[9] != TCP:
             return True
@@ -222,7 +228,7 @@ class Router:
             opened.add(connection)
         return connection in opened
 
-    def _move(self, now: float) -> float:
+    def _move(self, now):
         """Bring every packet as far as it has come by `now`; return when to look again."""
         due = self._due
         while due and due[0][0] <= now:
@@ -243,7 +249,7 @@ class Router:
                 heapq.heappush(due, (left_at, next(self._numbers), True, to, packet))
         return due[0][0] if due else math.inf
 
-    def _obey(self, pipe: Connection) -> bool:
+    def _obey(self, pipe):
         """Do one thing that the benchmark asks; say whether it is still there."""
         try:
             what, *arguments = pipe.recv()
@@ -252,30 +258,26 @@ class Router:
         pipe.send(getattr(self, what)(*arguments))
         return True
 
-    def set_rate(self, rate_mbit: float) -> None:
+    def set_rate(self, rate_mbit):
         for line in (*self._up, *self._down):
             line.set_rate(rate_mbit)
 
-    def set_cut(self, one: int, other: int, is_cut: bool) -> None:
+    def set_cut(self, one, other, is_cut):
         (self._cut.update if is_cut else self._cut.difference_update)({(one, other), (other, one)})
 
-    def forward(self, host: int, port: int) -> None:
+    def forward(self, host, port):
         to = home_address_of(host)
         for router in self._homes[host]:
             router.forward(TCP, port, (socket.inet_aton(to), port))
             to = router.public
 
-    def restart_router(self, host: int) -> None:
-        for router in self._homes[host]:
-            router.restart()
-
-    def forget_connections(self) -> None:
+    def forget_connections(self):
         self._opened = set()
 
-    def sent_bytes(self) -> int:
+    def sent_bytes(self):
         return self._sent_bytes
 
-    def end_processes(self) -> None:
+    def end_processes(self):
         """End all that runs in the namespaces.
 
         First all but torch's, which frees shared memory when its last user has gone, and then leaves.
@@ -289,22 +291,22 @@ class Router:
             time.sleep(0.05)
 
 
-def _enter(namespace: int) -> None:
+def _enter(namespace):
     """Move the calling thread, and what it starts, to a network namespace, given as an open file."""
     if ctypes.CDLL(None, use_errno=True).setns(namespace, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "can't enter a network namespace")
 
 
-def _run_inside(namespace: str, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run_inside(namespace, function, arguments):
     file = os.open(namespace, os.O_RDONLY)
     _enter(file)
     os.close(file)
     function(*arguments)
 
 
-def _processes_in(namespaces: set[int]) -> dict[int, str]:
+def _processes_in(namespaces):
     """Find the processes of network namespaces, given by inode: ids and names."""
-    found: dict[int, str] = {}
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
             if (folder / "ns/net").stat().st_ino in namespaces:
@@ -312,7 +314,7 @@ def _processes_in(namespaces: set[int]) -> dict[int, str]:
     return found
 
 
-def route(pipe: Connection, *arguments: Any) -> None:
+def route(pipe, *arguments):
     """Be the router, in a process of its own: made of `arguments`, and told through a pipe what to do."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the pipe says when it is over, after the benchmark
         signal.signal(number, signal.SIG_IGN)
@@ -347,13 +349,13 @@ class Wan:
 
     def __init__(
         self,
-        hosts: int,
-        rate_mbit: float,
-        delay_ms: float = 25.0,
-        loss: float = 0.0,
-        congestion: str = "",
-        homes: Mapping[int, Sequence[Nat]] | None = None,
-    ) -> None:
+        hosts,
+        rate_mbit,
+        delay_ms=25.0,
+        loss=0.0,
+        congestion="",
+        homes=None,
+    ):
         if os.geteuid() != 0:
             raise SystemExit("can't make network namespaces: run this as root")
         self._pipe, its = mp.Pipe()
@@ -365,55 +367,51 @@ class Wan:
         if isinstance(answer, str):
             self.close()
             raise SystemExit(f"can't make the simulated network: {answer}")
-        self._namespaces: list[int] = answer
+        self._namespaces = answer
 
-    def namespace(self, host: int) -> str:
+    def namespace(self, host):
         """Return the path of a host's namespace: `nsenter --net=PATH COMMAND` runs a command there."""
         return f"/proc/{self._process.pid}/fd/{self._namespaces[host]}"
 
-    def spawn(self, host: int, function: Callable[..., None], arguments: tuple[Any, ...] = ()) -> Any:
+    def spawn(self, host, function, arguments=()):
         """Start a process on a host that calls a module's function; return the `multiprocessing.Process`."""
         process = PROCESSES.Process(target=_run_inside, args=(self.namespace(host), function, arguments))
         process.start()
         return process
 
-    def set_rate(self, rate_mbit: float) -> None:
+    def set_rate(self, rate_mbit):
         """Change the rate of all lines from now on; what waits in their queues leaves at the old one."""
         self._ask("set_rate", rate_mbit)
 
-    def set_cut(self, one: int, other: int, is_cut: bool) -> None:
+    def set_cut(self, one, other, is_cut):
         """Let nothing through between a pair, without a word to either; or let it through again."""
         self._ask("set_cut", one, other, is_cut)
 
-    def forward(self, host: int, port: int) -> None:
+    def forward(self, host, port):
         """Have the routers of a home let everybody in at a TCP port, as their owner would."""
         self._ask("forward", host, port)
 
-    def restart_router(self, host: int) -> None:
-        """Have the routers of a home forget whom they let in."""
-        self._ask("restart_router", host)
-
-    def forget_connections(self) -> None:
+    def forget_connections(self):
         """Drop all packets of the present TCP connections, without a word; new ones get through."""
         self._ask("forget_connections")
 
-    def sent_bytes(self) -> int:
+    def sent_bytes(self):
         """Return what all uplinks have carried, IP headers included, also what was lost behind them."""
         return int(self._ask("sent_bytes"))
 
-    def close(self) -> None:
+    def close(self):
         """End all processes in the namespaces, and the router. Safe to call twice."""
         self._pipe.close()
         self._process.join(2 * END_LIMIT_S)
         self._process.kill()  # nothing, if it has ended by itself, as it must
         self._process.join()
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.close()
 
-    def _ask(self, *question: Any) -> Any:
+    def _ask(self, *question):
         self._pipe.send(question)
         return self._pipe.recv()

@@ -11,8 +11,6 @@ before the command asks for them. The memory allocator of pyarrow has no thread,
 forked by one that uses it.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc
@@ -27,9 +25,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 LIBRARIES = (
     "torch",
@@ -72,12 +68,13 @@ class Parent:
         libraries: modules to import.
     """
 
-    def __init__(self, environment: Mapping[str, str], libraries: Sequence[str] = LIBRARIES) -> None:
-        self._environment, self._libraries = _bound(environment), list(libraries)
+    def __init__(self, environment, libraries=LIBRARIES):
+        self._environment = _bound(environment)
+        self._libraries = list(libraries)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
 
-    def can_fork(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+    def can_fork(self, command, environment):
         """Whether a fork would be the same as a new process: the same interpreter, the same environment."""
         is_python = list(command[:1]) == [sys.executable] and command[1:2] in (["-m"], ["-c"])
         return (
@@ -87,7 +84,7 @@ class Parent:
             and max(map(len, _shown(command, environment))) <= ROOM
         )
 
-    def fork(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
+    def fork(self, request, files):
         """Fork a command, with these files as its stdin, stdout and stderr, and return its process id."""
         with self._lock:
             if self._process is None:
@@ -100,7 +97,7 @@ class Parent:
             finally:
                 ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
-    def _start(self) -> None:
+    def _start(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(START_S)
         self._said = tempfile.TemporaryFile()
@@ -121,14 +118,14 @@ class Parent:
         atexit.register(self.close)
         assert self._answer() == b"ready"
 
-    def _answer(self) -> bytes:
+    def _answer(self):
         answer = self._socket.recv(100)
         if not answer:
             self._said.seek(0)
             raise AssertionError(f"the {NAME} has ended: {self._said.read().decode(errors='replace')}")
         return answer
 
-    def close(self) -> None:
+    def close(self):
         """End it, and all that it has forked."""
         self._socket.close()
         if self._process is not None:
@@ -138,7 +135,7 @@ class Parent:
 class Fork(subprocess.Popen):
     """A command that a parent forks in a session of its own; used like any `subprocess.Popen`."""
 
-    def __init__(self, parent: Parent, command: Sequence[str], **options: Any) -> None:
+    def __init__(self, parent, command, **options):
         self._parent = parent
         super().__init__(command, **options)
 
@@ -152,17 +149,17 @@ class Fork(subprocess.Popen):
             self._close_pipe_fds(*ends)
 
 
-def _bound(environment: Mapping[str, str]) -> dict[str, str]:
+def _bound(environment):
     return {name: value for name, value in environment.items() if name not in FREE}
 
 
-def _shown(command: Sequence[str], environment: Mapping[str, str]) -> list[bytes]:
+def _shown(command, environment):
     """What /proc/PID/cmdline and /proc/PID/environ show of them."""
     pairs = [f"{name}={value}" for name, value in environment.items()]
     return [b"".join(os.fsencode(word) + b"\0" for word in words) for words in (command, pairs)]
 
 
-def _serve(connection: socket.socket, libraries: Sequence[str]) -> None:
+def _serve(connection, libraries):
     """Import, and fork as asked until the tests' process is gone. In a fork it returns after the command."""
     from trahiv_cli.cli.output import quiet_libraries
 
@@ -180,7 +177,7 @@ def _serve(connection: socket.socket, libraries: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # a collection in one fork would copy what all of them share
     connection.send(b"ready")
-    forked: list[int] = []
+    forked = []
     while True:
         message, files, _, _ = socket.recv_fds(connection, 4 * ROOM, 3)
         ended, _, _ = select.select(forked, [], [], 0)
@@ -203,7 +200,7 @@ def _serve(connection: socket.socket, libraries: Sequence[str]) -> None:
         connection.send(str(pid).encode())
 
 
-def _fork_for_grandparent() -> int:
+def _fork_for_grandparent():
     """Fork a process that the tests' process adopts; 0 in that process, else its id."""
     reader, writer = os.pipe()
     if between := os.fork():
@@ -221,9 +218,7 @@ def _fork_for_grandparent() -> int:
     return 0
 
 
-def _become(
-    command: list[str], environment: dict[str, str], cwd: str, files: list[int], locks: list[Any]
-) -> None:
+def _become(command, environment, cwd, files, locks):
     """Make this fork of the parent what a new process is, and run the command in it."""
     for number, file in enumerate(files):
         os.dup2(file, number)
@@ -248,7 +243,7 @@ def _become(
         exec(compile(what, "<string>", "exec"), vars(sys.modules["__main__"]))
 
 
-def _renew(locks: list[Any]) -> None:
+def _renew(locks):
     """Make anew what a process has of its own in Python: streams, locks, secrets, random numbers.
 
     The streams stay the objects to which loggers refer; Python chooses buffers by what kind of file is there
@@ -260,8 +255,9 @@ def _renew(locks: list[Any]) -> None:
     import numpy as np
 
     for stream, mode in ((sys.stdin, "rb"), (sys.stdout, "wb"), (sys.stderr, "wb")):
-        name, number = stream.name, stream.fileno()
-        buffer: Any = open(number, mode, closefd=False)  # noqa: SIM115 - it stays open
+        name = stream.name
+        number = stream.fileno()
+        buffer = open(number, mode, closefd=False)  # noqa: SIM115 - it stays open
         buffer.raw.name = name
         is_by_line = stream is sys.stderr or buffer.raw.isatty()
         stream.__init__(buffer, stream.encoding, stream.errors, newline="\n", line_buffering=is_by_line)

@@ -86,5 +86,7 @@ def test_proofs_and_stories_run_in_make_test():
     for test in sorted(proofs | told):
         path, _, name = test.partition("::")
         tree = ast.parse((TESTS / path).read_text())
-        assert name in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)], test
+        assert name in [
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        ], test
     assert {proof for proof in proofs if proof.startswith("swarm/")} <= told

@@ -6,23 +6,20 @@ Of a run that fails it prints the shortest list of faults with which that still 
 of strings anew in each process unless PYTHONHASHSEED says how; a run depends on that as well as on its seed.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
-from tests.simulation.faults import Fault, draw, shortest
+from tests.simulation.faults import draw, shortest
 from tests.simulation.swarm import Plan, Wrong, simulate
 
 
-def explain(plan: Plan, seed: int, wrong: Wrong, patience_s: float = math.inf) -> str:
+def explain(plan, seed, wrong, patience_s=math.inf):
     """Say how a run that failed is played again, and which of its faults matter, if that is known in time."""
 
-    def fails(faults: Sequence[Fault]) -> bool:
+    def fails(faults):
         try:
             simulate(replace(plan, faults=faults), seed)
         except Wrong:
@@ -35,7 +32,7 @@ def explain(plan: Plan, seed: int, wrong: Wrong, patience_s: float = math.inf) -
     return f"{wrong}\nPYTHONHASHSEED={hashes} {again} fails already with\n{left}"
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=200)
@@ -50,7 +47,8 @@ def main() -> int:
             run = simulate(plan, seed)
             came_of = f"{run.world.furthest} rounds, {run.failed} tries undone; {dict(run.struck)}"
         except Wrong as wrong:
-            has_failed, came_of = True, explain(plan, seed, wrong)
+            has_failed = True
+            came_of = explain(plan, seed, wrong)
         print(f"seed {seed}: {came_of}", flush=True)
     return int(has_failed)
 

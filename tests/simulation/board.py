@@ -1,12 +1,9 @@
 """A DHT in memory: what is stored is there at once, for all. Who signs and refuses is the product's."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any
 
 from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.dht.routing import DHTID
@@ -31,16 +28,16 @@ INVITED = OWNER.invite()
 
 
 @lru_cache
-def key_of(name: str) -> RSAPrivateKey:
+def key_of(name):
     return RSAPrivateKey()  # as long as a place's must be
 
 
-def id_of(name: str) -> str:
+def id_of(name):
     return str(owner_of(own_place(key_of(name))))
 
 
-def done(value: Any) -> concurrent.futures.Future[Any]:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+def done(value):
+    future = concurrent.futures.Future()
     future.set_result(value)
     return future
 
@@ -48,14 +45,14 @@ def done(value: Any) -> concurrent.futures.Future[Any]:
 class Board:
     """What is stored: signed values, and when they are over, by key and place."""
 
-    def __init__(self) -> None:
-        self.records: dict[str, dict[bytes, tuple[bytes, float]]] = {}
-        self.nodes: list[PeerID] = []
+    def __init__(self):
+        self.records = {}
+        self.nodes = []
 
-    def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
+    def put(self, writer, key, place, signed, until):
         self.records.setdefault(key, {})[place] = signed, until
 
-    def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
+    def find(self, reader, key):
         return self.records.get(key, {})
 
 
@@ -64,34 +61,37 @@ class Dht:
 
     client_mode = False
 
-    def __init__(self, board: Board, key: Any) -> None:
-        self.board, self.peer_id = board, PeerID.from_base58(str(owner_of(own_place(key))))
-        self.place, self.signing_key = own_place(key, INVITED.certify(self.peer_id.to_bytes())), key
-        self.told: dict[str, Any] = {}  # what this peer last stored, by key
+    def __init__(self, board, key):
+        self.board = board
+        self.peer_id = PeerID.from_base58(str(owner_of(own_place(key))))
+        self.place = own_place(key, INVITED.certify(self.peer_id.to_bytes()))
+        self.signing_key = key
+        self.told = {}  # what this peer last stored, by key
         validators = [RSASignatureValidator(key), OwnersOnly(OWNER.public), Readable()]
         self.validator = RememberingValidator(validators)
         self.protocol = CorrectedProtocol(_initialized_with_create=True)
         self.protocol.record_validator = self.validator
         board.nodes.append(self.peer_id)
 
-    def add_validators(self, validators: Any) -> None:
+    def add_validators(self, validators):
         self.validator.extend(validators)
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return True
 
-    def store(self, key: str, value: Any, expiration_time: float, subkey: bytes, return_future: bool) -> Any:
+    def store(self, key, value, expiration_time, subkey, return_future):
         self.told[key] = value
         self.put(key, MSGPackSerializer.dumps(value), expiration_time, subkey)
         return done(True)
 
-    def put(self, key: str, packed: bytes, expiration_time: float = 0.0, place: bytes = b"") -> None:
+    def put(self, key, packed, expiration_time=0.0, place=b""):
         """Store bytes, whatever they are, as one whose own node refuses nothing."""
-        place, until = place or self.place, expiration_time or swarm_time() + 60
+        place = place or self.place
+        until = expiration_time or swarm_time() + 60
         signed = self.validator.sign_value(_record(key, place, packed, until))
         self.board.put(self.peer_id, key, place, signed, until)
 
-    def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
+    def get(self, key, latest=False, return_future=False):
         answer = DictionaryDHTValue()
         for place, (signed, until) in self.board.find(self.peer_id, key).items():
             answer.store(place, signed, until)
@@ -103,33 +103,35 @@ class Dht:
         found = ValueWithExpiration(values, swarm_time() + 60) if values else None
         return done(found) if return_future else found
 
-    def _read(self, key: str, place: bytes, signed: bytes, until: float) -> Any:
+    def _read(self, key, place, signed, until):
         return MSGPackSerializer.loads(self.validator.strip_value(_record(key, place, signed, until)))
 
-    def run_coroutine(self, coroutine: Any, *, return_future: bool) -> Any:
+    def run_coroutine(self, coroutine, *, return_future):
         known = dict.fromkeys(self.board.nodes, 0)
 
-        async def visible(latest: bool) -> list[Multiaddr]:
+        async def visible(latest):
             return [Multiaddr(f"/ip4/203.0.113.7/tcp/31337/p2p/{self.peer_id}")]
 
-        async def connected() -> list[Any]:
+        async def connected():
             return []
 
-        table, p2p = SimpleNamespace(peer_id_to_uid=known), SimpleNamespace(list_peers=connected)
+        table = SimpleNamespace(peer_id_to_uid=known)
+        p2p = SimpleNamespace(list_peers=connected)
         protocol = SimpleNamespace(routing_table=table, p2p=p2p, client_mode=False)
         node = SimpleNamespace(peer_id=self.peer_id, protocol=protocol, get_visible_maddrs=visible)
         return done(asyncio.run(coroutine(self, node)))
 
 
-def _record(key: str, place: bytes, value: bytes, until: float) -> DHTRecord:
+def _record(key, place, value, until):
     return DHTRecord(DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps(place), value, until)
 
 
 class InMemory(Node):
     """The node of the peer of a name, without the constructor, which forks."""
 
-    def __init__(self, board: Board, name: str) -> None:
-        self.dht: Any = Dht(board, key_of(name))
-        self.peer_id, self._listening = id_of(name), Listening([], [], [])
-        self._finder: Any = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
+    def __init__(self, board, name):
+        self.dht = Dht(board, key_of(name))
+        self.peer_id = id_of(name)
+        self._listening = Listening([], [], [])
+        self._finder = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
         self.standing = Credentials(INVITED)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.fakes import Clock
+
 PROCESSOR_S = 180
 """How long a test may keep the processor busy, unless its mark `timeout` says otherwise."""
 
@@ -34,18 +36,11 @@ def _limited_processor_time(request):
     signal.signal(signal.SIGPROF, before)
 
 
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    clock = Clock()
+    clock.now = 1000.0
+    return clock
 
 
 @pytest.fixture

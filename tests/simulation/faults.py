@@ -4,24 +4,20 @@ A fault strikes once the swarm has reached `at_step`: at once, or when its peer 
 kind (`moment`), which hits the phases of a round.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import torch
 from hivemind.utils import MSGPackSerializer
 
-from tests.simulation.network import Message
+from tests.kit.faulty_peer import CHUNK_TIMEOUT_S
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.records import sign
 from trahiv_cli.rounds.claims import Claim
-from trahiv_cli.rounds.vote import Call, Vote
+from trahiv_cli.rounds.vote import Vote
 
 SHARES = {
     "kill": 6, "late": 1, "cut": 3, "halve": 1, "stall": 3, "slow": 1,
@@ -54,45 +50,45 @@ class Fault:
     """How a killed peer comes back: with another identity, with its checkpoint, or with neither."""
 
 
-def draw(seed: int, num_peers: int, rounds: int, every: int) -> list[Fault]:
+def draw(seed, num_peers, rounds, every):
     """Draw the faults of a run, one in every so many rounds, none in the last of them.
 
     All lies are one peer's: to more than half of a group that lie nobody promises anything.
     """
     dice = random.Random(seed)
     liar = dice.randrange(num_peers)
-    faults: list[Fault] = []
+    faults = []
     step = every
     while step < rounds - every:
         kind = dice.choices(list(SHARES), list(SHARES.values()))[0]
         peer = liar if kind in LIES else dice.randrange(num_peers)
-        fault = Fault(kind, step, peer, seconds=round(dice.uniform(0.5, 12.0), 1))
+        fields = {"seconds": round(dice.uniform(0.5, 12.0), 1)}
         others = [number for number in range(num_peers) if number != peer]
         if kind in ("kill", "cut", "stall", "corrupt", "misshapen"):
-            moment = dice.choice(MOMENTS[2:3] if kind in ("corrupt", "misshapen") else MOMENTS)
-            is_answer = kind != "misshapen" and dice.random() < 0.5
-            fault = replace(fault, moment=moment, is_answer=is_answer, skip=dice.randrange(3))
+            is_of_part = kind in ("corrupt", "misshapen")
+            fields["moment"] = dice.choice(MOMENTS[2:3] if is_of_part else MOMENTS)
+            fields["is_answer"] = kind != "misshapen" and dice.random() < 0.5
+            fields["skip"] = dice.randrange(3)
         if kind == "kill":
-            fault = replace(fault, homecoming=dice.choice(HOMECOMINGS))
+            fields["homecoming"] = dice.choice(HOMECOMINGS)
         if kind == "cut":
-            fault = replace(fault, others=(dice.choice(others),))
+            fields["others"] = (dice.choice(others),)
         if kind == "halve":
-            fault = replace(
-                fault, others=tuple(dice.sample(others, dice.randrange(num_peers - 1))), seconds=45.0
-            )
-        faults.append(fault)
+            fields["others"] = tuple(dice.sample(others, dice.randrange(num_peers - 1)))
+            fields["seconds"] = 45.0
+        faults.append(Fault(kind, step, peer, **fields))
         step += dice.randrange(every // 2, 3 * every // 2 + 1)
     return faults
 
 
-def shortest(
-    faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], Any], patience_s: float = math.inf
-) -> list[Fault]:
+def shortest(faults, fails, patience_s=math.inf):
     """Leave out faults as long as a run of them still fails: first the half, then less and less.
 
     After `patience_s`, what is left then is given; the run fails with that.
     """
-    left, size, until = list(faults), max(1, len(faults) // 2), time.monotonic() + patience_s
+    left = list(faults)
+    size = max(1, len(faults) // 2)
+    until = time.monotonic() + patience_s
     while True:
         start = 0
         while start < len(left):
@@ -108,24 +104,23 @@ def shortest(
         size //= 2
 
 
-# A lie changes one thing in a peer, once that has its optimizer. The product's own code runs in a liar up to
-# the edge: the lie is put in after the peer's own checks.
+# A lie is a function that changes one thing in a `tests.simulation.swarm.Peer`, once that has its optimizer.
+# The product's own code runs in a liar up to the edge: the lie is put in after the peer's own checks.
 
-Lie = Callable[[Any], None]  # makes a liar of a `tests.simulation.swarm.Peer`
 CLAIMED = [field.name for field in fields(Claim)]  # what a claim says, in the order in which it travels
 
 
-def poison(factor: float, claimed: float | None = None) -> Lie:
+def poison(factor, claimed=None):
     """Bring another gradient in every round: the true one times `factor`.
 
     `claimed` is the norm that the peer says it brings; None: that which it brings.
     """
 
-    def tell(peer: Any) -> None:
+    def tell(peer):
         averager = peer.dht.services["ExactGradientAverager"]
         prepare = averager._prepare_contribution
 
-        def poisoned(exchange: Any) -> float:
+        def poisoned(exchange):
             norm = abs(factor) * float(prepare(exchange))
             with averager.averages.locked() as tensors, torch.no_grad():
                 for tensor in tensors:
@@ -137,14 +132,15 @@ def poison(factor: float, claimed: float | None = None) -> Lie:
     return tell
 
 
-def claim(said: Mapping[str, Any], rounds: float = math.inf) -> Lie:
+def claim(said, rounds=math.inf):
     """Claim something else in so many rounds: `said` by the fields of `Claim`, as they travel."""
 
-    def tell(peer: Any) -> None:
+    def tell(peer):
         finder = peer.dht.services["ExactGradientAverager"].finder
-        look_for_group, left = finder.look_for_group, rounds
+        look_for_group = finder.look_for_group
+        left = rounds
 
-        async def lying(content: bytes, deadline: float) -> Any:
+        async def lying(content, deadline):
             nonlocal left
             left -= 1
             if left >= 0:
@@ -158,11 +154,11 @@ def claim(said: Mapping[str, Any], rounds: float = math.inf) -> Lie:
     return tell
 
 
-def fall_silent(peer: Any) -> None:
+def fall_silent(peer):
     """Send no more than the first part of a share, from step 4 on, though the stream stays open."""
-    begun: set[tuple[Any, int]] = set()
+    begun = set()
 
-    def tamper(message: Message) -> list[bytes] | None:
+    def tamper(message):
         step = peer.optimizer.local_epoch
         if message.call != "rpc_aggregate_part" or message.is_answer or step < 4:
             return [message.content]
@@ -173,45 +169,42 @@ def fall_silent(peer: Any) -> None:
     peer.tamper = tamper
 
 
-def send_slowly(wait_s: float) -> Lie:
-    """Wait so long before each part of every round."""
+def send_slowly(peer):
+    """Wait before each part of every round, almost so long that the others give it up."""
+    averager = peer.dht.services["ExactGradientAverager"]
+    make_runner = averager._make_runner
 
-    def tell(peer: Any) -> None:
-        averager = peer.dht.services["ExactGradientAverager"]
-        make_runner = averager._make_runner
+    async def make_slow_runner(*arguments, **options):
+        runner = await make_runner(*arguments, **options)
+        generate = runner._generate_input_for_peer
 
-        async def make_slow_runner(*arguments: Any, **options: Any) -> Any:
-            runner = await make_runner(*arguments, **options)
-            generate = runner._generate_input_for_peer
+        async def parts(index):
+            async for part in generate(index):
+                await asyncio.sleep(CHUNK_TIMEOUT_S - 0.5)
+                yield part
 
-            async def parts(index: int) -> AsyncIterator[Any]:
-                async for part in generate(index):
-                    await asyncio.sleep(wait_s)
-                    yield part
+        runner._generate_input_for_peer = parts
+        return runner
 
-            runner._generate_input_for_peer = parts
-            return runner
-
-        averager._make_runner = make_slow_runner
-
-    return tell
+    averager._make_runner = make_slow_runner
 
 
-def never_come(peer: Any) -> None:
+def never_come(peer):
     """Report like all others, and look for no group."""
 
-    async def look_for_group(_: bytes, deadline: float) -> None:
+    async def look_for_group(_, deadline):
         await asyncio.sleep(deadline - swarm_time())
 
     peer.dht.services["ExactGradientAverager"].finder.look_for_group = look_for_group
 
 
-def vote_twice(peer: Any) -> None:
+def vote_twice(peer):
     """Tell half of the others, in the next round, of another average than the peer holds."""
     averager = peer.dht.services["ExactGradientAverager"]
-    exchange_votes, told = averager._exchange_votes, []
+    exchange_votes = averager._exchange_votes
+    told = []
 
-    async def exchange(group_id: bytes, other: Any, call: Call) -> Any:
+    async def exchange(group_id, other, call):
         ballot = averager.ballots[group_id]
         told.append(other)
         if len(told) % 2:

@@ -4,17 +4,13 @@ Everything above it is the product's own: the guarded P2P, its handlers and stub
 message travels as bytes, so that peers share nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import selectors
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError, PeerID
 
@@ -27,7 +23,7 @@ TURN_S = 1e-9
 look for ever whether it is."""
 
 
-def with_the_swarm_s_time() -> list[ModuleType]:
+def with_the_swarm_s_time():
     """List the modules of hivemind that have `get_dht_time`, which each of them imports by name."""
     modules = list(sys.modules.items())
     ours = [module for name, module in modules if name.partition(".")[0] == "hivemind"]
@@ -35,11 +31,9 @@ def with_the_swarm_s_time() -> list[ModuleType]:
 
 
 class _Jump(selectors.SelectSelector):
-    """Waits for nothing: it sets the clock to when the next thing is due."""
+    """Waits for nothing: it sets the clock of its `loop` to when the next thing is due."""
 
-    loop: VirtualLoop
-
-    def select(self, timeout: float | None = None) -> Any:
+    def select(self, timeout=None):
         if timeout is None:
             raise RuntimeError("nothing can happen any more, and somebody still waits")
         self.loop.now += TURN_S
@@ -51,21 +45,21 @@ class _Jump(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop in which waiting takes no time, and in which work for other threads is done at once."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 0.0  # seconds since it was made
-        self.execute: Callable[[Callable[[], None]], object] = lambda work: work()
+        self.execute = lambda work: work()
         """Does the work of executors."""
         selector = _Jump()
         selector.loop = self
         super().__init__(selector)
 
-    def time(self) -> float:
+    def time(self):
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor, func, *args):
         future = self.create_future()
 
-        def work() -> None:
+        def work():
             try:
                 result = func(*args)
             except Exception as error:  # noqa: BLE001 - as an executor does
@@ -77,6 +71,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
         self.execute(work)
         return future
+
+
+def run_virtually(coroutine):
+    """Run a coroutine in a loop of its own in which waiting takes no time; return its result."""
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(coroutine)
 
 
 @dataclass(frozen=True)
@@ -91,25 +91,36 @@ class Message:
     content: bytes
 
 
-Tamper = Callable[[Message], list[bytes] | None]
-"""What comes of a message: itself, nothing, something else, or more than one. None: of all of its stream that
-is not there yet, nothing."""
+def altered(sender, call, is_answer, edit):
+    """Return a `Network.tamper` that edits the contents of one sender's messages of one kind."""
+
+    def tamper(message):
+        is_meant = (message.sender, message.call, message.is_answer) == (sender, call, is_answer)
+        return edit(message.content) if is_meant else [message.content]
+
+    return tamper
+
+
+def edited(kind, change):
+    """Return an edit that changes a message of protobuf."""
+    return lambda content: [change(kind.FromString(content)).SerializeToString()]
 
 
 class Network:
     """Carries bytes between the daemons that it knows."""
 
-    def __init__(self) -> None:
-        self.daemons: dict[PeerID, list[Daemon]] = {}
+    def __init__(self):
+        self.daemons = {}
         """Of each peer: each of its processes has one."""
-        self.tamper: Tamper = lambda message: [message.content]
-        self.delay_s: Callable[[PeerID, PeerID], float] = lambda sender, receiver: 0.0
-        self.is_cut: Callable[[PeerID, PeerID], bool] = lambda one, other: False
+        self.tamper = lambda message: [message.content]
+        """Returns the contents that arrive in place of a message; None: no more of its stream arrives."""
+        self.delay_s = lambda sender, receiver: 0.0
+        self.is_cut = lambda one, other: False
         """Whether nothing gets through between two peers now; what is on its way arrives afterwards."""
-        self.are_connected: Callable[[PeerID, PeerID], bool] = lambda one, other: True
+        self.are_connected = lambda one, other: True
         """Whether two peers have a connection, or can dial each other."""
 
-    def p2p_of(self, peer: PeerID, door: Door | None = None) -> P2P:
+    def p2p_of(self, peer, door=None):
         """Make what a process of a peer speaks with the others by; by default in an open swarm."""
         p2p = (door or Door()).guarded()()
         p2p.peer_id = peer
@@ -119,7 +130,7 @@ class Network:
         p2p._start_listening = lambda: None
         return p2p
 
-    def remove(self, peer: PeerID) -> None:
+    def remove(self, peer):
         """Have a peer vanish: whoever speaks with it finds the connection reset."""
         for daemon in self.daemons.pop(peer, ()):
             for call in tuple(daemon.calls):
@@ -127,7 +138,7 @@ class Network:
             for line in tuple(daemon.lines):
                 line.close()
 
-    async def find(self, caller: PeerID, peer: PeerID, name: str) -> Daemon:
+    async def find(self, caller, peer, name):
         """Dial a peer, and return its daemon that serves a call; else raise `P2PDaemonError`."""
         await asyncio.sleep(self.delay_s(caller, peer))
         if self.is_cut(caller, peer):
@@ -141,27 +152,29 @@ class Network:
 class Daemon:
     """One peer's p2pd, as `hivemind.p2p.p2p_daemon_bindings.p2pclient.Client` shows it."""
 
-    def __init__(self, network: Network, peer: PeerID) -> None:
-        self._network, self._peer = network, peer
-        self.handlers: dict[str, Callable[..., Awaitable[Any]]] = {}
+    def __init__(self, network, peer):
+        self._network = network
+        self._peer = peer
+        self.handlers = {}
         self._context = contextvars.copy_context()
         # In the order in which they came: a set's is another one in each run.
-        self.calls: dict[asyncio.Task[Any], None] = {}
-        self.lines: dict[Writer, None] = {}
+        self.calls = {}
+        self.lines = {}
 
-    async def add_unary_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
+    async def add_unary_handler(self, name, handler, balanced=False):
         self.handlers[name] = handler
 
     stream_handler = add_unary_handler
 
-    def _begin(self, work: Any) -> asyncio.Task[Any]:
+    def _begin(self, work):
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
         self.calls[task] = None
         task.add_done_callback(self.calls.pop)
         return task
 
-    async def call_unary_handler(self, peer: PeerID, name: str, content: bytes) -> bytes:
-        network, call = self._network, name.rpartition(".")[2]
+    async def call_unary_handler(self, peer, name, content):
+        network = self._network
+        call = name.rpartition(".")[2]
         there = await network.find(self._peer, peer, name)
         arrived = network.tamper(Message(self._peer, peer, call, False, content))
         if not arrived:  # it is on its way for ever
@@ -187,10 +200,12 @@ class Daemon:
             await asyncio.get_running_loop().create_future()
         return returned[0]
 
-    async def stream_open(self, peer: PeerID, names: tuple[str]) -> tuple[Any, Any, Any]:
+    async def stream_open(self, peer, names):
         [name], network = names, self._network
         there = await network.find(self._peer, peer, name)
-        ours, theirs, ends = asyncio.StreamReader(), asyncio.StreamReader(), (self, there)
+        ours = asyncio.StreamReader()
+        theirs = asyncio.StreamReader()
+        ends = (self, there)
         asked = Message(self._peer, peer, name.rpartition(".")[2], False, b"")
         asking = Writer(network, asked, theirs, ends)
         answered = replace(asked, sender=peer, receiver=self._peer, is_answer=True)
@@ -198,14 +213,14 @@ class Daemon:
         there._begin(there.handlers[name](SimpleNamespace(peer_id=self._peer), theirs, answering))
         return SimpleNamespace(peer_id=peer), ours, asking
 
-    async def list_peers(self) -> list[Any]:
+    async def list_peers(self):
         """List the peers that this one is connected with."""
         network = self._network
         there = [peer for peer in network.daemons if peer != self._peer]
         known = [peer for peer in there if network.are_connected(self._peer, peer)]
         return [SimpleNamespace(peer_id=peer, addrs=[]) for peer in known]
 
-    def close(self) -> None:
+    def close(self):
         """Close nothing: there is no socket."""
 
 
@@ -219,16 +234,18 @@ class Writer:
         ends: the daemons of both; each resets it.
     """
 
-    def __init__(
-        self, network: Network, empty: Message, reader: asyncio.StreamReader, ends: tuple[Daemon, Daemon]
-    ) -> None:
-        self._network, self._empty, self._reader, self._ends = network, empty, reader, ends
-        self._written, self._on_the_way = bytearray(), deque[bytes | None]()
+    def __init__(self, network, empty, reader, ends):
+        self._network = network
+        self._empty = empty
+        self._reader = reader
+        self._ends = ends
+        self._written = bytearray()
+        self._on_the_way = deque()
         self._is_closed = self._is_silent = False
         for end in ends:
             end.lines[self] = None
 
-    def write(self, content: bytes | memoryview) -> None:
+    def write(self, content):
         """Take what may be a part of a message."""
         self._written += content
         head = 1 + P2P.HEADER_LEN
@@ -236,7 +253,8 @@ class Writer:
             size = int.from_bytes(self._written[1:head], P2P.BYTEORDER)
             if len(self._written) < head + size:
                 return
-            marker, message = self._written[:1], bytes(self._written[head : head + size])
+            marker = self._written[:1]
+            message = bytes(self._written[head : head + size])
             del self._written[: head + size]
             is_plain = marker == P2P.MESSAGE_MARKER
             sent = self._network.tamper(replace(self._empty, content=message)) if is_plain else [message]
@@ -244,7 +262,7 @@ class Writer:
             for one in sent or ():
                 self._send(bytes(marker) + len(one).to_bytes(P2P.HEADER_LEN, P2P.BYTEORDER) + one)
 
-    def _send(self, piece: bytes | None) -> None:
+    def _send(self, piece):
         """Send a piece, or the end, behind what is on its way already."""
         if self._is_silent or (self._is_closed and piece is not None):
             return
@@ -255,7 +273,7 @@ class Writer:
         else:
             self._arrive()
 
-    def _arrive(self) -> None:
+    def _arrive(self):
         if self._network.is_cut(self._empty.sender, self._empty.receiver):
             asyncio.get_running_loop().call_later(LOOK_S, self._arrive)
             return
@@ -265,10 +283,10 @@ class Writer:
         else:
             self._reader.feed_data(piece)
 
-    async def drain(self) -> None:
+    async def drain(self):
         await asyncio.sleep(0)  # others go on
 
-    def close(self) -> None:
+    def close(self):
         if not self._is_closed:
             self._is_closed = True
             for end in self._ends:

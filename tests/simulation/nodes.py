@@ -1,12 +1,8 @@
 """Nodes of the DHT as the product has them, over a network in memory."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import hivemind.dht.node
@@ -14,7 +10,7 @@ from hivemind.dht.crypto import RSASignatureValidator
 from hivemind.p2p import PeerID
 
 from tests.simulation.board import key_of
-from tests.simulation.network import Message, Network, VirtualLoop, with_the_swarm_s_time
+from tests.simulation.network import with_the_swarm_s_time
 from trahiv_cli import clock
 from trahiv_cli.members.records import OwnersOnly, Readable, own_place, owner_of
 from trahiv_cli.swarm.corrections.nodes import (
@@ -28,15 +24,16 @@ from trahiv_cli.swarm.corrections.nodes import (
 class Member:
     """A node, and what it stores and reads."""
 
-    def __init__(self, network: Network, name: str, **options: Any) -> None:
-        self.network, self.options = network, options
+    def __init__(self, network, name, **options):
+        self.network = network
+        self.options = options
         self.key = key_of(name)
         self.place = own_place(self.key)
         self.id = PeerID.from_base58(str(owner_of(self.place)))
         self.p2p = network.p2p_of(self.id)
-        self.node: Any = None
+        self.node = None
 
-    async def enter(self, *initial: Member) -> Member:
+    async def enter(self, *initial):
         """Enter a swarm through members, or start one."""
         validators = [RSASignatureValidator(self.key), OwnersOnly(), Readable()]
         self.node = await CorrectedNode.create(
@@ -48,13 +45,12 @@ class Member:
         self.node.protocol.list_node(is_listed=not self.options.get("client_mode"))
         return self
 
-    async def put(self, key: str, value: Any, lives_s: float = 20.0) -> bool:
+    async def put(self, key, value, lives_s=20.0):
         """Store a record."""
         ends_at = clock.swarm_time() + lives_s
-        stored: bool = await self.node.store(key, value, ends_at, subkey=self.place)
-        return stored
+        return await self.node.store(key, value, ends_at, subkey=self.place)
 
-    async def read(self, key: str) -> dict[PeerID, Any]:
+    async def read(self, key):
         """Return the records under a key by their owners' ids."""
         found = await self.node.get(key)
         entries = found.value.items() if found else ()
@@ -64,12 +60,12 @@ class Member:
 class Traffic:
     """Counts what each peer sends and receives, in calls and bytes: a `Network.tamper`."""
 
-    def __init__(self) -> None:
-        self.calls: Counter[PeerID] = Counter()
-        self.sent: Counter[PeerID] = Counter()
-        self.received: Counter[PeerID] = Counter()
+    def __init__(self):
+        self.calls = Counter()
+        self.sent = Counter()
+        self.received = Counter()
 
-    def __call__(self, message: Message) -> list[bytes]:
+    def __call__(self, message):
         self.calls[message.sender] += not message.is_answer
         self.sent[message.sender] += len(message.content)
         self.received[message.receiver] += len(message.content)
@@ -77,7 +73,7 @@ class Traffic:
 
 
 @contextlib.contextmanager
-def virtual_time(loop: VirtualLoop) -> Iterator[None]:
+def virtual_time(loop):
     """Have nodes go by the loop's clock, and by the product's protocol, within the block."""
     began = clock.swarm_time()
     times = SimpleNamespace(clock_gettime=lambda _: loop.now)

@@ -6,21 +6,15 @@ it waits for has come to pass, or its time is over. So a run is a single thread:
 nothing but the seed, and only one part of a peer runs at a time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 from unittest import mock
 
 from greenlet import GreenletExit, getcurrent, greenlet
-
-from tests.simulation.network import VirtualLoop
 
 STARTED_AT = 1000.0  # the virtual clocks' time when the loop begins: hivemind subtracts from them
 
@@ -28,30 +22,31 @@ STARTED_AT = 1000.0  # the virtual clocks' time when the loop begins: hivemind s
 class Strand:
     """A thread, or a process, of the simulation, and what it does. It is begun and killed in the loop."""
 
-    def __init__(self, strands: Strands, work: Callable[[], object]) -> None:
-        self._strands, self._work = strands, work
-        self._waiting: list[Callable[[], None]] = []
+    def __init__(self, strands, work):
+        self._strands = strands
+        self._work = work
+        self._waiting = []
         self._greenlet = greenlet(self._run, parent=strands.hub)
         self._greenlet.gr_context = contextvars.copy_context()
         self.is_over = False
         strands.on_new(self)
 
-    def begin(self) -> None:
+    def begin(self):
         """Run until it waits for the first time."""
         if not self.is_over:
             self._greenlet.switch()
 
-    def kill(self) -> None:
+    def kill(self):
         """End it where it stands."""
         self.is_over = True
         if self._greenlet and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
-    def join(self, timeout_s: float | None = None) -> None:
+    def join(self, timeout_s=None):
         if not self.is_over:
             self._strands.park(timeout_s, self._waiting.append)
 
-    def _run(self) -> None:
+    def _run(self):
         try:
             self._work()
         except GreenletExit:
@@ -66,34 +61,36 @@ class Strand:
 class Strands:
     """All strands of one loop. Make it in the greenlet that runs the loop."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self.loop, self.hub = loop, getcurrent()
-        self.errors: list[BaseException] = []
+    def __init__(self, loop):
+        self.loop = loop
+        self.hub = getcurrent()
+        self.errors = []
         """What strands ended with."""
-        self.on_new: Callable[[Strand], None] = lambda strand: None
+        self.on_new = lambda strand: None
         """Told of each strand, in the context in which it was made."""
 
-    def now(self) -> float:
+    def now(self):
         """Return the time of all clocks, in seconds."""
         return STARTED_AT + self.loop.now
 
-    def spawn(self, work: Callable[[], object]) -> Strand:
+    def spawn(self, work):
         """Make a strand that begins as soon as the loop comes to it."""
         strand = Strand(self, work)
         self.loop.call_soon(strand.begin)
         return strand
 
-    def park(self, timeout_s: float | None, register: Callable[[Callable[[], None]], None]) -> bool:
+    def park(self, timeout_s, register):
         """Wait in the present strand, for so long at most (None: for ever).
 
         `register` is given what ends the wait. Returns whether it was ended, rather than over.
         """
-        me, loop = getcurrent(), self.loop
+        me = getcurrent()
+        loop = self.loop
         if me is self.hub:
             raise RuntimeError("something in the event loop waits for what only the loop can bring")
         is_over = False
 
-        def go_on(is_woken: bool) -> None:
+        def go_on(is_woken):
             nonlocal is_over
             if not is_over:
                 is_over = True
@@ -108,7 +105,7 @@ class Strands:
             if timer is not None:
                 timer.cancel()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def run(self, coroutine):
         """Stand in for `asyncio.run` in a strand: the loop that runs already does it."""
         task = self.loop.create_task(coroutine)
         if not task.done():
@@ -116,20 +113,20 @@ class Strands:
         return task.result()
 
     @contextmanager
-    def in_place_of_threads(self) -> Iterator[None]:
+    def in_place_of_threads(self):
         """Have all blocking code of this thread run by strands within the block."""
         own = threading.get_ident()
-        by_thread: dict[threading.Thread, Strand] = {}
+        by_thread = {}
 
-        def here(stands_in: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:
+        def here(stands_in, real):
             return lambda *args, **more: (stands_in if threading.get_ident() == own else real)(*args, **more)
 
-        def start(thread: threading.Thread) -> None:
+        def start(thread):
             by_thread[thread] = self.spawn(thread.run)
             thread._started.set()
             thread._is_stopped = True  # as far as the interpreter is concerned
 
-        patches: list[tuple[Any, str, Callable[..., Any]]] = [
+        patches = [
             (time, "monotonic", self.now),
             (time, "perf_counter", self.now),
             (time, "clock_gettime", lambda clock: self.now()),
@@ -149,13 +146,14 @@ class Strands:
 class Lock:
     """Stands in for locks that are held while somebody waits: of threads, and of processes."""
 
-    def __init__(self, strands: Strands, is_reentrant: bool = False) -> None:
-        self._strands, self._is_reentrant = strands, is_reentrant
-        self._holder: Any = None
+    def __init__(self, strands, is_reentrant=False):
+        self._strands = strands
+        self._is_reentrant = is_reentrant
+        self._holder = None
         self._times = 0
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting = []
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def acquire(self, blocking=True, timeout=-1):
         while self._times and not (self._is_reentrant and self._holder is getcurrent()):
             if not blocking:
                 return False
@@ -166,7 +164,7 @@ class Lock:
         self._times += 1
         return True
 
-    def release(self) -> None:
+    def release(self):
         self._times -= 1
         if not self._times:
             self._holder = None
@@ -174,33 +172,34 @@ class Lock:
                 wake()
             self._waiting.clear()
 
-    def locked(self) -> bool:
+    def locked(self):
         return self._times > 0
 
-    def __enter__(self) -> bool:
+    def __enter__(self):
         return self.acquire()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         self.release()
 
 
 class PipeEnd:
     """One end of a pipe between two processes; see `multiprocessing.Pipe`. It is its own `fileno`."""
 
-    other: PipeEnd
-
-    def __init__(self, strands: Strands) -> None:
-        self._strands, self._came = strands, deque[Any]()
-        self.on_message: Callable[[], object] | None = None
-        self._waiting: list[Callable[[], None]] = []
+    def __init__(self, strands):
+        self._strands = strands
+        self._came = deque()
+        self.on_message = None
+        self._waiting = []
 
     @classmethod
-    def pair(cls, strands: Strands, duplex: bool = True) -> tuple[PipeEnd, PipeEnd]:
-        one, other = cls(strands), cls(strands)
-        one.other, other.other = other, one
+    def pair(cls, strands, duplex=True):
+        one = cls(strands)
+        other = cls(strands)
+        one.other = other
+        other.other = one
         return one, other
 
-    def send(self, message: Any) -> None:
+    def send(self, message):
         there = self.other
         there._came.append(message)
         for wake in there._waiting:
@@ -209,23 +208,23 @@ class PipeEnd:
         if there.on_message is not None:
             self._strands.loop.call_soon(there.on_message)
 
-    def recv(self) -> Any:
+    def recv(self):
         while not self._came:
             self._strands.park(None, self._waiting.append)
         return self._came.popleft()
 
-    def poll(self) -> bool:
+    def poll(self):
         return bool(self._came)
 
-    def fileno(self) -> PipeEnd:
+    def fileno(self):
         return self
 
 
 class Loop:
     """What a process takes for an event loop of its own."""
 
-    def __init__(self, strands: Strands) -> None:
+    def __init__(self, strands):
         self.run_until_complete = strands.run
 
-    def add_reader(self, end: PipeEnd, act: Callable[[], object]) -> None:
+    def add_reader(self, end, act):
         end.on_message = act

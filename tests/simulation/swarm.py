@@ -3,8 +3,6 @@
 `Run` looks at every event of every peer, and ends where something is not as it was promised.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import copy
@@ -14,23 +12,19 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 
 from tests.kit import faulty_peer
-from tests.kit.faulty_peer import BATCH, Event, Settings
+from tests.kit.faulty_peer import BATCH, Settings
 from tests.kit.verdicts import Promises, find_lost_steps
-from tests.simulation.faults import Fault, Lie, claim, vote_twice
-from tests.simulation.network import Message, Tamper, VirtualLoop
-from tests.simulation.strands import Strand
+from tests.simulation.faults import Fault, claim, vote_twice
+from tests.simulation.network import run_virtually
 from tests.simulation.world import DELAY_S, OWNER, Dht, World
-from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 from trahiv_cli.wire import digest_of_bytes
 
@@ -51,70 +45,75 @@ class Peer(faulty_peer.Peer):
 
     def __init__(
         self,
-        world: World,
-        name: str,
-        number: int,
-        settings: Settings,
-        can_be_called: bool = True,
-        lies: Sequence[Lie] = (),
-    ) -> None:
+        world,
+        name,
+        number,
+        settings,
+        can_be_called=True,
+        lies=(),
+    ):
         super().__init__(number, settings, lambda: world.furthest)
-        self.name, self.number, self.world, self._lies = name, number, world, lies
-        self.tasks: dict[asyncio.Task[Any], None] = {}
-        self.strands: list[Strand] = []
+        self.name = name
+        self.number = number
+        self.world = world
+        self._lies = lies
+        self.tasks = {}
+        self.strands = []
         self.dht = Dht(world, name)
         self.dht.client_mode = not can_be_called
         self.peer_id = self.dht.peer_id.to_base58()
-        self.is_running, self.is_ready = True, False
+        self.is_running = True
+        self.is_ready = False
         self.slowness = 1.0  # times which a batch takes longer
         self.trained = 0  # samples in all its batches
-        self.spoils: float | None = None  # what the next batch's gradients are multiplied by
-        self.tamper: Tamper | None = None
+        self.spoils = None  # what the next batch's gradients are multiplied by
+        self.tamper = None
         """What a liar makes of the messages that it sends."""
         self.batches_left = math.inf  # until it saves a checkpoint and ends
-        self.optimizer: SwarmOptimizer | None = None
+        self.optimizer = None
         self._checkpoints = Checkpoints(world.folder / name, keep=1)
 
-    def say(self, event: str, **fields: Any) -> None:
+    def say(self, event, **fields):
         self.is_ready = self.is_ready or event == "ready"
         self.world.hear(self, {"event": event, "time": time.monotonic()} | fields)
 
-    def own_addresses(self) -> list[str]:
+    def own_addresses(self):
         return [""]
 
-    def start(self) -> None:
+    def start(self):
         context = contextvars.copy_context()
         context.run(OWNER.set, self)
         context.run(self.world.strands.spawn, self._run)
 
-    def _run(self) -> None:
+    def _run(self):
         self.newest = self._checkpoints.newest()
         if self.newest is not None:
             self.newest.load_weights(self._model)  # before the optimizer is built, as the Trainer does
         self.live(self)
 
-    def kill(self) -> None:
+    def kill(self):
         """End at once, without a goodbye."""
-        self.is_running, self.dht.is_dead = False, True
+        self.is_running = False
+        self.dht.is_dead = True
         self.world.network.remove(self.dht.peer_id)
         for strand in self.strands:
             strand.kill()
         for task in tuple(self.tasks):
             task.cancel()
 
-    def forget(self) -> None:
+    def forget(self):
         shutil.rmtree(self.world.folder / self.name, ignore_errors=True)
 
-    def save(self) -> None:
+    def save(self):
         self._checkpoints.save(CheckpointData.of(self._model, self.optimizer))
 
-    def _enter(self, optimizer: SwarmOptimizer) -> None:
+    def _enter(self, optimizer):
         self.optimizer = optimizer
         for lie in self._lies:
             lie(self)
         super()._enter(optimizer)
 
-    def _compute(self, samples: int) -> None:
+    def _compute(self, samples):
         time.sleep(self.slowness * self._settings.seconds_per_batch * samples / BATCH)
         self.trained += samples
         self.batches_left -= 1
@@ -143,8 +142,8 @@ class Plan:
     stops: Mapping[int, int] = field(default_factory=dict)
     """After how many batches of each of its lives a peer ends with a checkpoint, by a peer's number."""
 
-    lies: Mapping[int, Sequence[Lie]] = field(default_factory=dict)
-    """Of peers that lie all along, by number. To them nobody promises anything."""
+    lies: Mapping = field(default_factory=dict)
+    """Lists of lies of peers that lie all along, by number. To them nobody promises anything."""
 
     settings: Settings = field(default_factory=Settings)
     patience_s: float = 15.0
@@ -155,24 +154,25 @@ class Plan:
 class Run:
     """Plays a plan in a new world, and looks at each event."""
 
-    def __init__(self, world: World, plan: Plan) -> None:
-        self.world, self.plan = world, plan
+    def __init__(self, world, plan):
+        self.world = world
+        self.plan = plan
         self.settings = replace(plan.settings, num_peers=plan.num_peers, num_samples=4096)
-        self.events: dict[str, list[Event]] = {}
-        self.struck: Counter[str] = Counter()
+        self.events = {}
+        self.struck = Counter()
         self.failed = 0
         self._names = {number: str(number) for number in range(plan.num_peers)}
-        self._ids: dict[PeerID, str] = {}
+        self._ids = {}
         self._due = sorted(plan.faults, key=lambda fault: fault.at_step)
-        self._waiting: list[list[Any]] = []
+        self._waiting = []
         self._liars = {str(number) for number in plan.lies}
         self._promises = Promises()
-        self._lost: dict[str, int] = {}
+        self._lost = {}
         self._held_by_dead = 0
         self._moved_at = 0.0
-        self._breaks: list[Callable[[Peer, Peer], bool]] = []
+        self._breaks = []
         """Whether nothing gets through between two peers: each is a break of links that has not healed."""
-        self._groups: dict[str, dict[str, frozenset[str]]] = {}
+        self._groups = {}
         world.hear = self.hear
         world.network.tamper = self._tamper
         world.network.is_cut = self._is_cut
@@ -180,7 +180,7 @@ class Run:
 
     # -- what is seen ----------------------------------------------------------------------------
 
-    def hear(self, peer: Peer, said: Event) -> None:
+    def hear(self, peer, said):
         """Look at an event; what is not as it was promised ends the run."""
         self.events.setdefault(peer.name, []).append(said)
         self.failed += said["event"] == "failed"
@@ -193,13 +193,14 @@ class Run:
         if broken:
             self.world.strands.errors.append(Wrong("; ".join(broken)))
         if said["step"] > self.world.furthest:
-            self.world.furthest, self._moved_at = said["step"], self.world.loop.now
+            self.world.furthest = said["step"]
+            self._moved_at = self.world.loop.now
             if said["step"] % COLLECT_EVERY == 0:
                 gc.collect()
         if said["event"] == "step" and said["step"] % SAVE_EVERY == 0:
             peer.save()
 
-    def _judge_step(self, peer: Peer, said: Event) -> Iterator[str]:
+    def _judge_step(self, peer, said):
         self._lost[peer.name] = max(self._lost.get(peer.name, 0), said["lost"])
         if said["duplicates"] > sum(self._lost.values()) + self._held_by_dead:
             yield f"{said['duplicates']} samples were trained twice in a pass; leases lost: {self._lost}"
@@ -209,7 +210,7 @@ class Run:
             if digest != said["digest"] and not self._may_step_alone:
                 yield f"after {said['parent'][:8]} {len(group)} and {len(other)} peers went two ways"
 
-    def thrown_away(self) -> int:
+    def thrown_away(self):
         """Samples that peers have trained, and that are neither in the last history nor held."""
         peers = self.world.peers.values()
         held = sum(peer.optimizer.position.method.samples_held for peer in peers)
@@ -217,38 +218,38 @@ class Run:
         return sum(peer.trained for peer in peers) - held - committed
 
     @property
-    def _may_step_alone(self) -> bool:
+    def _may_step_alone(self):
         """Whether a peer may step alone within the run though others are there, so that histories differ."""
         return self.settings.rules.solo_after_s < SETTLE_S
 
-    def steps(self, name: str) -> list[Event]:
+    def steps(self, name):
         """The steps that a peer took itself, by its name."""
         return self.said("step", name)
 
-    def said(self, event: str, *names: str) -> list[Event]:
+    def said(self, event, *names):
         """All events of this name, of all peers or of some."""
         return [one for name in names or self.events for one in self.events[name] if one["event"] == event]
 
     # -- what goes wrong -------------------------------------------------------------------------
 
-    def _peer_of(self, peer: PeerID) -> Peer:
+    def _peer_of(self, peer):
         if peer not in self._ids:
             self._ids |= {one.dht.peer_id: name for name, one in self.world.peers.items()}
-        found: Peer = self.world.peers[self._ids[peer]]
-        return found
+        return self.world.peers[self._ids[peer]]
 
-    def _is_cut(self, one: PeerID, other: PeerID) -> bool:
+    def _is_cut(self, one, other):
         if not self._breaks:
             return False
-        a, b = self._peer_of(one), self._peer_of(other)
+        a = self._peer_of(one)
+        b = self._peer_of(other)
         return any(is_between(a, b) for is_between in self._breaks)
 
-    def _delay_s(self, sender: PeerID, receiver: PeerID) -> float:
+    def _delay_s(self, sender, receiver):
         if not self.struck["slow"]:
             return DELAY_S
         return DELAY_S * max(self._peer_of(one).slowness for one in (sender, receiver))
 
-    def _tamper(self, message: Message) -> list[bytes] | None:
+    def _tamper(self, message):
         if self.plan.lies and (tamper := self._peer_of(message.sender).tamper):
             return tamper(message)
         for waiting in self._waiting:
@@ -267,9 +268,10 @@ class Run:
             break
         return [message.content]
 
-    def _spoiled(self, content: bytes, has_its_shape: bool) -> bytes:
+    def _spoiled(self, content, has_its_shape):
         """A part with one bit flipped; or cut, with the checksum of that."""
-        part, dice = averaging_pb2.AveragingData.FromString(content), self.world.dice
+        part = averaging_pb2.AveragingData.FromString(content)
+        dice = self.world.dice
         values = bytearray(part.tensor_part.buffer)
         if not values:
             return content
@@ -280,7 +282,7 @@ class Run:
         part.tensor_part.buffer = bytes(values)
         return bytes(part.SerializeToString())
 
-    def _look(self) -> None:
+    def _look(self):
         """Strike what is due."""
         for peer in [one for one in self.world.peers.values() if one.is_running and not one.batches_left]:
             self._strike(Fault("kill", 0, peer.number, seconds=3.0, homecoming="from-checkpoint"), peer)
@@ -297,7 +299,7 @@ class Run:
             elif peer.is_ready and peer.is_running:
                 self._strike(fault, peer)
 
-    def _strike(self, fault: Fault, peer: Peer) -> None:
+    def _strike(self, fault, peer):
         if not peer.is_running:
             return
         later = partial(self.world.loop.call_later, fault.seconds)
@@ -327,11 +329,11 @@ class Run:
                 boast = claim({"samples": 10**6, "weight": 1e6}, rounds=1)
                 (vote_twice if fault.kind == "two-votes" else boast)(peer)
 
-    def _break(self, is_between: Callable[[Peer, Peer], bool], later: Callable[..., Any]) -> None:
+    def _break(self, is_between, later):
         self._breaks.append(is_between)
         later(self._breaks.remove, is_between)
 
-    def _bring_home(self, fault: Fault, peer: Peer) -> None:
+    def _bring_home(self, fault, peer):
         name = peer.name
         if fault.homecoming == "as-new":
             name = f"{name}'"
@@ -340,7 +342,7 @@ class Run:
             peer.forget()
         self._start(name, peer.number)
 
-    def _start(self, name: str, number: int) -> Peer:
+    def _start(self, name, number):
         can_be_called = number < self.plan.num_peers - self.plan.num_clients
         batch_s = self.settings.seconds_per_batch * self.plan.slowness.get(number, 1.0)
         settings = replace(self.settings, seconds_per_batch=batch_s)
@@ -352,7 +354,7 @@ class Run:
 
     # -- from the beginning to the end -----------------------------------------------------------
 
-    async def play(self) -> None:
+    async def play(self):
         """Play the plan, and let all peers meet; else raise `Wrong`."""
         first = self._start("0", 0)
         await self._until(lambda: first.is_ready, "the first peer is ready")
@@ -360,7 +362,8 @@ class Run:
             self._start(str(number), number)
         await self._until(lambda: self.world.furthest >= self.plan.rounds, "all rounds are committed")
         self._waiting.clear()
-        peers, names = self.world.peers, self._names
+        peers = self.world.peers
+        names = self._names
         await self._until(
             lambda: not self._breaks and all(peers[name].is_running for name in names.values()),
             "all are home",
@@ -376,10 +379,10 @@ class Run:
             ):  # a peer back without it is a witness against it
                 raise Wrong(f"step {digest[:8]} of {', '.join(names)} is in nobody's history")
 
-    def _of_honest(self) -> dict[str, list[Event]]:
+    def _of_honest(self):
         return {name: said for name, said in self.events.items() if name not in self._liars}
 
-    def _are_equal(self, beyond: int) -> bool:
+    def _are_equal(self, beyond):
         held = [
             {one["digest"] for one in said if "digest" in one and one["step"] > beyond}
             for name, said in self._of_honest().items()
@@ -387,7 +390,7 @@ class Run:
         ]
         return bool(held and set.intersection(*held))
 
-    async def _until(self, is_so: Callable[[], bool], what: str) -> None:
+    async def _until(self, is_so, what):
         self._moved_at = began = self.world.loop.now
         while not is_so():
             await asyncio.sleep(0.1)
@@ -403,19 +406,19 @@ class Run:
                 raise Wrong(f"{what}: not for {now - began:.0f} s; said last: {reached}")
 
 
-def _died_with(events: Sequence[Event], digest: str) -> bool:
+def _died_with(events, digest):
     """Whether a peer died with this step as the last that it had taken."""
     at = next(index for index, said in enumerate(events) if said.get("digest") == digest)
     following = next((said for said in events[at + 1 :] if "digest" in said), None)
     return following is None or following["event"] == "ready"
 
 
-def _break_codec(peer: Peer) -> None:
+def _break_codec(peer):
     service = peer.dht.services["ExactGradientAverager"]
     sound = service.options
     broken = copy.copy(sound.compression)
 
-    def raise_once(*_: Any, **__: Any) -> Any:
+    def raise_once(*_, **__):
         service.options = sound
         raise RuntimeError("the codec failed")
 
@@ -423,10 +426,10 @@ def _break_codec(peer: Peer) -> None:
     service.options = replace(sound, compression=broken)
 
 
-def simulate(plan: Plan, seed: int) -> Run:
+def simulate(plan, seed):
     """Play a plan in a new world; raise `Wrong` if something was not as it was promised."""
 
-    async def begin(folder: Path) -> Run:
+    async def begin(folder):
         world = World(asyncio.get_running_loop(), seed, folder)
         with world.in_place():
             run = Run(world, plan)
@@ -438,5 +441,5 @@ def simulate(plan: Plan, seed: int) -> Run:
                 await asyncio.sleep(0)
         return run
 
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(begin(Path(folder)))
+    with tempfile.TemporaryDirectory() as folder:
+        return run_virtually(begin(Path(folder)))

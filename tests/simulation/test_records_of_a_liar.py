@@ -4,14 +4,11 @@ Each test takes a genuine record of the lying member and changes one field after
 (`tests.kit.lies`). The member signs it, and real components of the others read it over a DHT in memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 import zlib
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hivemind.dht.routing import DHTID
@@ -21,7 +18,7 @@ from hivemind.utils import MSGPackSerializer
 
 from tests.kit.lies import VALUES, lies, message_edits
 from tests.simulation.board import INVITED, OWNER, Board, Dht, InMemory, id_of, key_of
-from tests.simulation.network import Message, Network, Tamper, VirtualLoop
+from tests.simulation.network import Network, altered, edited, run_virtually
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.membership import mark_of
 from trahiv_cli.members.policy_book import Credentials, PolicyBook
@@ -47,7 +44,10 @@ from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison
 
 KEY = "run_progress"
-HONEST, LIAR, NEWCOMER = "ABC", "D", "N"
+HONEST = "ABC"
+LIAR = "D"
+MEMBERS = (*HONEST, LIAR)
+NEWCOMER = "N"
 RECIPE = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
 TARGET = 24
 ROUND_S = 20.0
@@ -57,13 +57,22 @@ class Peer:
     """A peer's knowledge of the others, the data and the history, connected as the optimizer does."""
 
     def __init__(self, board, name, clock):
-        self.id, self.dht, self.ledger = id_of(name), Dht(board, key_of(name)), Ledger()
+        self.id = id_of(name)
+        self.dht = Dht(board, key_of(name))
+        self.ledger = Ledger()
         self.committed = CommittedCell(Committed())
-        keywords = {"private_key": key_of(name), "start": False, "is_out": lambda peer: False}
-        keywords["committed"] = self.committed
-        self.tracker = SwarmTracker(self.dht, "run", TARGET, **keywords)
+        self.tracker = SwarmTracker(
+            self.dht,
+            "run",
+            TARGET,
+            private_key=key_of(name),
+            start=False,
+            committed=self.committed,
+            is_out=lambda peer: False,
+        )
         self.tracker.shutdown_complete.set()
-        self.tracker.doubts, self.tracker._fork = Doubts(clock), Fork(clock)
+        self.tracker.doubts = Doubts(clock)
+        self.tracker._fork = Fork(clock)
         self.leases = Leases(self.tracker, lambda: self.ledger, 1000)
         self.tracker.announce()
         self.work = []
@@ -98,13 +107,15 @@ def common_of(history):
 
 class Swarm:
     def __init__(self, clock):
-        self.board, self.clock, self.trained = Board(), clock, []
-        self.peers = {name: Peer(self.board, name, clock) for name in (*HONEST, LIAR)}
+        self.board = Board()
+        self.clock = clock
+        self.trained = []
+        self.peers = {name: Peer(self.board, name, clock) for name in MEMBERS}
         self.honest = [self.peers[name] for name in HONEST]
         self.liar = self.peers[LIAR]
         self.told = []
         for _ in range(3):
-            self.go_on((*HONEST, LIAR))
+            self.go_on(MEMBERS)
 
     def go_on(self, members):
         self.clock.now += ROUND_S
@@ -134,9 +145,11 @@ class Swarm:
         """Require all honest peers to be as without the liar, or within the bounds of docs/security.md."""
         history = self.honest[0].tracker.history
         for peer in self.honest:
-            tracker, others = peer.tracker, {other.peer_id for other in peer.tracker.others}
+            tracker = peer.tracker
+            others = {other.peer_id for other in peer.tracker.others}
             assert others >= {other.id for other in self.honest} - {peer.id}, "all honest ones are there"
-            assert tracker.target == history and not tracker.is_behind
+            assert tracker.target == history
+            assert not tracker.is_behind
             held = sum(other.tracker.local_progress.samples_accumulated for other in self.honest)
             credit = round(CREDIT_MARGIN * tracker.doubts._credit[self.liar.id] * TARGET)
             assert held <= tracker.samples_accumulated <= held + credit
@@ -146,7 +159,8 @@ class Swarm:
 
     def newcomer(self):
         """Have a joiner read everything from scratch and reach the same state."""
-        history, one = self.honest[0].tracker.history, Peer(self.board, NEWCOMER, self.clock)
+        history = self.honest[0].tracker.history
+        one = Peer(self.board, NEWCOMER, self.clock)
         one.tracker.refresh()
         assert self.honest[0].tracker.past.went_by(one.tracker.target), "from there it follows"
         assert one.tracker.standing.believes(history)
@@ -182,9 +196,10 @@ def test_false_reports_are_harmless(swarm, caplog):
     def named():
         """Return the peers that the log names."""
         text = " ".join(record.getMessage() for record in caplog.records)
-        return {name for name in (*HONEST, LIAR, NEWCOMER) if id_of(name) in text}
+        return {name for name in (*MEMBERS, NEWCOMER) if id_of(name) in text}
 
-    number, told = 0, [*GARBAGE.items()]
+    number = 0
+    told = [*GARBAGE.items()]
     while number < len(told):
         older, own = swarm.told
         told = [*GARBAGE.items(), *lies(own, swarm.honest[0].dht.told[KEY], older)]
@@ -219,12 +234,13 @@ RUN = "run-1"
 @pytest.fixture
 def nodes():
     board = Board()
-    return {name: InMemory(board, name) for name in (*HONEST, LIAR, NEWCOMER)}
+    return {name: InMemory(board, name) for name in (*MEMBERS, NEWCOMER)}
 
 
 def published(nodes, key, caplog):
     """Have the liar publish every variation of its record under a key, each with an empty log."""
-    own, other = nodes[LIAR].dht.told[key], nodes["A"].dht.told[key]
+    own = nodes[LIAR].dht.told[key]
+    other = nodes["A"].dht.told[key]
     for what, lie in lies(own, other):
         caplog.clear()
         disbelieve.cache_clear()
@@ -234,10 +250,10 @@ def published(nodes, key, caplog):
 
 
 def test_false_likenesses_blame_liar(nodes, caplog):
-    peers = {name: Comparison(nodes[name], RUN, LIKENESS) for name in (*HONEST, LIAR)}
+    peers = {name: Comparison(nodes[name], RUN, LIKENESS) for name in MEMBERS}
     for what, lie in published(nodes, likeness_key(RUN), caplog):
         for name in HONEST:
-            others = [SimpleNamespace(peer_id=id_of(other)) for other in (*HONEST, LIAR) if other != name]
+            others = [SimpleNamespace(peer_id=id_of(other)) for other in MEMBERS if other != name]
             peers[name].require_alike(others)
         is_one = isinstance(lie, dict) and all(isinstance(value, str) for value in lie.values())
         assert is_one or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
@@ -246,9 +262,10 @@ def test_false_likenesses_blame_liar(nodes, caplog):
 def test_false_recipes_leave_offer_intact(nodes, caplog):
     def require_the_honest_one_s(what):
         offer = fetch_offer(nodes[NEWCOMER], [id_of("A")], RUN)
-        assert offer.fingerprint == RECIPE.fingerprint and offer.step == 5, what
+        assert offer.fingerprint == RECIPE.fingerprint
+        assert offer.step == 5, what
 
-    for name in (*HONEST, LIAR):
+    for name in MEMBERS:
         publish_recipe(nodes[name], RECIPE)
         publish_status(nodes[name], Status(run_id=RUN, step=5, max_steps=40))
     for key in (RUNS_KEY, recipe_key(RUN)):
@@ -266,7 +283,7 @@ def test_false_recipes_leave_offer_intact(nodes, caplog):
 
 def test_false_addresses_are_ignored(nodes, caplog, tmp_path, clock):
     key = ADDRESSES_KEY
-    for name in (*HONEST, LIAR):
+    for name in MEMBERS:
         Reunion(nodes[name], nodes[name].own_addresses, Acquaintances(None), clock=clock).turn()
     for number, (what, _) in enumerate(published(nodes, key, caplog)):
         met = Acquaintances(tmp_path / f"{number}.json")
@@ -278,13 +295,14 @@ def test_false_addresses_are_ignored(nodes, caplog, tmp_path, clock):
 
 
 def test_false_certificates_are_refused(nodes, caplog, clock):
-    for name in (*HONEST, LIAR):
+    for name in MEMBERS:
         MemberList(nodes[name], nodes[name].standing, clock).turn()
     expected = {id_of(name): INVITED.grant for name in HONEST}
     for what, lie in published(nodes, MEMBERS_KEY, caplog):
         found = read_members(nodes[NEWCOMER], OWNER.public)
         is_member = found.pop(id_of(LIAR), None) == INVITED.grant
-        assert found == expected and (is_member or id_of(LIAR) in caplog.text or len(str(lie)) > 3000), what
+        assert found == expected
+        assert is_member or id_of(LIAR) in caplog.text or len(str(lie)) > 3000, what
 
 
 def test_false_policies_are_refused(nodes, caplog, clock, tmp_path):
@@ -317,35 +335,38 @@ ABSENT = {DHTID.generate(): PeerID.from_base58(id_of(name)) for name in "BC"}
 class DhtNode:
     """A peer with a record; its node is created anew for each message."""
 
-    def __init__(self, board: Board, name: str) -> None:
-        self.dht, self.node_id = Dht(board, key_of(name)), DHTID.generate()
-        self.id, self.place = self.dht.peer_id, self.dht.place
+    def __init__(self, board, name):
+        self.dht = Dht(board, key_of(name))
+        self.node_id = DHTID.generate()
+        self.id = self.dht.peer_id
+        self.place = self.dht.place
         self.dht.store(RECORDS, [f"of {name}"], swarm_time() + 300, subkey=self.place, return_future=True)
         self.record, self.until = board.records[RECORDS][self.place]
 
-    async def enter(self, network: Network, other: DhtNode) -> None:
-        p2p, validator = network.p2p_of(self.id), self.dht.validator
-        self.protocol: Any = await CorrectedProtocol.create(
+    async def enter(self, network, other):
+        p2p = network.p2p_of(self.id)
+        validator = self.dht.validator
+        self.protocol = await CorrectedProtocol.create(
             p2p, self.node_id, record_validator=validator, **SETTINGS
         )
         self.protocol.storage.store_subkey(DHT_KEY, self.place, self.record, self.until)
         for node_id, peer in {other.node_id: other.id, **ABSENT}.items():
             self.protocol.routing_table.add_or_update_node(node_id, peer)
 
-    async def ask(self, what: str, other: DhtNode) -> Any:
-        if what == "ping":
-            return await self.protocol.call_ping(other.id)
-        if what == "find":
-            return await self.protocol.call_find(other.id, [DHT_KEY])
-        if what == "compare":
-            return await self.protocol.call_compare(other.id, [bytes(8)])
-        return await self.protocol.call_store(other.id, [DHT_KEY], [self.record], [self.until], [self.place])
+    async def ask(self, what, other):
+        content = {
+            "ping": [],
+            "find": [[DHT_KEY]],
+            "compare": [[bytes(8)]],
+            "store": [[DHT_KEY], [self.record], [self.until], [self.place]],
+        }
+        return await getattr(self.protocol, f"call_{what}")(other.id, *content[what])
 
 
-def ask_over(caller: DhtNode, other: DhtNode, what: str, tamper: Tamper) -> Any:
+def ask_over(caller, other, what, tamper):
     """Have one node ask another, and return its result."""
 
-    async def scene() -> Any:
+    async def scene():
         network = Network()
         network.tamper = tamper
         await caller.enter(network, other)
@@ -355,27 +376,29 @@ def ask_over(caller: DhtNode, other: DhtNode, what: str, tamper: Tamper) -> Any:
         await asyncio.gather(*left, return_exceptions=True)
         return found
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(scene())
+    return run_virtually(scene())
+
+
+KINDS = {  # of a request and of its answer
+    "ping": (dht_pb2.PingRequest, dht_pb2.PingResponse),
+    "find": (dht_pb2.FindRequest, dht_pb2.FindResponse),
+    "store": (dht_pb2.StoreRequest, dht_pb2.StoreResponse),
+    "compare": (dht_pb2.FindRequest, dht_pb2.StoreRequest),
+}
 
 
 @pytest.mark.parametrize("is_answer", [False, True], ids=["asked", "answered"])
-@pytest.mark.parametrize("what", ["ping", "find", "store", "compare"])
+@pytest.mark.parametrize("what", KINDS)
 def test_altered_node_messages_keep_records(what, is_answer):
     board = Board()
-    honest, liar = DhtNode(board, "A"), DhtNode(board, "D")
-    if what == "compare":
-        kind: Any = dht_pb2.StoreRequest if is_answer else dht_pb2.FindRequest
-    else:
-        kind = getattr(dht_pb2, f"{what.title()}{'Response' if is_answer else 'Request'}")
+    honest = DhtNode(board, "A")
+    liar = DhtNode(board, "D")
+    kind = KINDS[what][is_answer]
     roles = (honest, liar) if is_answer else (liar, honest)
-    said: dict[PeerID, Any] = {}
+    said = {}
 
-    def is_meant(message: Message) -> bool:
-        return (message.call, message.is_answer) == (f"rpc_{what}", is_answer)
-
-    def note(message: Message) -> list[bytes]:
-        if is_meant(message):
+    def note(message):
+        if (message.call, message.is_answer) == (f"rpc_{what}", is_answer):
             said[message.sender] = kind.FromString(message.content)
         return [message.content]
 
@@ -383,20 +406,16 @@ def test_altered_node_messages_keep_records(what, is_answer):
         assert ask_over(one, other, what, note)
     edits = list(message_edits(said[liar.id], said[honest.id]))
     for field, change in edits:
-
-        def lie(message: Message, change: Any = change) -> list[bytes]:
-            if message.sender != liar.id or not is_meant(message):
-                return [message.content]
-            return [change(kind.FromString(message.content)).SerializeToString()]
-
-        found = ask_over(*roles, what, lie)
+        found = ask_over(*roles, what, altered(liar.id, f"rpc_{what}", is_answer, edited(kind, change)))
         held = honest.protocol.storage
-        assert held.get(DHT_KEY).value.get(honest.place).value == honest.record, field
-        assert {place for place, _ in held.get(DHT_KEY).value.items()} <= {honest.place, liar.place}, field
+        records = held.get(DHT_KEY).value
+        assert records.get(honest.place).value == honest.record, field
+        assert {place for place, _ in records.items()} <= {honest.place, liar.place}, field
         assert len(held) == 1, field
         if is_answer and what == "find" and found:
             [(value, nearest)] = found.values()
-            assert len(nearest) <= 20 and all(len(id_.to_bytes()) <= 64 for id_ in nearest.values()), field
+            assert len(nearest) <= 20
+            assert all(len(id_.to_bytes()) <= 64 for id_ in nearest.values()), field
             places = [place for place, _ in value.value.items()] if value is not None else []
             assert set(places) <= {honest.place, liar.place}, field
     assert len(edits) > 10

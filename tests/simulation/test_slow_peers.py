@@ -35,7 +35,8 @@ def test_slow_peer_counts_with_smaller_batches(mode, batch_s, seed):
     steps = run.steps(SLOW)
     assert 2 * len(steps) >= run.world.furthest
     assert sum(not step["my_samples"] for step in steps) <= 1, "that by which others learn its speed"
-    assert said(run, SLOW)["slow"] == 1 and not said(run)["too-slow"]
+    assert said(run, SLOW)["slow"] == 1
+    assert not said(run)["too-slow"]
 
 
 def test_slow_peer_warns_once():

@@ -1,7 +1,5 @@
 """Whatever state one member offers, a joiner adopts the state that the others hold, or keeps its own."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -37,7 +35,8 @@ torch.set_num_threads(1)
 
 BEGUN = History().extend(samples=10, proof=b"first")
 HISTORY = BEGUN.extend(samples=10, proof=b"second")
-LIAR, HONEST = id_of("D"), [id_of(name) for name in "ABC"]
+LIAR = id_of("D")
+HONEST = [id_of(name) for name in "ABC"]
 
 
 def state_at(history, *, has_local_steps):
@@ -47,7 +46,8 @@ def state_at(history, *, has_local_steps):
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["common gradients", "local steps"])
 def test_false_state_metadata_is_refused(caplog, has_local_steps):
     """Only the liar gives the joiner a state; honest peers have reported the digest of theirs."""
-    donor, past = state_at(HISTORY, has_local_steps=has_local_steps), Past()
+    donor = state_at(HISTORY, has_local_steps=has_local_steps)
+    past = Past()
     past.go_on(BEGUN)
     past.go_on(HISTORY)
     (metadata, tensors), expected = state_of(donor), donor.own_metadata()
@@ -93,7 +93,8 @@ def test_false_state_metadata_is_refused(caplog, has_local_steps):
 
 
 def snapshot():
-    tensor, packed = torch.arange(1000, dtype=torch.float32), MSGPackSerializer.dumps({})
+    tensor = torch.arange(1000, dtype=torch.float32)
+    packed = MSGPackSerializer.dumps({})
     infos = [CompressionInfo.from_tensor(tensor)]
     return build_snapshot(HISTORY.rank, packed, [tensor], infos, compression.NoCompression())
 
@@ -102,7 +103,10 @@ class Donors:
     """Answers of donors: a snapshot from honest ones, the given lies from the liar."""
 
     def __init__(self, given, offer=None, described=None, chunk=None):
-        self.given, self.offer, self.described, self.chunk = given, offer, described, chunk
+        self.given = given
+        self.offer = offer
+        self.described = described
+        self.chunk = chunk
 
     async def ask(self, donor, digest, rank, own):
         if donor == LIAR and self.offer is not None:
@@ -151,7 +155,8 @@ def check(donors, what, caplog, *, is_refused=True):
 def test_false_offers_leave_download_intact(given, caplog):
     offer = StateOffer(HISTORY.rank, given.digest).to_wire()
     for what, lie in lies(offer, StateOffer(BEGUN.rank, bytes(16)).to_wire()):
-        packed, is_refused = MSGPackSerializer.dumps(lie), True
+        packed = MSGPackSerializer.dumps(lie)
+        is_refused = True
         with contextlib.suppress(ValueError):
             StateOffer.from_wire(unpacked(packed))
             is_refused = False

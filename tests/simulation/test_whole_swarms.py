@@ -1,24 +1,22 @@
 """Whole swarms with many faults: invariants hold after each event, and no peer waits for ever.
 
-The promises are in `swarm.Run`; `python -m tests.simulation` plays more such runs.
+The promises are in `swarm.Run`, which also requires all rounds. `python -m tests.simulation` plays more runs.
 """
 
-from __future__ import annotations
-
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
 from tests.kit.faulty_peer import Settings
 from tests.simulation.__main__ import explain
 from tests.simulation.faults import Fault, draw, shortest
-from tests.simulation.swarm import Plan, Run, Wrong, simulate
+from tests.simulation.swarm import Plan, Wrong, simulate
 from trahiv_cli.progress.pace import Mode, Pace
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
 
-def play(num_peers: int, rounds: int, seed: int, every: int = 8, **more: Any) -> Run:
+def play(num_peers, rounds, seed, every=8, **more):
     """Simulate a run with a fault in every `every` rounds; shrink a failing run for up to a minute."""
     plan = Plan(num_peers, rounds, draw(seed, num_peers, rounds, every), **more)
     try:
@@ -32,8 +30,7 @@ def play(num_peers: int, rounds: int, seed: int, every: int = 8, **more: Any) ->
     [(3, 300, 0), (4, 300, 1), (5, 200, 2), (6, 100, 3), (7, 50, 4), (8, 50, 5)],
 )
 def test_swarm_survives_random_faults(num_peers, rounds, seed):
-    run = play(num_peers, rounds, seed)
-    assert run.world.furthest >= rounds and run.struck
+    assert play(num_peers, rounds, seed).struck
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
@@ -43,7 +40,8 @@ def test_buffers_stay_equal_despite_faults(mode):
     pace = Pace(mode, local_steps=2, fragments=2)
     settings = Settings(has_buffers=True, pace=pace, codec="blockwise4")
     run = simulate(Plan(3, 10, [damage, death], settings=settings), 0)
-    assert run.world.furthest >= 10 and run.failed and run.struck == {"corrupt": 1, "kill": 1}
+    assert run.failed
+    assert run.struck == {"corrupt": 1, "kill": 1}
 
 
 @pytest.mark.proof
@@ -51,13 +49,13 @@ def test_buffers_stay_equal_despite_faults(mode):
 def test_hundred_peers_survive_faults_behind_routers():
     settings = Settings(batches=1, seconds_per_batch=1.0)
     patience_s = 60.0  # their reports are 15 s old
-    run = play(100, 120, 6, every=10, num_clients=97, settings=settings, patience_s=patience_s)
-    assert run.world.furthest >= 120 and run.struck
+    assert play(100, 120, 6, every=10, num_clients=97, settings=settings, patience_s=patience_s).struck
 
 
 def test_same_seed_repeats_run():
     first, again = (play(3, 25, 11) for _ in range(2))
-    assert first.events == again.events and first.struck == again.struck
+    assert first.events == again.events
+    assert first.struck == again.struck
 
 
 def test_failing_run_shrinks_to_guilty_faults():

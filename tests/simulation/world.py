@@ -5,8 +5,6 @@ the edges: p2pd (`network`), the DHT's nodes (`Board`), threads, processes and t
 disk's patience, and the arithmetic of RSA, by which each run would be another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextvars
@@ -15,30 +13,25 @@ import itertools
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import base58
 import torch
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicNumbers
 from hivemind.compression import serialization
-from hivemind.dht.validation import DHTRecord
 from hivemind.optim import progress_tracker
 from hivemind.optim.progress_tracker import LocalTrainingProgress
-from hivemind.p2p import P2P, PeerID
+from hivemind.p2p import P2P
 from hivemind.proto import runtime_pb2
 from hivemind.utils import MPFuture
 from hivemind.utils.crypto import RSAPublicKey
 
 from tests.kit import faulty_peer
-from tests.kit.faulty_peer import Event
 from tests.simulation import board as boards
-from tests.simulation.network import Network, VirtualLoop, with_the_swarm_s_time
+from tests.simulation.network import Network, with_the_swarm_s_time
 from tests.simulation.strands import Lock, Loop, PipeEnd, Strand, Strands
 from trahiv_cli import clock
 from trahiv_cli.assets import export
@@ -50,59 +43,61 @@ from trahiv_cli.state import host_copies
 from trahiv_cli.swarm import service
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 
-OWNER: contextvars.ContextVar[Any] = contextvars.ContextVar("owner", default=None)
+OWNER = contextvars.ContextVar("owner", default=None)
 """The peer whose code runs: its `tasks` and `strands` are noted."""
 
-DHT_DELAY_S, DELAY_S = 0.05, 0.005
+DHT_DELAY_S = 0.05
+DELAY_S = 0.005
 """How long the DHT takes for an answer, and a message for its way."""
 
 once = lru_cache(4096)
 """Computes once what all peers compute from the same values: enough for some rounds of a hundred peers."""
 
-WIDTH, HIDDEN = 6, 4
+WIDTH = 6
+HIDDEN = 4
 """Of the model: 58 values, in two parts for each pair."""
 
 
 class Key:
     """Signs by a digest: as fast, and as much the same, as the run of a seed must be. Not a secret."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         number = int.from_bytes(random.Random(name).randbytes(256), "big") | 1 << 2047 | 1
         key = RSAPublicKey.__new__(RSAPublicKey)
         key._public_key = RSAPublicNumbers(65537, number).public_key()
         self._public = key
 
-    def get_public_key(self) -> RSAPublicKey:
+    def get_public_key(self):
         return self._public
 
-    def sign(self, data: bytes) -> bytes:
+    def sign(self, data):
         return base64.b64encode(hashlib.blake2b(data, key=_secret_of(self._public)).digest())
 
 
 @once
-def _secret_of(key: RSAPublicKey) -> bytes:
+def _secret_of(key):
     return hashlib.sha256(key.to_bytes()).digest()
 
 
-def _verify(key: RSAPublicKey, data: bytes, signature: bytes) -> bool:
+def _verify(key, data, signature):
     return base64.b64encode(hashlib.blake2b(data, key=_secret_of(key)).digest()) == signature
 
 
 class Board(boards.Board):
     """A DHT whose nodes are the peers: what is stored reaches those that the writer reaches."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network):
         super().__init__()
         self._network = network
-        self._seen: dict[PeerID, dict[str, dict[bytes, tuple[bytes, float]]]] = {}
+        self._seen = {}
 
-    def put(self, writer: PeerID, key: str, place: bytes, signed: bytes, until: float) -> None:
+    def put(self, writer, key, place, signed, until):
         for node in self._network.daemons.keys() | {writer}:
             if node == writer or not self._network.is_cut(writer, node):
                 self._seen.setdefault(node, {}).setdefault(key, {})[place] = signed, until
         super().put(writer, key, place, signed, until)
 
-    def find(self, reader: PeerID, key: str) -> dict[bytes, tuple[bytes, float]]:
+    def find(self, reader, key):
         # A new node knows what its first neighbour knows.
         known = self._seen.setdefault(reader, {key: dict(records) for key, records in self.records.items()})
         now = clock.swarm_time()
@@ -114,7 +109,7 @@ class Dht(boards.Dht):
 
     pid = None
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world, name):
         super().__init__(world.board, Key(name))
         self._world = world
         self.tensors_lock = Lock(world.strands)
@@ -122,34 +117,34 @@ class Dht(boards.Dht):
         world.verdict = self.validator._verdict = world.verdict or self.validator._verdict
         self._read = world.read = world.read or once(super()._read)
         self.is_dead = False
-        self.services: dict[str, Any] = {}
-        self.loops: list[Any] = []
+        self.services = {}
+        self.loops = []
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return not self.is_dead
 
-    def host(self, work: partial[None]) -> PipeEnd:
+    def host(self, work):
         hosted, *_ = work.args
         self.services[hosted.WIRE_NAME] = hosted
         ours, theirs = PipeEnd.pair(self._world.strands)
         self._world.strands.spawn(partial(work, self, theirs))
         return ours
 
-    async def replicate_p2p(self) -> P2P:
+    async def replicate_p2p(self):
         self.loops.append(asyncio.get_running_loop())
         return self._world.network.p2p_of(self.peer_id)
 
-    def store(self, *args: Any, **kwargs: Any) -> Any:
+    def store(self, *args, **kwargs):
         return self._later(partial(super().store, *args, **kwargs))
 
-    def get(self, key: str, latest: bool = False, return_future: bool = False) -> Any:
+    def get(self, key, latest=False, return_future=False):
         look_up = partial(super().get, key, latest, True)
         return self._later(look_up) if return_future else look_up().result()
 
-    def _later(self, act: Callable[[], Any]) -> MPFuture[Any]:
-        future: MPFuture[Any] = MPFuture()
+    def _later(self, act):
+        future = MPFuture()
 
-        def go() -> None:
+        def go():
             if not self.is_dead and not future.done():
                 future.set_result(act().result())
 
@@ -160,36 +155,40 @@ class Dht(boards.Dht):
 class World:
     """Everything that peers share. Make it in the loop, and use it within `in_place`."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, folder: Path) -> None:
-        self.loop, self.seed, self.folder = loop, seed, folder
+    def __init__(self, loop, seed, folder):
+        self.loop = loop
+        self.seed = seed
+        self.folder = folder
         self.strands = Strands(loop)
         self.dice = random.Random(seed)
         self.network = Network()
         self.board = Board(self.network)
-        self.verdict: Callable[[DHTRecord], bool] | None = None
-        self.read: Callable[..., Any] | None = None
-        self.peers: dict[str, Any] = {}
+        self.verdict = None
+        self.read = None
+        self.peers = {}
         self.furthest = 0
         """The step of the longest history."""
-        self.hear: Callable[[Any, Event], None] = lambda peer, said: None
+        self.hear = lambda peer, said: None
         loop.execute = self._work
         loop.set_task_factory(_owned_task)
         _Task.numbers = itertools.count()
         loop.set_exception_handler(lambda loop, context: None)  # who dies leaves errors that nobody asks for
         self.strands.on_new = _note_owner
 
-    def _work(self, work: Callable[[], None]) -> None:
+    def _work(self, work):
         # A thread of an executor's takes a moment, as to encode a part, in which others go on.
         self.loop.call_later(self.dice.uniform(0.0, 0.02), lambda: Strand(self.strands, work).begin())
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self):
         """Have this world stand in for threads, processes, clocks and chance within the block."""
         MPFuture()  # its thread, which nobody needs here, is a real one
-        strands, dice = self.strands, self.dice
-        lock, reentrant = partial(Lock, strands), partial(Lock, strands, is_reentrant=True)
+        strands = self.strands
+        dice = self.dice
+        lock = partial(Lock, strands)
+        reentrant = partial(Lock, strands, is_reentrant=True)
         threads = SimpleNamespace(**vars(threading) | {"Lock": lock, "RLock": reentrant})
-        patches: list[tuple[Any, str, Any]] = [
+        patches = [
             (progress_tracker, "threading", threads),
             (host_copies, "threading", threads),
             (leases, "threading", threads),
@@ -230,25 +229,25 @@ class World:
             yield
 
 
-def _note_owner(strand: Strand) -> None:
+def _note_owner(strand):
     if (owner := OWNER.get()) is not None:
         owner.strands = [one for one in owner.strands if not one.is_over] + [strand]
 
 
-class _Task(asyncio.Task[Any]):
+class _Task(asyncio.Task):
     """A task that sets order by its number: by its place in memory, each run would order them anew."""
 
     numbers = itertools.count()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         self._number = next(self.numbers)
         super().__init__(*args, **kwargs)
 
-    def __hash__(self) -> int:
+    def __hash__(self):
         return self._number
 
 
-def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
+def _owned_task(loop, work, **options):
     task = _Task(work, loop=loop, **options)
     context = options.get("context")
     if (owner := context.get(OWNER) if context else OWNER.get()) is not None:
@@ -257,11 +256,11 @@ def _owned_task(loop: Any, work: Any, **options: Any) -> asyncio.Task[Any]:
     return task
 
 
-def _once_for_each(read: Callable[..., Any]) -> Callable[..., Any]:
+def _once_for_each(read):
     """Have a function called once for each object, whatever its value; the options are always the same."""
-    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+    known = {}
 
-    def read_once(*said: Any, **options: Any) -> Any:
+    def read_once(*said, **options):
         key = *map(id, said), *options
         if key not in known:
             if len(known) >= 4096:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.kit.fakes import Clock
 from trahiv_cli.errors import AssetError
 from trahiv_cli.telemetry.events import Events
 
@@ -9,15 +10,6 @@ from trahiv_cli.telemetry.events import Events
 def refused(message, hint="", error=AssetError):
     """Expect an error; `message` and `hint` are patterns of its parts."""
     return pytest.raises(error, match=rf"({message})(.|\n)*hint: (.|\n)*({hint})" if hint else message)
-
-
-class Clock:
-    """Seconds that a test sets."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture

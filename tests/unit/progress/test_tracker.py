@@ -4,22 +4,23 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
-from hivemind.optim.progress_tracker import LocalTrainingProgress
 from hivemind.p2p import PeerID
 from hivemind.utils import get_dht_time
 
-from tests.kit.stepping import after
+from tests.kit.commands import wait_until
+from tests.kit.stepping import after, spans
 from tests.simulation.board import Board, Dht, id_of, key_of
 from trahiv_cli.progress import tracker as progress
 from trahiv_cli.progress.committed import Committed, CommittedCell
-from trahiv_cli.progress.history import DIGEST_BYTES, History
-from trahiv_cli.progress.ledger import Spans
+from trahiv_cli.progress.history import History
 from trahiv_cli.progress.reports import PeerProgress, Report
 from trahiv_cli.progress.tracker import REPORT_EVERY_S_A_PEER, SwarmTracker
 
-KEY, TARGET = "run_progress", 100
+KEY = "run_progress"
+TARGET = 100
 START = History()
 A, B, C, D = map(id_of, "ABCD")
 
@@ -28,13 +29,20 @@ class Swarm:
     """One peer's tracker and the other peers' reports on a shared board."""
 
     def __init__(self):
-        self.board, self.out = Board(), set()
+        self.board = Board()
+        self.out = set()
         self.dht = Dht(self.board, key_of("A"))
         self.others = {name: Dht(self.board, key_of(name)) for name in "BCDEFG"}
-        out = self.out.__contains__
         self.committed = CommittedCell(Committed())
-        keywords = {"private_key": key_of("A"), "start": False, "committed": self.committed, "is_out": out}
-        self.tracker = SwarmTracker(self.dht, "run", TARGET, **keywords)
+        self.tracker = SwarmTracker(
+            self.dht,
+            "run",
+            TARGET,
+            private_key=key_of("A"),
+            start=False,
+            committed=self.committed,
+            is_out=self.out.__contains__,
+        )
         self.tracker.shutdown_complete.set()  # its thread would only repeat `refresh`
 
     @property
@@ -42,27 +50,33 @@ class Swarm:
         """The record of this peer's last report."""
         return self.dht.told.get(KEY)
 
-    def tell(self, name, value):
+    def tell(self, name, value, lives_s=60.0):
         """Have a peer publish `value` as its report."""
         dht = self.others.get(name, self.dht)
-        dht.store(KEY, value, get_dht_time() + 60, subkey=dht.place, return_future=True)
+        dht.store(KEY, value, get_dht_time() + lives_s, subkey=dht.place, return_future=True)
 
-    def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0, **more):
-        """Have a peer report itself, with `more` fields; return the record."""
-        told = {"epoch": history.step, "samples_committed": history.samples, "history": history.digest}
-        told |= {"samples_accumulated": samples, "samples_per_second": rate, "client_mode": client_mode}
-        peer_id = PeerID.from_base58(id_of(name)).to_bytes()
-        record = Report(peer_id=peer_id, time=get_dht_time() - age_s, **told, **more).dict()
-        self.tell(name, record)
-        return record
+    def report(self, name, history=START, samples=0, rate=1.0, client_mode=False, age_s=0.0):
+        """Have a peer report itself; return the record."""
+        report = Report(
+            peer_id=PeerID.from_base58(id_of(name)).to_bytes(),
+            time=get_dht_time() - age_s,
+            epoch=history.step,
+            samples_committed=history.samples,
+            history=history.digest,
+            samples_accumulated=samples,
+            samples_per_second=rate,
+            client_mode=client_mode,
+        )
+        self.tell(name, report.dict())
+        return report.dict()
 
     def expire(self, name):
         """Let a peer's last report expire in the DHT."""
         del self.board.records[KEY][self.others[name].place]
 
-    def move_to(self, history, samples=0, group=()):
+    def move_to(self, history, samples=0):
         with self.tracker.pause_updates():
-            self.committed.change(history=history, group=frozenset(group))
+            self.committed.change(history=history, group=frozenset())
             self.tracker.begin_step(samples)
 
     @contextlib.contextmanager
@@ -77,14 +91,6 @@ class Swarm:
             self.tracker.join(10)
 
 
-def until(is_so, within_s=10.0):
-    """Wait for a condition that a thread brings about; return whether it held in time."""
-    deadline = time.monotonic() + within_s
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return bool(is_so())
-
-
 @pytest.fixture
 def swarm():
     return Swarm()
@@ -95,9 +101,27 @@ def tracker(swarm):
     return swarm.tracker
 
 
+@pytest.fixture
+def refreshed(tracker):
+    """Read the reports, and return an attribute of the tracker."""
+
+    def read(name):
+        assert tracker.refresh()
+        return getattr(tracker, name)
+
+    return read
+
+
+def told(swarm):
+    """Return this peer's last report as others read it."""
+    return PeerProgress.of(A, Report.parse_obj(swarm.told), 0)
+
+
 def test_commit_proceeds_while_dht_is_slow(swarm, tracker, monkeypatch):
     swarm.report("B", after(1), samples=40)
-    found, answer, asked = swarm.dht.get(KEY), Future(), threading.Event()
+    found = swarm.dht.get(KEY)
+    answer = Future()
+    asked = threading.Event()
     monkeypatch.setattr(swarm.dht, "get", lambda *args, **kwargs: asked.set() or answer)
     tracker.global_progress.next_fetch_time = 0.0
     with swarm.started():
@@ -105,25 +129,28 @@ def test_commit_proceeds_while_dht_is_slow(swarm, tracker, monkeypatch):
         commit = threading.Thread(target=swarm.move_to, args=(after(1),), daemon=True)
         commit.start()
         commit.join(10)
-        assert not commit.is_alive() and tracker.history == after(1)
+        assert not commit.is_alive()
+        assert tracker.history == after(1)
         with tracker.pause_updates():
             answer.set_result(found)
             time.sleep(0.05)
             assert tracker.mates == (), "nothing that a commit reads changes meanwhile"
-        assert until(lambda: [mate.samples for mate in tracker.mates] == [40])
+        wait_until(lambda: [mate.samples for mate in tracker.mates] == [40])
 
 
 def test_failed_report_fetch_is_retried(swarm, tracker, monkeypatch):
     def fails(key, **options):
-        swarm.dht.get, swarm.failed_at = get, time.monotonic()
+        swarm.dht.get = get
+        swarm.failed_at = time.monotonic()
         raise OSError("the daemon's socket")
 
     monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.3)
     swarm.report("B")
-    get, swarm.dht.get = swarm.dht.get, fails
+    get = swarm.dht.get
+    swarm.dht.get = fails
     tracker.global_progress.next_fetch_time = 0.0
     with swarm.started():
-        assert until(lambda: [peer.peer_id for peer in tracker.others] == [B])
+        wait_until(lambda: [peer.peer_id for peer in tracker.others] == [B])
         assert time.monotonic() - swarm.failed_at >= 0.3, "the next one is not at once"
 
 
@@ -131,8 +158,8 @@ def test_samples_count_only_from_same_history(swarm, tracker):
     swarm.move_to(after(5))
     swarm.report("A", after(5), samples=90)  # this peer's own report, out of date
     others = [after(5), after(4), after(6), after(5, branch=b"!"), after(5, samples=9), after(5)]
-    for number, history in enumerate(others):
-        swarm.report("BCDEFG"[number], history, samples=10**number)
+    for number, (name, history) in enumerate(zip("BCDEFG", others, strict=True)):
+        swarm.report(name, history, samples=10**number)
     tracker.refresh()
     tracker.report_local_progress(5, 30)
     assert tracker.samples_accumulated == 30 + 100_001
@@ -145,16 +172,22 @@ def test_full_batch_starts_step_unless_behind(swarm, tracker):
     swarm.report("A", after(9))  # from before a restart
     swarm.report("E", after(20), client_mode=True)
     swarm.report("B", samples=1, rate=50.0, age_s=60.0)  # extrapolated, it has the full batch
-    assert tracker.refresh() and not tracker.ready_to_update_epoch
+    assert tracker.refresh()
+    assert not tracker.ready_to_update_epoch
     tracker.performance_ema.samples_per_second = 1e20  # hivemind's maximum, for a batch that took no time
     tracker.report_local_progress(0, TARGET - 1)
     assert Report.parse_obj(tracker.local_progress.dict()).samples_accumulated == TARGET - 1
-    assert tracker.target == START and not tracker.is_behind and tracker.ready_to_update_epoch
+    assert tracker.target == START
+    assert not tracker.is_behind
+    assert tracker.ready_to_update_epoch
     swarm.report("B", after(1))
-    assert tracker.refresh() and tracker.is_behind and not tracker.ready_to_update_epoch
+    assert tracker.refresh()
+    assert tracker.is_behind
+    assert not tracker.ready_to_update_epoch
     assert tracker.target == after(1)
     swarm.move_to(after(1))
-    assert not tracker.is_behind and tracker.samples_accumulated == 0
+    assert not tracker.is_behind
+    assert tracker.samples_accumulated == 0
 
 
 def test_report_includes_past_and_state_digests(swarm, tracker):
@@ -163,99 +196,84 @@ def test_report_includes_past_and_state_digests(swarm, tracker):
     tracker.attest(after(1), b"12345678", is_given=True)
     assert swarm.told is None, "a peer that takes no part yet reports nothing"
     tracker.announce()
-    told = PeerProgress.of(A, Report.parse_obj(swarm.told), 0)
-    assert told.history == after(2) and swarm.told["samples_accumulated"] == 0, "before any sample"
-    assert [told.went_by(after(step)) for step in (0, 1, 2)] == [True] * 3
-    assert {state[2] for state in told.states} == {b"12345678"}
+    assert told(swarm).history == after(2)
+    assert swarm.told["samples_accumulated"] == 0, "before any sample"
+    assert all(told(swarm).went_by(after(step)) for step in (0, 1, 2))
+    assert {state[2] for state in told(swarm).states} == {b"12345678"}
     tracker.attest(after(1), b"another.", is_given=True)
-    told = PeerProgress.of(A, Report.parse_obj(swarm.told), 0)
-    assert {state[2] for state in told.states} == {b"another."} and not told.went_by(after(3)), "at once"
+    assert {state[2] for state in told(swarm).states} == {b"another."}, "at once"
+    assert not told(swarm).went_by(after(3))
     tracker.vouch(after(3))
-    assert PeerProgress.of(A, Report.parse_obj(swarm.told), 0).went_by(after(3))
+    assert told(swarm).went_by(after(3))
 
 
-def test_member_stays_gone_after_goodbye_expires(swarm, tracker):
+def test_member_stays_gone_after_goodbye_expires(swarm, refreshed):
     swarm.committed.change(group=frozenset({B}))
-
-    def gone():
-        tracker.refresh()
-        return tracker.gone
-
     for name in "BC":
         swarm.report(name, samples=40)
-    assert gone() == frozenset()
+    assert not refreshed("gone")
     swarm.tell("B", None)
-    assert gone() == {B}
+    assert refreshed("gone") == {B}
     swarm.expire("B")
-    assert gone() == {B} and [peer.peer_id for peer in tracker.others] == [C]
+    assert refreshed("gone") == {B}
+    assert [peer.peer_id for peer in refreshed("others")] == [C]
     swarm.committed.change(group=frozenset())
-    assert gone() == frozenset(), "those that left are not remembered without an end"
+    assert not refreshed("gone"), "those that left are not remembered without an end"
+
+
+def test_returned_peer_is_no_longer_gone(swarm, refreshed):
     swarm.tell("C", None)
-    assert gone() == {C}
+    assert refreshed("gone") == {C}
     swarm.report("C")
-    assert gone() == frozenset() and len(tracker.others) == 1, "it came back"
+    assert not refreshed("gone")
+    assert len(refreshed("others")) == 1
     swarm.expire("C")
-    assert gone() == frozenset() and tracker.others == (), "it said nothing for too long"
+    assert not refreshed("gone"), "it said nothing for too long"
+    assert not refreshed("others")
+
+
+def test_removed_peer_is_gone(swarm, refreshed):
     swarm.report("B", after(7), samples=40)
     swarm.out.add(B)
-    assert gone() == {B} and tracker.others == () and not tracker.is_behind, "the owner took it out"
+    assert refreshed("gone") == {B}
+    assert not refreshed("others")
+    assert not refreshed("is_behind")
 
 
-@pytest.mark.parametrize("age", [0.4, 0.6])
-def test_unrenewed_report_marks_peer_quiet(swarm, tracker, age):
-    record, dht = swarm.report("B"), swarm.others["B"]
-    ends_at = get_dht_time() + (1 - age) * tracker.metadata_expiration
-    dht.store(KEY, record, ends_at, subkey=dht.place, return_future=True)
-    tracker.refresh()
-    [peer] = tracker.others
-    assert peer.is_quiet is (age > 0.5)
+@pytest.mark.parametrize(("age", "is_quiet"), [(0.4, False), (0.6, True)])
+def test_unrenewed_report_marks_peer_quiet(swarm, tracker, refreshed, age, is_quiet):
+    record = swarm.report("B")
+    swarm.tell("B", record, (1 - age) * tracker.metadata_expiration)
+    [peer] = refreshed("others")
+    assert peer.is_quiet is is_quiet
 
 
-def test_expired_peer_is_missing_until_return(swarm, tracker):
-    def missing():
-        tracker.refresh()
-        return tracker.missing
-
+def test_expired_peer_is_missing_until_return(swarm, refreshed):
     for name in "BC":
         swarm.report(name)
-    assert missing() == frozenset()
-    swarm.expire("B")
+    assert not refreshed("missing")
     swarm.tell("C", None)
-    assert missing() == {B}
-    swarm.report("B")
-    assert missing() == frozenset()
-    swarm.expire("B")
-    assert missing() == {B}
-    swarm.tell("B", None)
-    assert missing() == frozenset()
-
-
-def test_impossible_reports_are_not_believed(swarm, tracker):
-    told, another = swarm.report("B", after(2), samples=40), PeerID.from_base58(C).to_bytes()
-    plain = {name: told[name] for name in LocalTrainingProgress.__fields__}  # hivemind's own
-    for lie in (plain, told | {"peer_id": another}, told | {"history": b"short"}):
-        swarm.tell("B", lie)
-        assert tracker.refresh() and tracker.others == () and tracker.gone == frozenset(), lie
-    swarm.report("B", samples=30)
-    swarm.report("C", samples=10**6)
-    swarm.report("D", History(10**6, 10**9, b"\xff" * DIGEST_BYTES))
-    assert tracker.refresh() and {one.peer_id for one in tracker.others} == {B, C}
-    tracker.doubts.commit(1, {A: 50, B: 50}, TARGET)
-    tracker.refresh()
-    assert {one.peer_id: one.samples for one in tracker.mates} == {B: 30, C: TARGET - 1}
+    for come_back in (swarm.report, partial(swarm.tell, value=None)):
+        swarm.expire("B")
+        assert refreshed("missing") == {B}
+        come_back("B")
+        assert not refreshed("missing")
 
 
 def test_lease_preserves_local_progress(swarm, tracker, monkeypatch):
     """Leases are reported by their own thread, which must write nothing that a batch changes meanwhile."""
     tracker.report_local_progress(0, 7)
     reported = tracker.local_progress
-    assert tracker.lease(Spans.of([(0, 5)])) and tracker.local_progress is reported
-    assert swarm.told["leases"] == [0, 5] and swarm.told["samples_accumulated"] == 7
+    assert tracker.lease(spans(0, 5))
+    assert tracker.local_progress is reported
+    assert swarm.told["leases"] == [0, 5]
+    assert swarm.told["samples_accumulated"] == 7
     swarm.report("B", samples=40)
     tracker.refresh()
     monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.0)
     monkeypatch.setattr(swarm.dht, "get", lambda *args, **kwargs: Future())
-    assert not tracker.lease(Spans.of([(0, 9)])) and not tracker.refresh()
+    assert not tracker.lease(spans(0, 9))
+    assert not tracker.refresh()
     assert [peer.samples for peer in tracker.others] == [40], "a silent DHT leaves the old reports"
 
 
@@ -295,30 +313,35 @@ def test_samples_are_extrapolated_between_rare_fetches(swarm, tracker, monkeypat
     swarm.committed.change(group=frozenset((A, B, C, D)))
     assert tracker.samples_accumulated == 2 + 3 * 2, "those that were in it have trained, too"
     tracker.refresh()
-    assert tracker.target == tracker.history and tracker.samples_accumulated == 2 + 3 * 2
+    assert tracker.target == tracker.history
+    assert tracker.samples_accumulated == 2 + 3 * 2
 
 
 def test_background_reports_only_while_taking_part(swarm, tracker, monkeypatch):
     monkeypatch.setattr(progress, "ALONE_EVERY_S", 0.0)
     swarm.dht.get = lambda *args, **kwargs: Future()  # only this peer's own reports arrive
 
-    def reported(within_s=20.0):
-        """Wait for a report and remove it; return its step, or None if none arrives in time."""
-        return swarm.dht.told.pop(KEY)["epoch"] if until(lambda: swarm.told, within_s) else None
+    def reported():
+        """Wait for a report and remove it; return its step."""
+        wait_until(lambda: swarm.told)
+        return swarm.dht.told.pop(KEY)["epoch"]
 
     with swarm.started():
         swarm.move_to(after(1))
-        assert reported(0.3) is None, "it has not entered"
+        time.sleep(0.3)
+        assert swarm.told is None, "it has not entered"
         tracker.announce()
         assert reported() == 1
         swarm.move_to(after(2))
         assert reported() == 2, "though its every batch is a step"
         tracker.others = (PeerProgress(B, after(6), 0, 1.0, False),)
         tracker.should_report_progress.set()
-        assert reported(0.3) is None, "it takes over a state"
+        time.sleep(0.3)
+        assert swarm.told is None, "it takes over a state"
         tracker.report_local_progress(2, 7)
         assert reported() == 2
-    assert not tracker.is_alive() and tracker.shutdown_complete.is_set(), "a look-up is still unanswered"
+    assert not tracker.is_alive()
+    assert tracker.shutdown_complete.is_set(), "a look-up is still unanswered"
 
 
 def test_shutdown_withdraws_report_once(swarm, tracker):
@@ -328,7 +351,8 @@ def test_shutdown_withdraws_report_once(swarm, tracker):
     tracker.shutdown(timeout=1)
     assert KEY not in swarm.dht.told
     other = Swarm()
-    other.dht.store, other.dht.is_alive = lambda **_: Future(), lambda: False
+    other.dht.store = lambda **_: Future()
+    other.dht.is_alive = lambda: False
     done = threading.Event()
     threading.Thread(target=lambda: (other.tracker.shutdown(60), done.set()), daemon=True).start()
     assert done.wait(10)

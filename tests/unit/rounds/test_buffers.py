@@ -5,6 +5,7 @@ Numbers are powers of two or sums of them, so expected values are exact.
 
 import math
 from concurrent.futures import wait
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,10 +25,7 @@ LIMIT_S = 10.0
 DILOCO = Pace("diloco", local_steps=1, outer_learning_rate=1.0, outer_momentum=0.0)
 STREAMING = Pace("streaming", local_steps=1, fragments=1, outer_learning_rate=1.0, outer_momentum=0.0)
 PACES = (Pace("sync"), Pace("overlap"), DILOCO, STREAMING)
-
-
-def of(*paces):
-    return pytest.mark.parametrize("pace", paces, ids=lambda pace: pace.mode)
+each_pace = pytest.mark.parametrize("pace", PACES, ids=lambda pace: pace.mode)
 
 
 class Holding(nn.Module):
@@ -39,46 +37,34 @@ class Holding(nn.Module):
             self.register_buffer(name, torch.as_tensor(value), persistent=not name.startswith("temporary"))
 
 
-def reparametrized():
-    return spectral_norm(nn.Linear(3, 2))
-
-
 LOWEST = torch.finfo(torch.float32).min
+NORMS = {"running_mean", "running_var", "num_batches_tracked"}
 
 
 @pytest.mark.parametrize(
-    ("make", "moving"),
+    ("layer", "moving"),
     [
-        (lambda: nn.BatchNorm1d(2), {"running_mean", "running_var", "num_batches_tracked"}),
-        (
-            lambda: nn.InstanceNorm1d(2, track_running_stats=True),
-            {"running_mean", "running_var", "num_batches_tracked"},
-        ),
-        (lambda: nn.BatchNorm1d(2, track_running_stats=False), set()),
-        (lambda: nn.LayerNorm(2), set()),
-        (reparametrized, {"parametrizations.weight.0._u", "parametrizations.weight.0._v"}),
-        (
-            lambda: Holding(teacher=torch.ones(2, dtype=torch.bfloat16), codebook=torch.zeros(3, 2)),
-            {"teacher", "codebook"},
-        ),
-        (lambda: Holding(temporary=1.0, table=[1, 2], flag=True, wave=1j), set()),
-        (lambda: Holding(mask=[0.0, -math.inf], other=[0.0, LOWEST], nothing=math.nan), set()),
-        (lambda: Holding(qweight=torch.ones(2, 2, dtype=torch.int32), scales=torch.ones(2)), set()),
-        (lambda: Holding(weight=torch.ones(2, 2).to(torch.float8_e4m3fn), scale=1.0), set()),
+        (nn.BatchNorm1d(2), NORMS),
+        (nn.InstanceNorm1d(2, track_running_stats=True), NORMS),
+        (nn.BatchNorm1d(2, track_running_stats=False), ()),
+        (nn.LayerNorm(2), ()),
+        (spectral_norm(nn.Linear(3, 2)), {"parametrizations.weight.0._u", "parametrizations.weight.0._v"}),
+        (Holding(teacher=torch.ones(2).bfloat16(), codebook=torch.zeros(3, 2)), {"teacher", "codebook"}),
+        (Holding(temporary=1.0, table=[1, 2], flag=True, wave=1j), ()),
+        (Holding(mask=[0.0, -math.inf], other=[0.0, LOWEST], nothing=math.nan), ()),
+        (Holding(qweight=torch.ones(2, 2).int(), scales=torch.ones(2)), ()),
+        (Holding(weight=torch.ones(2, 2).to(torch.float8_e4m3fn), scale=1.0), ()),
     ],
 )
-def test_moving_buffers_exclude_constants(make, moving):
-    found = moving_buffers(nn.ModuleDict({"layer": make()}))
+def test_moving_buffers_exclude_constants(layer, moving):
+    found = moving_buffers(nn.ModuleDict({"layer": layer}))
     assert found.keys() == {f"layer.{name}" for name in moving}
 
 
 def test_persistent_buffers_exclude_quantization_scales():
     layer = Holding(qweight=torch.ones(2, 2, dtype=torch.uint8), scales=torch.ones(2))
-    assert persistent_buffers(nn.Sequential(layer, nn.BatchNorm1d(1))).keys() == {
-        "1.running_mean",
-        "1.running_var",
-        "1.num_batches_tracked",
-    }
+    found = persistent_buffers(nn.Sequential(layer, nn.BatchNorm1d(1)))
+    assert found.keys() == {f"1.{name}" for name in NORMS}
 
 
 def test_replaced_buffer_is_found_again():
@@ -104,7 +90,7 @@ class Statistics(Holding):
 
     @property
     def values(self):
-        return self.mean.tolist(), self.variance.tolist(), self.count.item()
+        return [*self.mean.tolist(), *self.variance.tolist(), self.count.item()]
 
 
 def peer_of(model, pace, end=None, **settings):
@@ -112,67 +98,43 @@ def peer_of(model, pace, end=None, **settings):
     return Peer([weight], sgd, with_b() if end else None, end, pace, model=model, **settings)
 
 
-def play(peer):
-    """Have a peer train and complete a round."""
-    peer.train()
-    if (running := peer.stepper._running) is not None:
-        wait([running], LIMIT_S)
-        peer.train(samples=1)
+AVERAGE = [2.0, 2.0, 8.0, 8.0, 5.0]
 
 
-def averages(*values):
-    """Return the end of a round with QmB in which the buffers average to these values."""
-    commit = commits(moves_buffers=True)
-
-    def end(rounds):
-        rounds.peer.state.buffers.exchanged[0].copy_(torch.tensor(values))
-        return commit(rounds)
-
-    return end
-
-
-AVERAGE = (2.0, 2.0, 8.0, 8.0, 5.0)
-AGREED = ([2.0, 2.0], [8.0, 8.0], 5)
-
-
-@of(*PACES)
-def test_committed_round_sets_averaged_buffers(pace):
-    model = Statistics()
-    peer = peer_of(model, pace, averages(*AVERAGE))
-    model.move(1.0, 4.0, 3)
-    play(peer)
-    assert peer.rounds.claims[-1].moves_buffers
-    assert peer.history.step == 1 and model.values == AGREED
-    assert peer.state.common_tensors()[1].tolist() == list(AVERAGE)
-
-
-@of(*PACES)
-def test_failed_round_keeps_buffers(pace):
-    model = Statistics()
+@each_pace
+def test_failed_round_keeps_buffers(pace, model):
     peer = peer_of(model, pace, fails, averaging_s=0.0)
     model.move(1.0, 4.0, 3)
     peer.leaves_after = 1
     peer.train()
     wait([peer.stepper._running] if peer.stepper._running else [], LIMIT_S)
     peer.stepper.stop()
-    assert peer.history.step == 0 and model.values == ([1.0, 1.0], [4.0, 4.0], 3)
+    assert peer.history.step == 0
+    assert model.values == [1.0, 1.0, 4.0, 4.0, 3]
     assert peer.state.common_tensors()[1].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0]
 
 
-@of(*PACES)
-def test_lone_peer_agrees_on_own_buffers(pace):
-    model = Statistics()
+@each_pace
+def test_lone_peer_agrees_on_own_buffers(pace, model):
     peer = peer_of(model, pace)
     model.move(0.5, 0.1, 7)
     before = model.values
     peer.train()
-    assert peer.history.step == 1 and model.values == before
-    assert peer.state.common_tensors()[1].tolist() == [*before[0], *before[1], before[2]]
+    assert peer.history.step == 1
+    assert peer.state.common_tensors()[1].tolist() == model.values == before
 
 
-def test_buffers_are_snapshotted_at_round_start():
-    model = Statistics()
-    buffers = Buffers(model)
+@pytest.fixture
+def model():
+    return Statistics()
+
+
+@pytest.fixture
+def buffers(model):
+    return Buffers(model)
+
+
+def test_buffers_are_snapshotted_at_round_start(model, buffers):
     model.move(1.0, 4.0, 3)
     assert not buffers.have_moved
     buffers.set_aside()
@@ -181,47 +143,41 @@ def test_buffers_are_snapshotted_at_round_start():
     assert buffers.exchanged[0].tolist() == [1.0, 1.0, 4.0, 4.0, 3.0]
 
 
-def applied(keeps_own, average=AVERAGE, aside=(1.0, 4.0, 3), now=(1.5, 3.0, 5)):
-    model = Statistics()
-    buffers = Buffers(model)
+@pytest.mark.parametrize(
+    ("keeps_own", "aside", "now", "average", "values"),
+    [
+        (True, (1.0, 4.0, 3), (1.5, 3.0, 5), AVERAGE, [2.5, 2.5, 7.0, 7.0, 7]),
+        (False, (1.0, 4.0, 3), (1.5, 3.0, 5), AVERAGE, AVERAGE),
+        # A variance stays positive:
+        (True, (1.0, 8.0, 1), (1.0, 1.0, 1), [0.0, 0.0, 2.0, 0.5, 1.0], [0.0, 0.0, 1.0, 0.5, 1]),
+    ],
+)
+def test_movement_during_round_carries_over(model, buffers, keeps_own, aside, now, average, values):
     model.move(*aside)
     buffers.set_aside()
     model.move(*now)
     buffers.exchanged[0].copy_(torch.tensor(average))
     buffers.apply(keeps_own=keeps_own)
-    return model, buffers
-
-
-def test_movement_during_round_carries_over():
-    model, buffers = applied(keeps_own=True)
-    assert model.values == ([2.5, 2.5], [7.0, 7.0], 7)
-    assert [tuple(one.tolist()) for one in buffers.common] == [AVERAGE]
+    assert model.values == values
+    assert [one.tolist() for one in buffers.common] == [average]
     buffers.set_aside()
-    assert buffers.exchanged[0].tolist() == [2.5, 2.5, 7.0, 7.0, 7.0]
-    assert applied(keeps_own=False)[0].values == AGREED
+    assert buffers.exchanged[0].tolist() == values
 
 
-def test_variance_stays_positive():
-    model, _ = applied(True, average=(0.0, 0.0, 2.0, 0.5, 1.0), aside=(1.0, 8.0, 1), now=(1.0, 1.0, 1))
-    assert model.variance.tolist() == [1.0, 0.5]
-
-
-def test_last_round_leaves_agreed_buffers():
-    model = Statistics()
-    peer = peer_of(model, Pace("overlap"), averages(*AVERAGE), max_steps=1)
+def test_last_round_leaves_agreed_buffers(model):
+    peer = peer_of(model, Pace("overlap"), commits(), max_steps=1)
     model.move(1.0, 4.0, 3)
     peer.state.buffers.set_aside()
     model.move(1.5, 4.5, 4)
-    outcome = averages(*AVERAGE)(peer.rounds)
+    outcome = commits(moves_buffers=True)(peer.rounds)
+    peer.state.buffers.exchanged[0].copy_(torch.tensor(AVERAGE))
     peer.position.method.set_aside(goes_on=True)
     peer.position.commit(peer.position.after(13, b"proof"), outcome)
-    assert model.values == AGREED
+    assert model.values == AVERAGE
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
-def test_agreed_value_replaces_unusable_one(poison):
-    model = Statistics()
-    buffers = Buffers(model)
+def test_agreed_value_replaces_unusable_one(model, buffers, poison):
     model.move(2.0, 4.0, 1)
     model.variance[0] = poison
     buffers.set_aside()
@@ -238,24 +194,17 @@ def test_agreed_values_are_rounded_to_dtype(dtype):
     assert abs(model.value.item() - 2.3) < (0.5 if dtype == torch.int64 else 0.01)
 
 
-def test_claim_omits_buffer_flag_without_buffers():
-    peer = peer_of(nn.LayerNorm(2), Pace(), commits())
+@pytest.mark.parametrize(("model", "num_buffers"), [(nn.LayerNorm(2), 0), (Holding(scale=3.0), 1)])
+def test_claim_omits_flag_of_unmoved_buffers(model, num_buffers):
+    peer = peer_of(model, Pace(), commits())
     peer.train()
     [claim] = peer.rounds.claims
-    assert not claim.moves_buffers and len(claim.to_bytes()) + 1 == len(Claim.to_bytes(moved(claim)))
-    assert peer.state.buffers.common == peer.state.buffers.exchanged == []
-    assert len(peer.state.common_tensors()) == 1
-
-
-def moved(claim):
-    return Claim(**vars(claim) | {"moves_buffers": True})
-
-
-def test_unmoved_buffers_are_not_exchanged():
-    peer = peer_of(Holding(scale=3.0), Pace(), commits())
-    peer.train()
-    [claim] = peer.rounds.claims
-    assert not claim.moves_buffers and Claim.parse(moved(claim).to_bytes()) == moved(claim)
+    moved = replace(claim, moves_buffers=True)
+    assert not claim.moves_buffers
+    assert len(claim.to_bytes()) + 1 == len(moved.to_bytes())
+    assert Claim.parse(moved.to_bytes()) == moved
+    assert len(peer.state.buffers.common) == len(peer.state.buffers.exchanged) == num_buffers
+    assert len(peer.state.common_tensors()) == 1 + num_buffers
 
 
 @pytest.mark.parametrize("has_local_steps", [False, True], ids=["shared gradients", "local steps"])

@@ -15,14 +15,16 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import get_dht_time
 
 from tests.kit.identities import id_of, key_of
-from tests.simulation.network import Network, VirtualLoop
+from tests.simulation.network import Network, run_virtually
 from trahiv_cli.rounds import matchmaking as group_finder
 from trahiv_cli.rounds.claims import Claim
 from trahiv_cli.rounds.matchmaking import MISSED_AFTER_ONE, MOST_EXCLUDED_S, SUSPECT_S, Blame
 from trahiv_cli.rounds.vote import Vote
 
 LONG_S = 60.0  # longer than any test: a search that ends did not wait for it
-SHORT_S, TINY_S, LIMIT_S = 0.1, 0.025, 5.0
+SHORT_S = 0.1
+TINY_S = 0.025
+LIMIT_S = 5.0
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +37,19 @@ class Peer(group_finder.GroupFinder, ServicerBase):
     """A peer of a test, which others call directly, without an averager."""
 
     def __init__(self, p2p, name, patience_s, is_client):
-        self.id, self.wanted, self.is_client = id_of(name), 2, is_client
-        more = {"prefix": "test", "tensors_schema": b"schema", "is_client": is_client}
-        more |= {"patience_s": patience_s, "request_timeout": min(LIMIT_S, patience_s)}
-        stub = partial(Peer.get_stub, p2p, namespace="test")
-        super().__init__(stub, self.id, key_of(name), **more)
+        self.id = id_of(name)
+        self.wanted = 2
+        self.is_client = is_client
+        super().__init__(
+            partial(Peer.get_stub, p2p, namespace="test"),
+            self.id,
+            key_of(name),
+            prefix="test",
+            tensors_schema=b"schema",
+            is_client=is_client,
+            patience_s=patience_s,
+            request_timeout=min(LIMIT_S, patience_s),
+        )
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -64,14 +74,20 @@ async def swarm(count, patience_s=LONG_S, *, clients=(), quorum=2):
     network = Network()
     peers = []
     for number in range(count):
-        p2p = network.p2p_of(id_of(f"peer {number}"))
-        peers.append(Peer(p2p, f"peer {number}", patience_s, number in clients))
+        name = f"peer {number}"
+        p2p = network.p2p_of(id_of(name))
+        peers.append(Peer(p2p, name, patience_s, number in clients))
         if number not in clients:  # clients can't be called
             await peers[-1].add_p2p_handlers(p2p, namespace="test")
     peers.sort(key=lambda peer: hashlib.sha256(b"schema" + peer.id.to_bytes()).digest())
-    for peer in peers:
-        peer.know(peers, quorum=quorum)
+    meet(peers, quorum=quorum)
     return peers
+
+
+def meet(peers, **options):
+    """Have all peers know each other."""
+    for peer in peers:
+        peer.know(peers, **options)
 
 
 def in_a_loop(scene):
@@ -79,8 +95,7 @@ def in_a_loop(scene):
 
     @wraps(scene)
     def test(*args, **options):
-        with asyncio.Runner(loop_factory=VirtualLoop) as loop:
-            loop.run(scene(*args, **options))
+        run_virtually(scene(*args, **options))
 
     return test
 
@@ -98,20 +113,24 @@ def look(peers, limit_s=LIMIT_S):
     return [peer.look(limit_s) for peer in peers]
 
 
+async def require_group(peers):
+    """Require that peers which look at the same time form one group, and return it as each sees it."""
+    return await require(peers, *look(peers))
+
+
 @pytest.mark.parametrize("count", [2, 8])
 @in_a_loop
 async def test_ready_peers_form_one_group(count):
     peers = await swarm(count)
-    groups = await require(peers, *look(peers))
-    assert len({(group.group_id, group.peer_ids, group.gathered) for group in groups}) == 1
-    assert groups[0].peer_ids[0] == peers[0].id  # the first in order leads
-    for peer, said in zip(groups[0].peer_ids, groups[0].gathered, strict=True):
+    groups = await require_group(peers)
+    [(_, ids, gathered)] = {(group.group_id, group.peer_ids, group.gathered) for group in groups}
+    assert ids[0] == peers[0].id  # the first in order leads
+    for peer, said in zip(ids, gathered, strict=True):
         assert peers[0].claim_of(peer, said).state == peer.to_bytes()[:8]
-    for peer in peers:
-        peer.know(peers, suffix=b"next")
+    meet(peers, suffix=b"next")
     with pytest.raises(ValueError, match="did not state this"):  # it was for the previous history
-        peers[0].claim_of(groups[0].peer_ids[1], groups[0].gathered[1])
-    await require(peers, *look(peers))
+        peers[0].claim_of(ids[1], gathered[1])
+    await require_group(peers)
 
 
 @pytest.mark.parametrize(
@@ -143,34 +162,34 @@ async def test_peers_with_different_views_meet(patience_s, quorum, views):
     peers = await swarm(len(views), patience_s)
     for peer, known in zip(peers, views, strict=True):
         peer.know([peers[int(place)] for place in known], quorum=quorum)
-    await require(peers, *look(peers))
+    await require_group(peers)
 
 
 @pytest.mark.parametrize("ended", [0, 2, 3], ids=["the leader", "a follower", "one that never looked"])
 @in_a_loop
 async def test_departed_peer_is_in_no_group(ended):
     peers = await swarm(4)
-    searches = dict(zip(peers, look(peers[:3]), strict=False))
+    gone = peers[ended]
+    searches = {peer: peer.look() for peer in peers[:3]}
     await asyncio.sleep(TINY_S / 2)  # until they wait at the door
-    if gone := searches.pop(peers[ended], None):
-        gone.cancel()
+    if gone in searches:
+        searches.pop(gone).cancel()
         await asyncio.sleep(0)
-    left = [peer for peer in peers if peer is not peers[ended]]
+    left = [peer for peer in peers if peer is not gone]
     for peer in peers:
         peer.know(left)
-    await require(left, *searches.values(), *(peer.look() for peer in left if peer not in searches))
+    await require(left, *(searches.get(peer) or peer.look() for peer in left))
 
 
-@pytest.mark.parametrize("comes", [False, True])
 @in_a_loop
-async def test_suspect_is_not_waited_for(comes):
-    peers = await swarm(3)
-    for peer in peers[:2]:
-        peer.blame.suspect(peers[2].id, "it is late")
-    searches = look(peers[2:]) if comes else []
-    if comes:
-        await asyncio.sleep(TINY_S / 2)  # until they wait at the door
-    await require(peers if comes else peers[:2], *searches, *look(peers[:2]))
+async def test_suspect_is_not_waited_for():
+    *others, suspect = peers = await swarm(3)
+    for peer in others:
+        peer.blame.suspect(suspect.id, "it is late")
+    await require_group(others)
+    came = suspect.look()
+    await asyncio.sleep(TINY_S / 2)  # until it waits at the door
+    await require(peers, came, *look(others))
 
 
 @pytest.mark.parametrize(
@@ -190,12 +209,11 @@ async def test_unacceptable_group_is_not_formed(patience_s, wants, clients):
 async def test_newer_view_misses_one_group_only():
     peers = await swarm(4)
     peers[2].know(peers, quorum=6)  # it knows two more peers than the others do
-    group, newer = (peers[0], peers[1], peers[3]), peers[2].look(SHORT_S)
-    await require(group, *look(group))
+    newer = peers[2].look(SHORT_S)
+    await require_group([peers[0], peers[1], peers[3]])
     await require(None, newer)
-    for peer in peers:
-        peer.know(peers, suffix=b"next")
-    await require(peers, *look(peers))
+    meet(peers, suffix=b"next")
+    await require_group(peers)
 
 
 @in_a_loop
@@ -207,12 +225,13 @@ async def test_silent_leader_is_awaited_once():
         await asyncio.sleep(LIMIT_S)
 
     peers[0].rpc_join_group = is_silent
-    others, took = peers[1:], []
-    for _ in range(2):
-        began = asyncio.get_running_loop().time()
-        await require(others, *look(others))
-        took.append(asyncio.get_running_loop().time() - began)
-    assert took[0] >= SHORT_S and took[1] < 0.1 * SHORT_S
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await require_group(peers[1:])
+    first = loop.time()
+    assert first - began >= SHORT_S
+    await require_group(peers[1:])
+    assert loop.time() - first < 0.1 * SHORT_S
 
 
 @in_a_loop
@@ -232,10 +251,9 @@ async def test_stale_search_ends_without_group(place):
     peers = await swarm(2)
     stale = peers[place].look()
     await asyncio.sleep(SHORT_S)
-    for peer in peers:
-        peer.know(peers, suffix=b"next")
+    meet(peers, suffix=b"next")
     await require(None, stale)
-    await require(peers, *look(peers))
+    await require_group(peers)
 
 
 @in_a_loop
@@ -245,7 +263,7 @@ async def test_search_ends_at_deadline():
     peers[0].know((), quorum=1)
     await require(peers[:1], peers[0].look(0.0))
     peers[0].know(peers)
-    await require(peers, *look(peers))
+    await require_group(peers)
 
 
 PEERS = {name: PeerID(b"peer %s" % name.encode()) for name in "ABCL"}
@@ -262,24 +280,20 @@ def note(blame, is_committed=False, **blames):
     votes = {peer: Vote(b"" if name in blames else b"average") for name, peer in PEERS.items()}
     for name, blamed in blames.items():
         whom = PEERS[blamed[0]].to_base58()
-        is_sure, is_late = not blamed.endswith("?"), blamed.endswith("!")
+        is_sure = not blamed.endswith("?")
+        is_late = blamed.endswith("!")
         votes[PEERS[name]] = Vote(blames=whom, is_sure=is_sure, is_late=is_late)
     blame.note_votes(tuple(PEERS.values()), votes, is_committed)
 
 
-def test_call_clears_first_suspicion(blame):
-    blame.suspect(PEERS["B"], "it did not lead a group")
-    blame.note_call(PEERS["B"])
-    assert not blame.is_suspect(PEERS["B"])
-
-
-def test_calls_do_not_excuse_absence(blame):
-    for _ in range(2):
-        blame.suspect(PEERS["B"], "it did not come to a group")
-        blame.note_call(PEERS["B"])
-    assert blame.is_suspect(PEERS["B"])
-    blame.note_coming(PEERS["B"])
-    assert not blame.is_suspect(PEERS["B"])
+def test_call_clears_first_suspicion_only(blame):
+    peer = PEERS["B"]
+    for is_suspect in (False, True):
+        blame.suspect(peer, "it did not come to a group")
+        blame.note_call(peer)
+        assert blame.is_suspect(peer) is is_suspect
+    blame.note_coming(peer)
+    assert not blame.is_suspect(peer)
 
 
 def excluded(blame):
@@ -333,26 +347,27 @@ def test_exclusion_time_doubles(blame, clock):
     assert max(excluded_for() for _ in range(8)) == MOST_EXCLUDED_S
 
 
-def test_two_missed_groups_raise_suspicion(blame, clock):
+def is_late(blame, times=1):
+    """Have the last of the peers miss groups; return whether it is suspect then."""
     *members, late = PEERS.values()
-    for is_suspect in (False, True):
+    for _ in range(times):
         blame.note_group(members, PEERS.values())
-        assert blame.is_suspect(late) is is_suspect
+    return blame.is_suspect(late)
+
+
+def test_two_missed_groups_raise_suspicion(blame, clock):
+    assert not is_late(blame)
+    assert is_late(blame)
     clock.now += SUSPECT_S
-    assert not blame.is_suspect(late)
-    blame.note_group(members, PEERS.values())
-    assert blame.is_suspect(late)
+    assert not is_late(blame, times=0)
+    assert is_late(blame)
 
 
 def test_former_member_may_miss_more_groups(blame):
-    *members, late = PEERS.values()
     for _ in range(2):
         blame.note_group(PEERS.values(), PEERS.values())
-        for _ in range(MISSED_AFTER_ONE - 1):
-            blame.note_group(members, PEERS.values())
-    assert not blame.is_suspect(late)
-    blame.note_group(members, PEERS.values())
-    assert blame.is_suspect(late)
+        assert not is_late(blame, MISSED_AFTER_ONE - 1)
+    assert is_late(blame)
 
 
 def test_exclusions_leave_majority(blame):

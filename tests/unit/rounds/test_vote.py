@@ -26,31 +26,39 @@ from trahiv_cli.rounds.vote import (
 )
 
 GROUP = "abcdefg"
-HELD, OTHER, FULL = Vote(b"held" * 8), Vote(b"other".ljust(32)), Vote(reason="its disk is full")
+HELD = Vote(b"held" * 8)
+OTHER = Vote(b"other".ljust(32))
+FULL = Vote(reason="its disk is full")
+VOTES = {"H": HELD, "O": OTHER, "F": FULL, "-": Vote()}  # as tables write them; a dot for no vote
 PEERS = {name: id_of(name) for name in "ABCD"}
 
 
+def votes_of(group, letters):
+    return {peer: VOTES[letter] for peer, letter in zip(group, letters, strict=False) if letter != "."}
+
+
 @pytest.mark.parametrize(
-    ("votes", "quorum", "committed", "words"),
+    ("letters", "quorum", "committed", "words"),
     [
-        ([HELD, HELD, HELD], 2, True, []),
-        ([HELD, HELD, None], 2, True, ["peer c did not vote"]),
-        ([HELD, HELD, OTHER], 2, True, ["peer c did not average: it holds other values"]),
-        ([HELD, OTHER, None], 2, False, ["1 of 3, 2 must", "peer b did not average", "peer c did not vote"]),
-        ([HELD, None], 2, False, ["1 of 2, 2 must", "peer b did not vote"]),
-        ([HELD, HELD, OTHER, OTHER], 2, False, ["2 of 4, 3 must"]),
-        ([HELD, HELD, HELD, OTHER], 4, False, ["3 of 4, 4 must"]),
-        ([HELD, HELD, HELD], 4, False, ["3 of 3, 4 must"]),
-        ([FULL, HELD, HELD], 2, False, ["its disk is full"]),
-        ([Vote(), Vote(), Vote()], 2, False, []),
+        ("HHH", 2, True, []),
+        ("HH.", 2, True, ["peer c did not vote"]),
+        ("HHO", 2, True, ["peer c did not average: it holds other values"]),
+        ("HO.", 2, False, ["1 of 3, 2 must", "peer b did not average", "peer c did not vote"]),
+        ("H.", 2, False, ["1 of 2, 2 must", "peer b did not vote"]),
+        ("HHOO", 2, False, ["2 of 4, 3 must"]),
+        ("HHHO", 4, False, ["3 of 4, 4 must"]),
+        ("HHH", 4, False, ["3 of 3, 4 must"]),
+        ("FHH", 2, False, ["its disk is full"]),
+        ("---", 2, False, []),
     ],
 )
-def test_member_commits_with_majority(votes, quorum, committed, words):
-    group = GROUP[: len(votes)]
-    known = {peer: vote for peer, vote in zip(group, votes, strict=True) if vote}
-    decision = decide("a", group, known | dict.fromkeys("xyz", HELD), quorum)  # strangers do not count
+def test_member_commits_with_majority(letters, quorum, committed, words):
+    group = GROUP[: len(letters)]
+    known = votes_of(group, letters) | dict.fromkeys("xyz", HELD)  # strangers do not count
+    decision = decide("a", group, known, quorum)
     told = decision.reason.replace(" peers hold this average", "")
-    assert decision.is_committed is committed and all(word in told for word in words)
+    assert decision.is_committed is committed
+    assert all(word in told for word in words)
     assert words or not committed or not told
 
 
@@ -60,7 +68,8 @@ def test_at_most_one_average_is_committed(size):
     for held in itertools.product([b"x", b"y", b""], repeat=size):
         votes = {peer: Vote(digest) for peer, digest in zip(group, held, strict=True)}
         committed = {votes[peer].digest for peer in group if decide(peer, group, votes, 2).is_committed}
-        assert len(committed) <= 1 and b"" not in committed
+        assert len(committed) <= 1
+        assert b"" not in committed
         for heard in itertools.product([False, True], repeat=size - 1):
             known = {"a": votes["a"]} | {peer: votes[peer] for peer in itertools.compress(group[1:], heard)}
             assert not decide("a", group, known, 2).is_committed or held[0] in committed
@@ -114,25 +123,28 @@ async def hold(members, name, vote, quorum=2, cut=()):
     return await members[name].hold(PEERS[name], key_of(name), vote, quorum, ask)
 
 
+async def hold_all(members, votes, *options):
+    """Have all members vote at once; return their decisions by name."""
+    held = (hold(members, name, vote, *options) for name, vote in votes.items())
+    return dict(zip(votes, await asyncio.gather(*held), strict=True))
+
+
 @pytest.mark.parametrize(
-    ("votes", "quorum", "cut", "committed", "unheard"),
+    ("letters", "quorum", "cut", "committed", "unheard"),
     [
-        ({"A": HELD, "B": HELD, "C": OTHER}, 2, (), "AB", ""),
-        ({"A": HELD, "B": HELD}, 2, (), "AB", "C"),  # C died before its vote
-        ({"A": HELD, "B": HELD}, 3, (), "", "C"),
-        ({"A": HELD}, 2, (), "", "BC"),
-        ({"A": HELD, "B": HELD, "C": HELD}, 3, ["AB"], "ABC", ""),  # C passes on their votes
-        ({"A": HELD, "B": HELD, "C": FULL}, 2, (), "AB", ""),
-        ({"A": HELD, "B": FULL}, 2, (), "", "C"),
+        ("HHO", 2, (), "AB", ""),
+        ("HH", 2, (), "AB", "C"),  # C died before its vote
+        ("HH", 3, (), "", "C"),
+        ("H", 2, (), "", "BC"),
+        ("HHH", 3, ["AB"], "ABC", ""),  # C passes on their votes
+        ("HHF", 2, (), "AB", ""),
+        ("HF", 2, (), "", "C"),
     ],
 )
-def test_members_agree_despite_cut_links(votes, quorum, cut, committed, unheard):
-    async def scene():
-        held = (hold(members, name, votes[name], quorum, cut) for name in votes)
-        return dict(zip(votes, await asyncio.gather(*held), strict=True))
-
+def test_members_agree_despite_cut_links(letters, quorum, cut, committed, unheard):
+    votes = votes_of("ABC", letters)
     members = {name: ballot_of("ABC") for name in votes}
-    decisions = asyncio.run(scene())
+    decisions = asyncio.run(hold_all(members, votes, quorum, cut))
     assert "".join(name for name in votes if decisions[name].is_committed) == committed
     for name, ballot in members.items():
         assert ballot.unheard == {PEERS[other] for other in unheard}
@@ -144,7 +156,8 @@ def test_members_agree_despite_cut_links(votes, quorum, cut, committed, unheard)
 @pytest.mark.parametrize("clients", ["B", ""])
 def test_client_vote_is_waited_for(clients, monkeypatch):
     async def scene():
-        server, client = ballot_of("AB", 5.0, clients), ballot_of("AB", 5.0)
+        server = ballot_of("AB", 5.0, clients)
+        client = ballot_of("AB", 5.0)
         waiting = asyncio.create_task(hold({"A": server}, "A", HELD))
         await asyncio.sleep(0.01)  # the client finishes its average a little later
         return await asyncio.gather(waiting, hold({"A": server, "B": client}, "B", HELD))
@@ -156,13 +169,12 @@ def test_client_vote_is_waited_for(clients, monkeypatch):
 def test_double_vote_commits_nothing():
     """C returned one average to A and another to B: with its two votes, each would have a majority."""
 
-    async def scene():
-        return await asyncio.gather(hold(members, "A", HELD), hold(members, "B", OTHER))
-
-    members = {name: ballot_of("ABC") for name in "AB"}
-    for name, vote in (("A", HELD), ("B", OTHER)):
+    votes = votes_of("AB", "HO")
+    members = {name: ballot_of("ABC") for name in votes}
+    for name, vote in votes.items():
         members[name].cast(PEERS["C"], statement_of("C", vote))
-    assert not any(decision.is_committed for decision in asyncio.run(scene()))
+    decisions = asyncio.run(hold_all(members, votes))
+    assert not any(decision.is_committed for decision in decisions.values())
     assert all(ballot.votes[PEERS["C"]] is TWO_VOTES for ballot in members.values())
 
 
@@ -183,30 +195,30 @@ def test_improperly_signed_vote_is_refused():
     assert ballot.votes == {PEERS["B"]: HELD}
 
 
-def test_expired_vote_is_ignored(monkeypatch):
+@pytest.mark.parametrize(
+    ("waited_s", "is_committed", "answered", "words"),
+    [(2.0, True, [True, True, True], ""), (5.0, False, [False, False, True], "did not vote")],
+)
+def test_expired_vote_is_ignored(monkeypatch, clock, waited_s, is_committed, answered, words):
     """A is late: B and C waited for its vote, undid the round, and may have committed another one."""
-    now, held, failed = [0.0], statement_of("B", HELD), statement_of("C", FULL)
-    monkeypatch.setattr(ballots, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(ballots, "time", SimpleNamespace(monotonic=clock))
 
-    async def scene(waited_s):
+    async def scene():
         ballot = ballot_of("ABC", 5.0)
+        held = statement_of("B", HELD)
         ballot.cast(PEERS["B"], held)
-        ballot.cast(PEERS["C"], failed)
-        now[0] += waited_s
-        decision = await hold({"A": ballot}, "A", HELD)
-        answer = await ballot.answer(PEERS["B"], Call(held))
-        return decision, [digest != b"" for digest in answer]
+        ballot.cast(PEERS["C"], statement_of("C", FULL))
+        clock.now += waited_s
+        return await hold({"A": ballot}, "A", HELD), await ballot.answer(PEERS["B"], Call(held))
 
-    decision, counts = asyncio.run(scene(2.0))
-    assert decision.is_committed and counts == [True, True, True]
-    decision, counts = asyncio.run(scene(5.0))
-    assert not decision.is_committed and f"{PEERS['B']} did not vote" in decision.reason
-    assert "its disk is full" in decision.reason and counts == [False, False, True]
+    decision, digests = asyncio.run(scene())
+    assert decision.is_committed is is_committed
+    assert words in decision.reason
+    assert "its disk is full" in decision.reason
+    assert [digest != b"" for digest in digests] == answered
 
 
 def test_votes_are_sent_only_on_request():
-    num_bytes = []
-
     async def scene():
         ballot = ballot_of("ABC")
         for name in "ABC":
@@ -214,12 +226,12 @@ def test_votes_are_sent_only_on_request():
         ballot._is_settled.set()
         own = statement_of("A", HELD)
         digests = await ballot.answer(PEERS["A"], Call(own))
-        votes = await ballot.answer(PEERS["A"], Call(own, (digests[1], bytes(8))))
-        num_bytes.extend([sum(map(len, digests)), len(votes[0])])
-        return votes
+        return digests, await ballot.answer(PEERS["A"], Call(own, (digests[1], bytes(8))))
 
-    found, unknown = asyncio.run(scene())
-    assert num_bytes[0] == 3 * 8 and num_bytes[1] < 256 + 60 and unknown == b""
+    digests, (found, unknown) = asyncio.run(scene())
+    assert sum(map(len, digests)) == 3 * 8
+    assert len(found) < 256 + 60
+    assert unknown == b""
     heard = ballot_of("ABC")
     heard.cast(PEERS["B"], found)
     assert heard.votes == {PEERS["B"]: HELD}
@@ -245,12 +257,18 @@ def test_early_question_waits_for_ballot():
 
 def test_digest_covers_values_shapes_and_dtypes():
     values = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    others = [values + 2**-21, values.flip(0), values.view(2, 2), values.double(), values[:3]]
-    others += [values.bfloat16()]
+    square = values.view(2, 2)
+    others = [values + 2**-21, values.flip(0), square, values.double(), values[:3], values.bfloat16()]
     assert len({digest_of([one]) for one in (values, *others)}) == 7
     assert digest_of(others) == digest_of([one.clone() for one in others])
-    assert digest_of([others[2].T]) == digest_of([others[2].T.contiguous()])
+    assert digest_of([square.T]) == digest_of([square.T.contiguous()])
+
+
+def test_proof_covers_average_statements_and_schema():
+    values = torch.ones(4)
     said = [b"a said", b"b said"]
-    proofs = {proof_of([values], said, b"schema"), proof_of(others, said, b"schema")}
-    proofs |= {proof_of([values], said, b"other"), proof_of([values], [b"a said", b"c said"], b"schema")}
-    assert len(proofs) == 4 and proof_of([values.clone()], said, b"schema") in proofs
+    proof = proof_of([values], said, b"schema")
+    assert proof == proof_of([values.clone()], said, b"schema")
+    assert proof != proof_of([values, values], said, b"schema")
+    assert proof != proof_of([values], said, b"other")
+    assert proof != proof_of([values], [b"a said", b"c said"], b"schema")

@@ -13,11 +13,11 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.rounds.codecs import Half
-from trahiv_cli.shared_memory import shared_bytes
+from trahiv_cli.shared_memory import KEEP_S, shared_bytes
 from trahiv_cli.state import download, snapshot
 from trahiv_cli.state.download import Downloader, NobodyHas, StateRequest
 from trahiv_cli.state.host_copies import HostCopies
-from trahiv_cli.state.snapshot import CHUNK_BYTES, KEEP_S, Manifest, StateOffer, build_snapshot, read_state
+from trahiv_cli.state.snapshot import CHUNK_BYTES, Manifest, StateOffer, build_snapshot, read_state
 
 torch.set_num_threads(1)
 

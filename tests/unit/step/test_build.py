@@ -52,7 +52,9 @@ OPTIMIZERS = {name: upstream_s(name) for name in get_args(OptimName)} | {
 }
 SHAPES = (96, 96), (300, 30), (7,)  # bitsandbytes quantizes from 4,096 elements on, in blocks of 256
 AUTO = {"pace": Pace("sync", fragments=3), "auto_share": 0.1}
-BY_SIZE = compression.SizeAdaptiveCompression(10, compression.NoCompression(), compression.NoCompression())
+FULL = compression.NoCompression()
+HALF = compression.Float16Compression()
+BY_SIZE = compression.SizeAdaptiveCompression(10, FULL, FULL)
 each_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
@@ -77,10 +79,13 @@ def made(name):
 def test_initialized_optimizer_steps_like_fresh_one(name, monkeypatch):
     if name == "stable_adamw":  # it must work without Triton on a CPU
         monkeypatch.setattr(pytest.importorskip("optimi.utils"), "HAS_TRITON", True)
-    (ours, initialized), (theirs, untouched) = made(name), made(name)
+    ours, initialized = made(name)
+    theirs, untouched = made(name)
     ours[0].grad = torch.ones_like(ours[0])
     initialize_state(initialized)
-    assert all(map(torch.equal, ours, theirs)) and bool((ours[0].grad == 1).all()) and ours[1].grad is None
+    assert all(map(torch.equal, ours, theirs))
+    assert (ours[0].grad == 1).all()
+    assert ours[1].grad is None
     for group in untouched.param_groups:
         group |= {"triton": False} if "triton" in group else {}
     layout, tensors = dump_optimizer_state(initialized)
@@ -119,11 +124,22 @@ def keywords_for(monkeypatch):
     return build
 
 
+@pytest.fixture
+def inner_for(keywords_for):
+    """Return the inner optimizer that is made of a factory."""
+
+    def make(optimizer, params=None, stepped=None):
+        return keywords_for(optimizer, params)["optimizer"]([{"params": stepped or parameters()}])
+
+    return make
+
+
 @pytest.mark.parametrize("key", sorted(REFUSED))
 def test_managed_options_are_refused_unless_off(keywords_for, key):
     with pytest.raises(RecipeError, match=f"hivemind_config.opt.{key} can't be used") as refused:
         keywords_for(**{key: object()})
-    assert "swarm.mode" in refused.value.message and refused.value.exit_code == 2
+    assert "swarm.mode" in refused.value.message
+    assert refused.value.exit_code == 2
     keywords_for(**{key: False})
 
 
@@ -148,14 +164,22 @@ def test_given_options_override_defaults(keywords_for, only_dials):
     told = {"events": Events(), "should_leave": lambda: True, "when_no_group_is_found": lambda: None}
     run = {"schema": b"schema", "rules": RoundRules(1.0), "max_steps": 7, "max_grad_norm": 1.0}
     keywords = keywords_for(only_dials=only_dials, delay_state_averaging=True, settings=run, told=told)
-    assert keywords["batch_size_per_step"] == 4 and keywords["client_mode"] is only_dials
-    assert keywords_for(only_dials=only_dials, client_mode=False)["client_mode"] is False
+    expected = told | {
+        "batch_size_per_step": 4,
+        "client_mode": only_dials,
+        "delay_state_averaging": False,
+        "tracker_opts": TRACKER_OPTIONS,
+        "averager_opts": {"request_timeout": 2.5},
+        "offload_optimizer": False,
+    }
+    assert expected.items() <= keywords.items()
+    assert run.items() <= vars(keywords["settings"]).items()
     assert "state_averaging_compression" not in keywords, "nothing is compressed that is never averaged"
-    assert keywords["delay_state_averaging"] is False and keywords["tracker_opts"] == TRACKER_OPTIONS
-    assert keywords["averager_opts"] == {"request_timeout": 2.5}
-    assert type(keywords["grad_compression"]) is CODECS["none"] and keywords["offload_optimizer"] is False
-    assert {name: keywords[name] for name in told} == told
-    assert {name: getattr(keywords["settings"], name) for name in run} == run
+    assert type(keywords["grad_compression"]) is CODECS["none"]
+    assert keywords_for(only_dials=only_dials, client_mode=False)["client_mode"] is False
+
+
+def test_nested_options_are_merged_with_defaults(keywords_for):
     options = {"averager_opts": {"min_group_size": 3}, "tracker_opts": {"metadata_expiration": 5.0}}
     keywords = keywords_for(matchmaking_time=30.0, **options)
     assert keywords["averager_opts"] == {"request_timeout": 3.0, "min_group_size": 3}
@@ -168,30 +192,35 @@ def test_codec_names_map_to_own_codecs(keywords_for):
     schema = OptSection.model_json_schema()["properties"]["grad_compression"]
     assert set(schema["anyOf"][0]["enum"]) == set(CODECS), "a recipe may say every codec and no other"
 
-    def taken(given, key="grad_compression"):
-        return keywords_for(**{key: given})[key]
+    def taken(given):
+        return keywords_for(grad_compression=given)["grad_compression"]
 
     assert all(type(taken(name)) is cls for name, cls in CODECS.items())
     assert all(type(taken(theirs())) is CODECS[name] for theirs, name in UPSTREAM.items())
-    half, full = compression.Float16Compression(), compression.NoCompression()
-    by_size = taken(compression.SizeAdaptiveCompression(threshold=10, less=full, greater_equal=half))
+    by_size = taken(compression.SizeAdaptiveCompression(threshold=10, less=FULL, greater_equal=HALF))
     assert (by_size.threshold, type(by_size.less)) == (10, CODECS["none"])
     assert type(by_size.greater_equal) is CODECS["float16"]
     own = type("Own", (compression.NoCompression,), {})()
     assert taken(own) is own
-    # In a download, only a codec chosen by role compresses the optimizer's state.
-    by_role = compression.RoleAdaptiveCompression(optimizer=half)
-    for choice, role in ((by_role, TensorRole.OPTIMIZER), (half, TensorRole.PARAMETER)):
-        chosen = taken(choice, "load_state_compression").role_compressions
-        assert [one for one, codec in chosen.items() if type(codec) is CODECS["float16"]] == [role]
-    assert by_role.role_compressions[TensorRole.OPTIMIZER] is half, "what was given is not changed"
-    chosen = keywords_for(settings={"pace": Pace("diloco")})["load_state_compression"].role_compressions
-    assert type(chosen[TensorRole.OPTIMIZER]) is EightBitStatistics and len({*map(type, chosen.values())}) > 1
+
+
+def test_downloads_compress_optimizer_state_by_role(keywords_for):
+    def chosen(**options):
+        return keywords_for(**options)["load_state_compression"].role_compressions
+
+    by_role = compression.RoleAdaptiveCompression(optimizer=HALF)
+    for choice, role in ((by_role, TensorRole.OPTIMIZER), (HALF, TensorRole.PARAMETER)):
+        codecs = chosen(load_state_compression=choice)
+        assert [one for one, codec in codecs.items() if type(codec) is CODECS["float16"]] == [role]
+    assert by_role.role_compressions[TensorRole.OPTIMIZER] is HALF, "what was given is not changed"
+    codecs = chosen(settings={"pace": Pace("diloco")})
+    assert type(codecs[TensorRole.OPTIMIZER]) is EightBitStatistics
+    assert len({*map(type, codecs.values())}) > 1
 
 
 def test_auto_mode_keeps_named_codec(keywords_for):
     assert keywords_for(settings=AUTO)["settings"].pace == Pace("overlap", START_CODEC, fragments=3)
-    for given in ("float16", compression.Float16Compression()):
+    for given in ("float16", HALF):
         keywords = keywords_for(grad_compression=given, settings=AUTO)
         assert keywords["settings"].pace == Pace("overlap", "float16", fragments=3, keeps_codec=True)
 
@@ -203,15 +232,18 @@ class OnGpu(torch.nn.Parameter):
 
 
 @each_optimizer
-def test_each_optimizer_is_built_with_state(keywords_for, name):
-    inner = keywords_for(OPTIMIZERS[name])["optimizer"]([{"params": parameters()}])
+def test_each_optimizer_is_built_with_state(keywords_for, inner_for, name):
+    def offloads(*params, **options):
+        return keywords_for(OPTIMIZERS[name], *params, **options)["offload_optimizer"]
+
+    inner = inner_for(OPTIMIZERS[name])
     assert len(inner.state) == (0 if name == "sgd" else 3)
-    assert keywords_for(OPTIMIZERS[name], offload_optimizer=True)["offload_optimizer"] is True
+    assert offloads(offload_optimizer=True) is True
     on_gpu = [OnGpu(torch.zeros(1))]
     is_small = type(inner).__module__.startswith("bitsandbytes")  # its state is 8-bit or paged
-    assert keywords_for(OPTIMIZERS[name], on_gpu)["offload_optimizer"] is not is_small
-    for settings in (AUTO, {"pace": Pace("overlap")}):
-        assert keywords_for(OPTIMIZERS[name], on_gpu, settings=settings)["offload_optimizer"] is False
+    assert offloads(on_gpu) is not is_small
+    assert offloads(on_gpu, settings=AUTO) is False
+    assert offloads(on_gpu, settings={"pace": Pace("overlap")}) is False
 
 
 def holding(value):
@@ -236,19 +268,24 @@ def holding(value):
     ],
     ids=["dict", "other tensor", "numpy", "function", "dict in a list", "dampening"],
 )
-def test_unshareable_optimizer_state_is_refused(keywords_for, factory, message):
-    for value in (torch.ones(2), 3, 0.5, "linear", None, True, [1, torch.ones(1)], (0.9, 0.99)):
-        keywords_for(holding(value))["optimizer"]([{"params": parameters()}])
+def test_unshareable_optimizer_state_is_refused(inner_for, factory, message):
     with pytest.raises(RecipeError, match=message):
-        keywords_for(factory)["optimizer"]([{"params": parameters()}])
+        inner_for(factory)
 
 
-def test_offloaded_embedding_keeps_32_bit_state(keywords_for):
+@pytest.mark.parametrize(
+    "value", [torch.ones(2), 3, 0.5, "linear", None, True, [1, torch.ones(1)], (0.9, 0.99)]
+)
+def test_plain_optimizer_state_is_shareable(inner_for, value):
+    inner_for(holding(value))
+
+
+def test_offloaded_embedding_keeps_32_bit_state(inner_for):
     embedding = torch.nn.Embedding(64, 96)
     # As the Trainer does.
     GlobalOptimManager.get_instance().register_module_override(embedding, "weight", {"optim_bits": 32})
     own = [embedding.weight, parameters()[0]]
     copies = [torch.nn.Parameter(param.detach().clone()) for param in own]
     for stepped in (copies, own):
-        inner = keywords_for(OPTIMIZERS["adamw_8bit"], own)["optimizer"]([{"params": stepped}])
+        inner = inner_for(OPTIMIZERS["adamw_8bit"], own, stepped)
         assert [inner.state[one]["state1"].dtype for one in stepped] == [torch.float32, torch.uint8]

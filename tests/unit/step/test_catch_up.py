@@ -1,13 +1,14 @@
 """A peer replays missed rounds, or else loads the state from others and checks it with them."""
 
 import concurrent.futures
+import itertools
 import threading
 from types import SimpleNamespace
 
 import pytest
 
 from tests.kit.commands import wait_until
-from tests.kit.stepping import Positions, Tracker, after, commits, of_one_weight, report
+from tests.kit.stepping import Positions, Tracker, after, commits, of_one_weight, report, with_b
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.reports import PeerProgress
@@ -22,7 +23,8 @@ class Behind(Tracker):
 def behind(*averages, donor="QmB"):
     """Return a peer whose donor kept rounds with these averages, its weight, and the resulting histories."""
     peer, weight = of_one_weight(Behind())
-    kept, histories = peer.rounds.kept.setdefault(donor, {}), [History()]
+    kept = peer.rounds.kept.setdefault(donor, {})
+    histories = [History()]
     for number, average in enumerate(averages):
         kept[histories[-1].digest] = commits(average, proof=b"proof %d" % number)
         histories.append(histories[-1].extend(samples=13, proof=b"proof %d" % number))
@@ -35,16 +37,17 @@ def test_missed_rounds_are_replayed_or_state_loaded(monkeypatch):
     loaded = []
     monkeypatch.setattr(peer.catch_up, "load", lambda: loaded.append(peer.history) or True)
     leases = Positions(peer)
-    peer.work.announce(range(8))
-    peer.train()
-    assert weight.tolist() == [-0.75, -0.75] and peer.history == histories[-1] and loaded == []
+    peer.train(positions=range(8))
+    assert peer.history == histories[-1]
+    assert loaded == peer.rounds.claims == []
     assert peer.position.step_taken == -1, "it did not take them itself"
-    assert peer.position.method.samples_held == 0 and peer.rounds.claims == []
+    assert peer.position.method.samples_held == 0
     assert peer.tracker.companions == {"QmMe", "QmB"}
     assert leases.returned == list(range(8)), "its gradient was of older weights"
     peer.tracker.others = (report("QmB", after(3)),)
     peer.train()
-    assert loaded == [histories[-1]] and weight.tolist() == [-0.75, -0.75]
+    assert loaded == [histories[-1]]
+    assert weight.tolist() == [-0.75, -0.75]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -52,8 +55,7 @@ def test_replay_asks_few_donors(is_kept, monkeypatch):
     peer, _, way = behind(0.25, donor="QmZ")
     many = [f"Qm{number}" for number in range(20)]
     peer.tracker.others = tuple(report(name, way[-1], way) for name in many)
-    if is_kept:
-        peer.rounds.kept = dict.fromkeys(many, peer.rounds.kept["QmZ"])
+    peer.rounds.kept = dict.fromkeys(many, peer.rounds.kept["QmZ"] if is_kept else {})
     assert peer.catch_up.follow() is is_kept
     assert len(peer.rounds.asked) == (1 if is_kept else 8)
     endless = concurrent.futures.Future()
@@ -73,9 +75,10 @@ def test_return_to_majority_reports_fork(monkeypatch):
 
 def test_gather_waits_for_peers_or_timeout(monkeypatch):
     monkeypatch.setattr(catching_up, "REFRESH_S", 0.01)
-    peer, _ = of_one_weight(Tracker([report("QmB", History())]))
+    peer, _ = of_one_weight(with_b())
     waits = peer.catch_up
-    assert waits.gather(2, 10.0) and not waits.gather(3, 0.05)
+    assert waits.gather(2, 10.0)
+    assert not waits.gather(3, 0.05)
     assert [event["what"] for event in peer.told] == ["3 peers to be there (peers here: 2)"]
     waits.wait_for(["QmB"], 60.0)
     waits.wait_for_stragglers(60.0, 60.0)
@@ -96,28 +99,29 @@ def test_gather_waits_for_peers_or_timeout(monkeypatch):
 )
 def test_joiner_waits_for_peers_behind_broken_link(passing, missing, gone, have_been_there, returns, waits_s):
     tracker = Tracker(gone=gone)
-    tracker.missing, began = frozenset(missing), passing.now
+    tracker.missing = frozenset(missing)
     peer, _ = of_one_weight(tracker, load_state_s=60.0)
 
     def refresh():
-        if returns and passing.now >= began + 25.0:
-            tracker.others = (report("QmB", History()),)
+        if returns and passing.now >= 25.0:
+            tracker.others = with_b().others
 
     tracker.refresh = refresh
     assert peer.catch_up.wait_for_return(have_others_been_there=have_been_there) is returns
-    assert passing.now - began == pytest.approx(waits_s, abs=1.5)
+    assert passing.now == pytest.approx(waits_s, abs=1.5)
 
 
 @pytest.mark.parametrize(("fetches_until_s", "stays_s"), [(0, 60), (400, 480), (10**6, 3600)])
 def test_finished_peer_stays_for_download(passing, fetches_until_s, stays_s):
-    peer, _ = of_one_weight(Tracker([report("QmB", History())]))
+    peer, _ = of_one_weight(with_b())
     peer.position.enter(after(3))
-    began = passing.now
-    noted = [began - 1000.0]
-    peer.tracker.refresh = lambda: began + fetches_until_s > passing.now and noted.append(passing.now)
-    peer.catch_up.activity = SimpleNamespace(was_there_since=lambda when: noted[-1] >= when)
+
+    def was_there_since(when):
+        return when <= min(passing.now, fetches_until_s or -1000.0)
+
+    peer.catch_up.activity = SimpleNamespace(was_there_since=was_there_since)
     peer.catch_up.wait_for_stragglers(60.0, 3600.0)
-    assert passing.now - began == pytest.approx(stays_s, abs=61.0)
+    assert passing.now == pytest.approx(stays_s, abs=61.0)
 
 
 AHEAD, FURTHER, OLD = (History(step, 10 * step, bytes([step]) * 16) for step in (3, 4, 1))
@@ -141,19 +145,22 @@ def passing(monkeypatch, clock):
 class Reports(Tracker):
     """A tracker of peers, most of which moved on to `FURTHER`."""
 
-    target, standing, fetch_every_s = FURTHER, None, 0.3
+    target = FURTHER
+    standing = None
+    fetch_every_s = 0.3
 
 
 def joiner(*tries, others):
-    """Return a peer at step 2 that seeks a state; its downloads run `tries` one after the other."""
+    """Return a peer at step 2 that seeks a state; its downloads run `tries` in turn, then the last one on."""
     peer, _ = of_one_weight(Reports(others))
     peer.position.enter(History(2, 20, bytes(16)))
-    left, peer.donors = list(tries), []
+    left = itertools.chain(tries, itertools.repeat(tries[-1]))
+    peer.donors = []
 
     def load(*, donors, report, is_believed, **_):
         peer.donors.append(donors)
         peer.is_believed = is_believed
-        return (left.pop(0) if len(left) > 1 else left[0])(report)
+        return next(left)(report)
 
     peer.exchange.load = load
     return peer
@@ -182,23 +189,19 @@ def test_furthest_donors_are_asked_first():
 
 
 def test_leaving_peer_rejects_late_state():
-    begun, came = threading.Event(), threading.Event()
-    peer, _ = of_one_weight(Reports(peers("A", AHEAD)))
+    came = threading.Event()
     answers = []
+    peer, _ = of_one_weight(Reports(peers("A", AHEAD)))
 
     def load(*, is_wanted, **_):
-        begun.set()
+        peer.leaves = True
         came.wait(10)
         answers.append(is_wanted())
         return False
 
     peer.exchange.load = load
-    loading = threading.Thread(target=peer.catch_up.load)
-    loading.start()
-    begun.wait(10)
-    peer.leaves = True
-    loading.join(10)
-    assert not loading.is_alive(), "it does not wait for the state"
+    peer.catch_up.load()
+    assert answers == [], "it does not wait for the state"
     came.set()
     wait_until(lambda: answers == [False], 10)
 
@@ -207,7 +210,8 @@ def test_leaving_peer_rejects_late_state():
 def test_load_gives_up_without_progress(passing, fails):
     with pytest.raises(RoundFailed, match="came for 60 s") as failed:
         joiner(fails, others=peers("A", AHEAD)).catch_up.load()
-    assert 50 <= passing.now <= 61 and "load_state_timeout" in failed.value.hint
+    assert 50 <= passing.now <= 61
+    assert "load_state_timeout" in failed.value.hint
 
 
 def test_progressing_download_outlasts_timeout(passing):
@@ -217,21 +221,25 @@ def test_progressing_download_outlasts_timeout(passing):
         return False
 
     peer = joiner(*[a_part] * 5, there, others=peers("A", AHEAD))
-    assert peer.catch_up.load() and passing.now > 250
-    told = [event for event in peer.told if event["event"] == "download"][-1]
-    assert told["what"] == "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
-    assert [told[name] for name in ("step", "bytes", "total", "donors")] == [4, 12_300_000, 48_000_000, 2]
+    assert peer.catch_up.load()
+    assert passing.now > 250
+    told = peer.said("download")[-1]
+    expected = {"step": 4, "bytes": 12_300_000, "total": 48_000_000, "donors": 2}
+    expected["what"] = "the swarm's state at step 4, 12 of 48 MB from 2 peer(s)"
+    assert expected.items() <= told.items()
 
 
-def stands(believes, holds, in_the_end=True):
+def stands(believes, *holds):
     """Return what others report: whether they passed a state and hold it, now and finally; None: unknown."""
-    held = {False: holds, True: in_the_end}
-    return SimpleNamespace(believes=lambda history: believes, holds=lambda *_, is_final: held[is_final])
+    return SimpleNamespace(believes=lambda history: believes, holds=lambda *_, is_final: holds[is_final])
 
 
-THERE, NOT_THERE, UNSAID = stands(True, True), stands(False, True), stands(True, None)
-WAITS = [stands(False, None)] * 5 + [UNSAID] * 5 + [THERE]
-SILENT, DIFFERENT = stands(True, None, None), stands(True, False, False)
+THERE = stands(True, True, True)
+NOT_THERE = stands(False, True, True)
+UNSAID = stands(True, None, True)
+WAITS = [stands(False, None, True)] * 5 + [UNSAID] * 5 + [THERE]
+SILENT = stands(True, None, None)
+DIFFERENT = stands(True, False, False)
 
 
 @pytest.mark.parametrize(
@@ -248,19 +256,22 @@ SILENT, DIFFERENT = stands(True, None, None), stands(True, False, False)
     ],
 )
 def test_state_held_by_others_is_believed(passing, standings, state, common, is_believed, low, high):
-    said, left = [], [standings[0], *standings]
+    said = []
+    left = itertools.chain(standings[:1], standings, itertools.repeat(standings[-1]))
 
     def give(report):
         said.append(peer.is_believed(state, common, "D"))
         return True
 
     def refresh():  # the others' answer may differ each time
-        peer.tracker.standing = left.pop(0) if len(left) > 1 else left[0]
+        peer.tracker.standing = next(left)
 
     peer = joiner(give, others=peers("D", FURTHER))
-    peer.tracker.target, peer.tracker.refresh = AHEAD, refresh
+    peer.tracker.target = AHEAD
+    peer.tracker.refresh = refresh
     peer.catch_up.load()
-    assert said == [is_believed] and low <= passing.now <= high
+    assert said == [is_believed]
+    assert low <= passing.now <= high
 
 
 def test_donor_of_disputed_state_is_asked_last(passing):
@@ -269,7 +280,8 @@ def test_donor_of_disputed_state_is_asked_last(passing):
 
     peer = joiner(not_theirs, there, others=[*peers("D", FURTHER), *peers("A", AHEAD)])
     peer.tracker.standing = DIFFERENT
-    assert peer.catch_up.load() and peer.donors == [["D", "A"], ["A", "D"]]
+    assert peer.catch_up.load()
+    assert peer.donors == [["D", "A"], ["A", "D"]]
     peer = joiner(not_theirs, others=peers("ABCDEF", FURTHER))
     peer.tracker.standing = DIFFERENT
     with pytest.raises(RoundFailed, match="4 peers gave states that others do not hold"):

@@ -30,8 +30,7 @@ def run(buffer, parameter, *batches, lend=True):
 
 
 def averages(buffer):
-    with buffer.averages.locked() as [tensor]:
-        return tensor.tolist()
+    return buffer.averages.tensors[0].tolist()
 
 
 def mean_of(buffer):
@@ -58,7 +57,8 @@ def counts(buffer):
 )
 def test_batches_are_weighted_by_trained_tokens(buffer, parameter, lend, batches, mean, counted):
     run(buffer, parameter, *batches, lend=lend)
-    assert mean_of(buffer) == pytest.approx([mean] * 2) and counts(buffer) == counted
+    assert mean_of(buffer) == pytest.approx([mean] * 2)
+    assert counts(buffer) == counted
 
 
 @each_way
@@ -71,7 +71,8 @@ def test_announced_batches_accumulate(buffer, parameter, lend):
         factor = buffer.expect_batch(4, weight, lend=lend)
         (parameter * gradient * factor).sum().backward()  # a window of gradient accumulation
     buffer.accumulate(99)
-    assert mean_of(buffer) == pytest.approx([2.0, 2.0]) and counts(buffer) == (8, 40.0)
+    assert mean_of(buffer) == pytest.approx([2.0, 2.0])
+    assert counts(buffer) == (8, 40.0)
 
 
 def test_unannounced_batch_is_weighted_by_samples(buffer, parameter):
@@ -80,14 +81,16 @@ def test_unannounced_batch_is_weighted_by_samples(buffer, parameter):
         buffer.accumulate(samples)
     parameter.grad = None  # a parameter that the batch did not use
     buffer.accumulate(4)
-    assert mean_of(buffer) == [2.0, 2.0] and counts(buffer) == (8, 8.0)
+    assert mean_of(buffer) == [2.0, 2.0]
+    assert counts(buffer) == (8, 8.0)
 
 
 def test_backward_adds_to_lent_accumulators(buffer, parameter):
     buffer.expect_batch(4, 4, lend=True)
     lent = parameter.grad
     (parameter * 2.0).sum().backward()
-    assert parameter.grad is lent and lent.tolist() == [2.0, 2.0]
+    assert parameter.grad is lent
+    assert lent.tolist() == [2.0, 2.0]
     buffer.accumulate(4)
     buffer.set_aside()
     assert buffer.aside[0] is lent
@@ -107,7 +110,8 @@ def test_averages_reuse_set_aside_memory(buffer, parameter):
     with buffer.use_averaged_gradients():
         assert parameter.grad is buffer.aside[0]
         parameter.grad.mul_(0.5)  # as clipping does
-    assert parameter.grad is None and averages(buffer) == [1.0, 1.0]
+    assert parameter.grad is None
+    assert averages(buffer) == [1.0, 1.0]
     with pytest.raises(MemoryError), buffer.use_averaged_gradients():
         raise MemoryError
     assert parameter.grad is None, "for the next backward pass"

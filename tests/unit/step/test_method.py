@@ -26,7 +26,8 @@ STREAMING = Pace(mode="streaming", local_steps=4, fragments=2, outer_learning_ra
 """Each round takes two steps of the swarm and exchanges one of two fragments."""
 
 LAYOUTS = torch.contiguous_format, torch.channels_last
-SYNC, OVERLAP = Pace(), Pace(mode="overlap")
+SYNC = Pace()
+OVERLAP = Pace(mode="overlap")
 ADAPTIVE = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1),
     "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
@@ -45,7 +46,8 @@ class Peer(stepping.Peer):
         zeros = torch.zeros(shape)
         self.weights = [torch.nn.Parameter(zeros.clone(memory_format=layout)) for _ in range(2)]
         super().__init__(self.weights, make, pace=pace, max_grad_norm=norm, **settings)
-        self.method, self._goes_on = self.position.method, pace.is_background
+        self.method = self.position.method
+        self._goes_on = pace.is_background
 
     def set_aside(self):
         """Begin a round; return its samples and weight, or None if there is nothing to contribute."""
@@ -67,21 +69,22 @@ class Peer(stepping.Peer):
     anchors = property(lambda self: [one.flatten()[0].item() for one in self.method.outer.anchor])
     samples = property(lambda self: (self.method.samples_held, self.method.samples_aside))
 
+    @property
+    def exchanged(self):
+        """The tensors that the next round averages."""
+        return [self.gradients.averages.tensors[place] for place in self.method.places]
+
     def contribution(self):
         """Return this peer's contribution, one value per exchanged tensor."""
         self.method.load()
-        with self.gradients.averages.locked() as averages:
-            return [averages[place].flatten()[0].item() for place in self.method.places]
+        return [tensor.flatten()[0].item() for tensor in self.exchanged]
 
     def end_with(self, average, *, is_followed=False, is_empty=False):
         """Commit a round with this average: this peer's own, or one of others with `is_followed`."""
-        with self.gradients.averages.locked() as averages:
-            for place in self.method.places:
-                averages[place].copy_(torch.as_tensor(average))
-        if is_followed:
-            self.method.follow(is_empty=is_empty)
-        else:
-            self.method.apply(is_empty=is_empty)
+        for tensor in self.exchanged:
+            tensor.copy_(torch.as_tensor(average))
+        end = self.method.follow if is_followed else self.method.apply
+        end(is_empty=is_empty)
 
 
 def test_nonfinite_batch_takes_no_step():
@@ -93,16 +96,21 @@ def test_nonfinite_batch_takes_no_step():
         assert peer.values == [-1.0, -1.0]
         assert (peer.method.dropped_samples, peer.method.samples_held) == (8 * number, 8)
     peer.train()
-    assert peer.values == [-2.0, -2.0] and peer.set_aside() == (16, 16.0)
+    assert peer.values == [-2.0, -2.0]
+    assert peer.set_aside() == (16, 16.0)
     peer.method.take_back()
     with torch.no_grad():
         peer.weights[0][0] = torch.inf
-    assert peer.set_aside() is None and peer.method.dropped_samples == 24 + 16
-    assert peer.values == peer.anchors == [0.0, 0.0] and peer.samples == (0, 0), "nor does such a weight stay"
+    assert peer.set_aside() is None
+    assert peer.method.dropped_samples == 24 + 16
+    assert peer.values == peer.anchors == [0.0, 0.0]
+    assert peer.samples == (0, 0), "nor does such a weight stay"
 
 
 def test_learning_rate_follows_swarm_samples():
-    rates, (peer, before) = {step: 2.0**-step for step in range(20)}, (Peer(DILOCO), 0.0)
+    peer = Peer(DILOCO)
+    before = 0.0
+    rates = {step: 2.0**-step for step in range(20)}
     peer.state.scheduler = LambdaLR(peer.state.optimizer, rates.get)
     peer.method.begin(8, 1)
     for peer.tracker.samples, step in ((0, 8), (7, 8), (8, 9), (20, 10), (24, 11), (32, 11), (1000, 11)):
@@ -111,74 +119,67 @@ def test_learning_rate_follows_swarm_samples():
         before = peer.values[0]
 
 
-@of(SYNC, OVERLAP)
+@of(SYNC, OVERLAP, DILOCO, STREAMING)
 @pytest.mark.parametrize("is_followed", [False, True])
-def test_empty_round_keeps_weights_and_optimizer(pace, is_followed):
-    peer = Peer(pace, make=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
-    peer.train()
-    peer.set_aside()
-    peer.end_with(1.0)
-    before = repr(peer.state.optimizer.state_dict()), peer.values
-    peer.train(gradient=0.0)
-    if not is_followed:
-        peer.set_aside()
-    peer.end_with(0.0, is_followed=is_followed, is_empty=True)
-    assert (repr(peer.state.optimizer.state_dict()), peer.values) == before
-    assert peer.samples == (0, 0) and peer.method.last_grad_norm is None
+def test_empty_round_changes_nothing(pace, is_followed):
+    def state():
+        outer = peer.method.outer if pace.has_local_steps else None
+        return repr(
+            [peer.state.optimizer.state_dict(), peer.values, outer and (outer.momentum, outer.anchor)]
+        )
 
-
-@of(DILOCO, STREAMING)
-@pytest.mark.parametrize("is_followed", [False, True])
-def test_empty_round_keeps_agreed_weights_and_momentum(pace, is_followed):
-    peer = Peer(replace(pace, outer_momentum=0.5))
+    peer = Peer(replace(pace, outer_momentum=0.5), make=ADAPTIVE["adamw"])
     for _ in range(2):
         peer.train()
         peer.set_aside()
         peer.end_with(1.0)
-    before = repr(peer.method.outer.momentum), peer.anchors, peer.values
+    before = state()
+    peer.gradients.expect_batch(8, 0.0, lend=False)
+    peer.train(gradient=0.0)
+    assert state() == before, "nor does its own step change anything"
     if not is_followed:
         peer.set_aside()
     peer.end_with(0.0, is_followed=is_followed, is_empty=True)
-    assert (repr(peer.method.outer.momentum), peer.anchors, peer.values) == before
-    assert peer.method.outer.rounds == 3, "the next fragment is due"
-
-
-def test_empty_own_step_keeps_weights():
-    peer = Peer(DILOCO, make=lambda params: torch.optim.AdamW(params, lr=0.1, weight_decay=0.5))
-    peer.train()
-    before = peer.values
-    peer.gradients.expect_batch(8, 0.0, lend=False)
-    peer.train(gradient=0.0)
-    assert peer.values == before and peer.samples == (16, 0)
+    assert state() == before
+    if pace.has_local_steps:
+        assert peer.method.outer.rounds == 3, "the next fragment is due"
+    else:
+        assert peer.samples == (0, 0)
+        assert peer.method.last_grad_norm is None
 
 
 @of(DILOCO, STREAMING)
 def test_pseudogradient_survives_failed_round(pace):
     peer = Peer(pace)
     peer.train(num_batches=3)
-    assert peer.set_aside()
+    peer.set_aside()
     peer.train(num_batches=2)
     for _ in range(2):  # a round may be tried more than once
         assert set(peer.contribution()) == {3.0}
-        with peer.gradients.averages.locked() as averages:
-            averages[0].fill_(math.nan)  # a round may leave anything there
+        peer.exchanged[0].fill_(math.nan)  # a round may leave anything there
     peer.method.take_back()
-    assert peer.values == [-5.0, -5.0] and peer.anchors == [0.0, 0.0] and peer.method.outer.rounds == 0
-    assert peer.samples == (40, 0) and peer.method.weight_aside == 0.0
+    assert peer.values == [-5.0, -5.0]
+    assert peer.anchors == [0.0, 0.0]
+    assert peer.method.outer.rounds == peer.method.weight_aside == 0
     for _ in range(2):
-        assert peer.set_aside() == (40, 40.0) and set(peer.contribution()) == {5.0}
+        assert peer.samples == (40, 0)
+        assert peer.set_aside() == (40, 40.0)
+        assert set(peer.contribution()) == {5.0}
         peer.method.take_back()
 
 
 @pytest.mark.parametrize("shape", [(2,), ()], ids=["values", "without dimensions"])
 def test_streaming_contributes_each_movement_once(shape):
-    peer, brought, counted = Peer(STREAMING, shape=shape), [0.0, 0.0], []
+    peer = Peer(STREAMING, shape=shape)
+    brought = [0.0, 0.0]
+    counted = []
     for count in range(6):
         peer.method.begin(2 * count, 1)
         [place] = peer.method.places
         assert place == count % 2, "fragments are exchanged in turn"
-        common = peer.method.outer.anchor[place], peer.method.outer.momentum[place]
-        assert all(one is other for one, other in zip(peer.method.held_in_common(), common, strict=True))
+        anchor, momentum = peer.method.held_in_common()
+        assert anchor is peer.method.outer.anchor[place]
+        assert momentum is peer.method.outer.momentum[place]
         peer.train()
         counted.append(peer.set_aside())
         peer.train(gradient=2.0)
@@ -195,16 +196,20 @@ def test_streaming_contributes_each_movement_once(shape):
 def test_partial_batch_is_held_until_reset():
     peer = Peer(DILOCO)
     peer.train(samples=4)
-    assert peer.set_aside() == (0, 0.0) and peer.contribution() == [0.0, 0.0]
+    assert peer.set_aside() == (0, 0.0)
+    assert peer.contribution() == [0.0, 0.0]
     peer.end_with(2.0)
-    assert peer.values == [-2.0, -2.0] and peer.samples == (4, 0)
+    assert peer.values == [-2.0, -2.0]
+    assert peer.samples == (4, 0)
     peer.train(samples=4)
     assert peer.values == [-3.0, -3.0], "its gradients are kept"
     peer.train(samples=3)
-    assert peer.set_aside() == (8, 8.0) and peer.samples == (11, 8)
+    assert peer.set_aside() == (8, 8.0)
+    assert peer.samples == (11, 8)
     peer.method.reset()
     peer.train(samples=4)
-    assert peer.samples == (4, 0) and peer.values == [-3.0, -3.0], "they were for other weights"
+    assert peer.samples == (4, 0)
+    assert peer.values == [-3.0, -3.0], "they were for other weights"
 
 
 @pytest.mark.parametrize(
@@ -215,7 +220,9 @@ def test_partial_batch_is_held_until_reset():
     ],
 )
 def test_last_round_exchanges_all_fragments(pace, max_steps, rounds):
-    peer, step, committed = Peer(pace, max_steps=max_steps), 0, []
+    peer = Peer(pace, max_steps=max_steps)
+    step = 0
+    committed = []
     while step < max_steps:
         peer.method.begin(step, 1)
         committed.append(peer.method.steps)
@@ -226,7 +233,8 @@ def test_last_round_exchanges_all_fragments(pace, max_steps, rounds):
         if step == max_steps:
             assert peer.method.places == range(2)
         peer.end_with(1.0)
-    assert committed == rounds and step == max_steps
+    assert committed == rounds
+    assert step == max_steps
     assert peer.values == peer.anchors, "what was trained during the last round is nobody's any more"
 
 
@@ -251,10 +259,12 @@ def drawn(seed):
 
 
 def test_outer_steps_match_torch():
-    outer, weights = OuterState(drawn(0), 0.7, 0.9), list(map(torch.nn.Parameter, drawn(0)))
+    outer = OuterState(drawn(0), 0.7, 0.9)
+    weights = list(map(torch.nn.Parameter, drawn(0)))
     theirs = torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
     for step in range(1, 9):
-        gradients, places = drawn(step), range(1, 3) if step % 2 else range(4)
+        gradients = drawn(step)
+        places = range(1, 3) if step % 2 else range(4)
         for place, weight in enumerate(weights):
             weight.grad = gradients[place] if place in places else None
         theirs.step()
@@ -279,11 +289,9 @@ def test_memory_layout_leaves_results_unchanged(pace):
         peer.train(samples=16)
         assert peer.set_aside()
         peer.method.load()
-        with peer.gradients.averages.locked() as averages:
-            brought += [averages[place].clone() for place in peer.method.places]
+        brought.append([tensor.clone() for tensor in peer.exchanged])
         peer.end_with(average)
-    half = len(brought) // 2
-    assert all(map(torch.equal, brought[:half], brought[half:]))
+    assert all(map(torch.equal, *brought))
     assert all(map(torch.equal, *(peer.weights for peer in peers)))
 
 
@@ -292,15 +300,13 @@ def test_memory_layout_leaves_results_unchanged(pace):
 def test_clipping_is_bit_exact(pace, norm, threads):
     """It follows from IEEE 754 alone, so any device and any number of threads gives the same bits."""
     torch.manual_seed(0)
-    size, before = 2 * NORM_VALUES + 7, torch.get_num_threads()
-    average, peer = torch.randn(size), Peer(pace, norm=norm, shape=(size,))
+    average = torch.randn(2 * NORM_VALUES + 7)
+    peer = Peer(pace, norm=norm, shape=average.shape)
     torch.set_num_threads(threads)
-    try:
-        peer.train()
-        peer.set_aside()
-        peer.end_with(average)
-    finally:
-        torch.set_num_threads(before)
+    peer.train()
+    peer.set_aside()
+    peer.end_with(average)
+    torch.set_num_threads(1)
     total = np.float32(math.sqrt(2 * math.fsum(value * value for value in average.tolist())))
     scale = min(np.float32(1.0), np.float32(1.0) / (total + np.float32(1e-6)) * np.float32(norm or math.inf))
     assert peer.method.last_grad_norm == total
@@ -312,15 +318,22 @@ def test_followed_round_drops_older_gradients(pace):
     peer = Peer(pace)
     peer.train(gradient=4.0)
     assert peer.set_aside() == (8, 8.0)
+    assert peer.values == ([-4.0, -4.0] if pace.is_background else [0.0, 0.0]), (
+        "where its gradient would move it"
+    )
     peer.train(gradient=6.0)
     peer.end_with(0.5)
-    assert peer.values == [-0.5, -0.5] and peer.samples == (8, 0)
-    assert peer.set_aside() and peer.contribution() == [6.0, 6.0]
+    assert peer.values == [-0.5, -0.5]
+    assert peer.samples == (8, 0)
+    assert peer.set_aside()
+    assert peer.contribution() == [6.0, 6.0]
     peer.method.take_back()
     peer.end_with(0.5, is_followed=True)
-    assert peer.values == [-1.0, -1.0] and peer.samples == (0, 0), "that was of older weights"
+    assert peer.values == [-1.0, -1.0]
+    assert peer.samples == (0, 0), "that was of older weights"
     peer.train(gradient=2.0)
-    assert peer.set_aside() == (8, 8.0) and peer.contribution() == [2.0, 2.0]
+    assert peer.set_aside() == (8, 8.0)
+    assert peer.contribution() == [2.0, 2.0]
 
 
 @of(DILOCO, STREAMING)
@@ -343,7 +356,8 @@ def test_failed_guess_restores_optimizer(name, monkeypatch):
     peer = Peer(OVERLAP, make=ADAPTIVE[name])
     peer.train()
     inner = peer.state.optimizer
-    step, before = inner.step, copy.deepcopy(inner.state_dict())
+    step = inner.step
+    before = copy.deepcopy(inner.state_dict())
 
     def runs_out():
         step()
@@ -372,14 +386,11 @@ def test_guess_leaves_no_trace(name, lend, num_batches, monkeypatch):
             peer.method.account(8)
             peer.set_aside()  # without lending, the gradients of the batch are still there
             peer.method.load()
-            with peer.gradients.averages.locked() as averages:
-                for average in averages:
-                    average.add_(torch.randn(average.shape))
+            for average in peer.exchanged:
+                average.add_(torch.randn(average.shape))
             peer.method.apply()
             for weight in peer.weights:
                 weight.grad = None
     assert all(map(torch.equal, waited.weights, ahead.weights))
-    for mine, theirs in zip(waited.weights, ahead.weights, strict=True):
-        ours, others = waited.state.optimizer.state[mine], ahead.state.optimizer.state[theirs]
-        assert ours.keys() == others.keys()
-        assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(others[key])) for key in ours)
+    states = [peer.state.optimizer.state_dict() for peer in (waited, ahead)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)

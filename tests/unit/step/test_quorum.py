@@ -13,8 +13,8 @@ HERE, BEHIND, FAR_BEHIND, AHEAD = (after(step) for step in (5, 4, 0, 6))
 ANOTHER_HISTORY = after(5, branch=b"!")
 
 
-def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, tries=0):
-    """Return the company of a peer at `HERE` that has sought a group for `missed_s` (None: it does not).
+def quorum_of(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, tries=0):
+    """Return the quorum of a peer at `HERE` that has sought a group for `missed_s` (None: it does not).
 
     `others` are names of peers that reported `HERE`, or reports.
     """
@@ -27,11 +27,11 @@ def company(*others, last_group=(), gone=(), solo_after_s=300.0, missed_s=None, 
 
 
 @pytest.mark.parametrize("history", [BEHIND, FAR_BEHIND, AHEAD, ANOTHER_HISTORY])
-def test_groupmates_share_history_or_last_round(history):
-    assert company("B", report("C", history)).expected == ["B"]
+def test_expected_peers_share_history_or_last_round(history):
+    assert quorum_of("B", report("C", history)).expected == ["B"]
     is_late = history.rank < HERE.rank  # however old its report is
-    assert company("B", report("C", history), last_group="C").expected == ["B", "C"][: 1 + is_late]
-    assert not company(report("B", history)).may_step_alone, "it is company wherever it is"
+    assert quorum_of("B", report("C", history), last_group="C").expected == ["B", "C"][: 1 + is_late]
+    assert not quorum_of(report("B", history)).may_step_alone, "it is company wherever it is"
 
 
 @pytest.mark.parametrize(
@@ -48,25 +48,36 @@ def test_groupmates_share_history_or_last_round(history):
 )
 def test_quorum_exceeds_vanished_members(others, vanished, quorum):
     group = others + vanished
-    there = company(*others, last_group=group)
-    assert there.size == quorum and there.vanished == set(vanished)
-    assert company(*others, *(report(name, after(2)) for name in "VWXYZ"), last_group=group).size == quorum
-    without_them = company(*others, last_group=others).size
-    assert company(*others, last_group=group, gone=vanished).size == without_them, "they said goodbye"
+    there = quorum_of(*others, last_group=group)
+    assert there.size == quorum
+    assert there.vanished == set(vanished)
+    assert quorum_of(*others, *(report(name, after(2)) for name in "VWXYZ"), last_group=group).size == quorum
+    without_them = quorum_of(*others, last_group=others).size
+    assert quorum_of(*others, last_group=group, gone=vanished).size == without_them, "they said goodbye"
 
 
 def test_peers_ahead_raise_quorum():
     """Otherwise peers whose reports show a round last could take a different path."""
     gone_on = [report(name, AHEAD, [HERE, AHEAD]) for name in "DE"]
-    assert company("B", "C", *gone_on).size == 3 and company("B", "C").size == 2
+    assert quorum_of("B", "C", *gone_on).size == 3
+    assert quorum_of("B", "C").size == 2
 
 
 @pytest.mark.parametrize("solo_after_s", [0.0, 300.0, math.inf])
-def test_peer_steps_alone_after_all_goodbyes(solo_after_s):
-    for last_group, gone in (("B", ""), ("BC", "B"), ("BC", "")):
-        assert not company(last_group=last_group, gone=gone, solo_after_s=solo_after_s).may_step_alone
-    for last_group, gone in (("", ""), ("B", "B"), ("BC", "BC")):
-        assert company(last_group=last_group, gone=gone, solo_after_s=solo_after_s).may_step_alone
+@pytest.mark.parametrize(
+    ("last_group", "gone", "may"),
+    [
+        ("", "", True),
+        ("B", "", False),
+        ("B", "B", True),
+        ("BC", "", False),
+        ("BC", "B", False),
+        ("BC", "BC", True),
+    ],
+)
+def test_peer_steps_alone_after_all_goodbyes(solo_after_s, last_group, gone, may):
+    there = quorum_of(last_group=last_group, gone=gone, solo_after_s=solo_after_s)
+    assert there.may_step_alone is may
 
 
 @pytest.mark.parametrize("others", ["B", ""], ids=["others there", "two vanished"])
@@ -83,6 +94,6 @@ def test_peer_steps_alone_after_all_goodbyes(solo_after_s):
 )
 def test_solo_steps_follow_configured_limit(others, solo_after_s, missed_s, tries, may):
     kept = {"solo_after_s": solo_after_s, "missed_s": missed_s, "tries": tries}
-    assert company(*others, last_group="BCD", gone="" if others else "B", **kept).may_step_alone is may
+    assert quorum_of(*others, last_group="BCD", gone="" if others else "B", **kept).may_step_alone is may
     is_over = missed_s is not None and missed_s >= solo_after_s
-    assert company(*"BCDE", last_group="BCDEFGH", **kept).size == (2 if is_over else 4)
+    assert quorum_of(*"BCDE", last_group="BCDEFGH", **kept).size == (2 if is_over else 4)

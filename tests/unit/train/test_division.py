@@ -30,7 +30,7 @@ class Reader:
         self._samples = iter(self.stream)
 
     def _divide(self, number, *, is_stream):
-        self.leases = Leases(Tracker(self.board), lambda: self.board.ledger, number, is_stream=is_stream)
+        self.leases = Leases(Tracker(self.board, "A"), lambda: self.board.ledger, number, is_stream=is_stream)
         return self.leases
 
     def train(self):
