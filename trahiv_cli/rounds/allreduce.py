@@ -39,12 +39,6 @@ from trahiv_cli.wire import digest_of_bytes
 # of a lossy codec in an earlier round are added (uniform8 loses up to 3 % of the norm a round).
 CLAIM_SLACK = 1.25
 
-# At the limit of an exchange its members break off one after the other. After this share of the limit, each
-# member blames the slowest sender that it has observed itself.
-NEARLY_OVER = 0.8
-
-CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows that one is enough from a good start
-
 
 def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
     """Return a message with a part; its checksum is in a field that hivemind leaves empty."""
@@ -134,7 +128,9 @@ class ExactAllReduce(AllReduceRunner):
         """Run the exchange, and yield the averages as they arrive; see `AllReduceRunner`."""
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(self._limit_s, self._run_out)
-        self._nearly_over_at = loop.time() + NEARLY_OVER * self._limit_s
+        # At the limit of an exchange its members break off one after the other. After this share of the
+        # limit, each member blames the slowest sender that it has observed itself.
+        self._nearly_over_at = loop.time() + 0.8 * self._limit_s
         try:
             async with contextlib.aclosing(super().run()) as averages:
                 async for average in averages:
@@ -483,7 +479,7 @@ def centered_clipping(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     values = torch.stack([part.float().flatten() for part in parts])
     center = values.median(dim=0).values
-    for _ in range(CLIPPING_ROUNDS):
+    for _ in range(5):  # the source shows that one is enough from a good start
         differences = values - center
         norms = torch.linalg.vector_norm(differences, dim=1)
         scale = torch.clamp(norms.median() / norms, max=1.0).nan_to_num(1.0)

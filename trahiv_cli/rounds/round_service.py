@@ -37,7 +37,7 @@ from trahiv_cli.rounds.averages import Averages
 from trahiv_cli.rounds.claims import Claim, Exchange, Outcome, judge
 from trahiv_cli.rounds.codecs import CODECS
 from trahiv_cli.rounds.matchmaking import GroupFinder
-from trahiv_cli.rounds.replay_log import STATES_KEPT, Header, Log, decoded
+from trahiv_cli.rounds.replay_log import Header, Log, decoded
 from trahiv_cli.rounds.vote import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
@@ -46,24 +46,14 @@ from trahiv_cli.wire import FEW_BYTES
 
 logger = get_logger(__name__)
 
-# A part may take PATIENCE times its expected time: at most MOST_PATIENCE_S at the members' usual rate, or at
-# most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. Thus many fast members do not exclude
-# a slow one, and a member that only claims to be slow is excluded after two such rounds. The whole exchange
-# has the same limits, without MOST_PATIENCE_S. Its usual rate is at least LOWEST_RATE, in bytes a second.
-PATIENCE = 4.0
-MOST_PATIENCE_S = 60.0
-SLOWEST_PATIENCE_S = 30.0
-LOWEST_RATE = 125_000.0
-
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
     """Return how many seconds a member may wait for a part of `part_bytes`; 0 if no member knows its rate.
 
     Each member sends `all_bytes` in total, part by part to one member after another.
     """
-    needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)
     rates = _link_rates(claims)
-    return _limit_s(needed, rates, MOST_PATIENCE_S) if rates else 0.0
+    return _limit_s(min(len(claims) * part_bytes, all_bytes), rates, most_s=60.0) if rates else 0.0
 
 
 def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float, timeout_s: float) -> float:
@@ -71,14 +61,21 @@ def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float
 
     It is at least `least_s`. By the usual rate it is at most half of `timeout_s`: the vote needs the rest.
     """
-    needed = PATIENCE * 2 * all_bytes
-    rates = _link_rates(claims) or [LOWEST_RATE]
-    return max(least_s, _limit_s(needed, rates, min(timeout_s / 2, needed / LOWEST_RATE)))
+    lowest = 125_000.0  # bytes a second, of the usual rate
+    rates = _link_rates(claims) or [lowest]
+    return max(least_s, _limit_s(2 * all_bytes, rates, most_s=timeout_s / 2, lowest_rate=lowest))
 
 
-def _limit_s(num_bytes: float, rates: Sequence[float], most_s: float) -> float:
-    usual_s = num_bytes / statistics.median_low(rates)
-    return max(min(most_s, usual_s), min(SLOWEST_PATIENCE_S, num_bytes / min(rates)))
+def _limit_s(num_bytes: float, rates: Sequence[float], *, most_s: float, lowest_rate: float = 0.0) -> float:
+    """Return four times the expected time of `num_bytes`, within limits; rates are in bytes a second.
+
+    It is at most `most_s` at the members' usual rate, or at most 30 s at the slowest member's, whichever is
+    longer. Thus many fast members do not exclude a slow one, and a member that only claims to be slow is
+    excluded after two such rounds.
+    """
+    needed = 4.0 * num_bytes
+    usual_s = needed / max(lowest_rate, statistics.median_low(rates))
+    return max(min(most_s, usual_s), min(30.0, needed / min(rates)))
 
 
 def _link_rates(claims: Mapping[str, Claim]) -> list[float]:
@@ -122,7 +119,9 @@ class RoundService(Service):
         self.averages.lock = dht.tensors_lock
         tensors = self.averages.tensors
         self.ballots = Ballots()
-        self._log = Log(STATES_KEPT * sum(tensor.nbytes for tensor in tensors))
+        # As much as a joiner downloads if Adam trains the tensors. An exchange fits between two steps, so no
+        # more arrives during the download.
+        self._log = Log(3 * sum(tensor.nbytes for tensor in tensors))
         self._residual: dict[int, torch.Tensor] = {}  # losses of codecs, by index of the tensor
         self._is_of_steps = False  # whether they are losses of local steps
         self._running: dict[bytes, asyncio.Future[ExactAllReduce]] = {}  # exchanges, by group id

@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.stepping import commits, of_one_weight, with_b
 from trahiv_cli.progress.pace import Pace, divide
-from trahiv_cli.rounds.claims import ROUND_TRIPS_S, Measured, Outcome, usual_rate
+from trahiv_cli.rounds.claims import Measured, Outcome, usual_rate
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.step.auto import DISTURBED_AT_MOST, LADDER, START_CODEC, Adaptation, idle_members
 
@@ -21,7 +21,7 @@ def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
     """Return the measurement of a peer whose exchanges are as fast as a link of `mbit` Mbit/s allows."""
     each_way = 2 * (num_peers - 1) / num_peers * VALUES / pace.num_fragments
     sent = round(each_way * BYTES_A_VALUE[pace.codec])
-    seconds = ROUND_TRIPS_S + 8 * sent / (mbit * 1e6)
+    seconds = 0.5 + 8 * sent / (mbit * 1e6)
     return Measured(samples_per_second, seconds, sent, sent, lowest_rate=mbit * 1e6 / 8)
 
 
