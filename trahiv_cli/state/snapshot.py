@@ -24,24 +24,16 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.proto import runtime_pb2
-from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.committed import NO_CHANGES, Changes
 from trahiv_cli.rounds.codecs import MAX_DIMENSIONS, read_tensor
 from trahiv_cli.shared_memory import KEEP_S
 from trahiv_cli.state.host_copies import aligned, host_values
-from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, unpacked
+from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, packed, unpacked
 
 CHUNK_BYTES = 256 * 1024  # lost when a stream breaks off: 0.1 s at 20 Mbit/s
 MAX_RANK = 2**62
-MAX_TIE_BYTES = 32
-MAX_SNAPSHOTS = 2  # kept by one peer at a time; each is as large as its encoded state
-SHARE_S = 5.0  # all joiners share a snapshot up to this age: they may not know how far this peer is
-# After a snapshot, the next one may begin only after `RESTS` times the time that it took. This is not a fixed
-# time, because a small state is copied in milliseconds, and a joiner of a fast swarm must not wait for it.
-RESTS = 10
-NO_CODEC: int = runtime_pb2.NONE
 
 Rank = tuple[int, bytes]  # orders states: a greater rank is further
 
@@ -107,7 +99,7 @@ class Manifest:
         """Return the packed manifest; equal manifests give equal bytes."""
         tensors = [[dtype, list(shape), codec, length] for dtype, shape, codec, length in self.tensors]
         content = [list(self.rank), self.metadata, CHUNK_BYTES, tensors, b"".join(self.checksums)]
-        return bytes(MSGPackSerializer.dumps(content))
+        return packed(content)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -127,7 +119,7 @@ class Manifest:
 def read_rank(data: object) -> Rank:
     """Parse an untrusted rank; raise ValueError if it is malformed."""
     match data:
-        case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
+        case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= 32:
             return size, tie
     raise ValueError("not the rank of a state")
 
@@ -203,7 +195,7 @@ def build_snapshot(
     for tensor, info in zip(tensors, infos, strict=True):
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-        used = NO_CODEC
+        used: int = runtime_pb2.NONE
         if is_plain(codec, info):
             own = (tensor if is_kept else tensor.clone()).contiguous()
             content.append(memoryview(own.view(-1).view(torch.uint8).numpy().data))
@@ -233,7 +225,7 @@ def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
     """Whether a tensor travels as its bytes in memory."""
     while isinstance(codec, AdaptiveCompressionBase):
         codec = codec.choose_compression(info)
-    return getattr(codec, "compression_type", None) == NO_CODEC
+    return getattr(codec, "compression_type", None) == runtime_pb2.NONE
 
 
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -250,7 +242,7 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
     for dtype, shape, codec, length in manifest.tensors:
         part = content[start : start + length]
         start += length
-        if codec == NO_CODEC:
+        if codec == runtime_pb2.NONE:
             tensors.append(_read_plain(part, dtype, shape))
         else:
             encoded = part.numpy().tobytes()
@@ -273,15 +265,16 @@ def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 
 
 class SnapshotCache:
-    """The snapshots that a peer gives away: at most two, each kept until no peer has used it for `KEEP_S`.
+    """The snapshots that a peer gives away: at most two, each kept until no peer has used it for `keep_s`.
 
-    A copy of the state delays the current training step. So peers that ask at about the same time get the
-    same snapshot, and a pause follows each copy. `make` copies and encodes the peer's state; it is never
-    called twice at a time. `StateService` makes one cache in the DHT's process and keeps it.
+    `make` copies and encodes the peer's state; it is never called twice at a time. A copy of the state delays
+    the current training step. So peers that ask at about the same time get the same snapshot, and a pause
+    follows each copy. `StateService` makes one cache in the DHT's process and keeps it.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[Snapshot]]) -> None:
+    def __init__(self, make: Callable[[], Awaitable[Snapshot]], keep_s: float = KEEP_S) -> None:
         self._make = make
+        self._keep_s = keep_s
         self._kept: dict[bytes, Snapshot] = {}  # by digest
         self._next: asyncio.Task[Snapshot] | None = None  # for all peers that ask until it is made
         self._rests_until = -math.inf
@@ -289,12 +282,12 @@ class SnapshotCache:
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
         """Return the snapshot with this digest (empty: any), else one of this rank or further.
 
-        The latter is at most `SHARE_S` old. If none is far enough, it is the next snapshot, of the step that
-        this peer has reached by then. While peers fetch both of two snapshots, it is the further one of
-        these. Raises the errors of `build_snapshot`.
+        The latter is at most five seconds old: joiners may not know how far this peer is. If none is far
+        enough, it is the next snapshot, of the step that this peer has reached by then. While peers fetch
+        both of two snapshots, it is the further one of these. Raises the errors of `build_snapshot`.
         """
         self.forget_unused()
-        young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= SHARE_S]
+        young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= 5.0]
         enough = [kept for kept in young if kept.manifest.rank >= rank]
         kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.manifest.rank, default=None)
         if kept is None:
@@ -310,14 +303,18 @@ class SnapshotCache:
         """Make a snapshot if there is room for it, and return the furthest one."""
         await asyncio.sleep(self._rests_until - time.monotonic())
         idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
-        if len(self._kept) >= MAX_SNAPSHOTS and idle:
+        has_room = len(self._kept) < 2  # each is as large as the encoded state
+        if not has_room and idle:
             del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
-        if len(self._kept) < MAX_SNAPSHOTS:
+            has_room = True
+        if has_room:
             began = time.monotonic()
             try:
                 made = await self._make()
             finally:
-                self._rests_until = time.monotonic() + RESTS * (time.monotonic() - began)
+                # Not a fixed time, because a small state is copied in milliseconds, and a joiner of a fast
+                # swarm must not wait for it.
+                self._rests_until = time.monotonic() + 10 * (time.monotonic() - began)
             kept = self._kept.setdefault(made.digest, made)
             kept.made_at = time.monotonic()
             self._touch(kept)
@@ -343,11 +340,11 @@ class SnapshotCache:
             self._touch(kept)
 
     def forget_unused(self) -> None:
-        """Drop snapshots that no peer has fetched from for `KEEP_S`."""
-        limit = time.monotonic() - KEEP_S
+        """Drop snapshots that no peer has fetched from for `keep_s`."""
+        limit = time.monotonic() - self._keep_s
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
     def _touch(self, kept: Snapshot) -> None:
         kept.used_at = time.monotonic()
-        asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)
+        asyncio.get_running_loop().call_later(self._keep_s + 1, self.forget_unused)

@@ -22,7 +22,7 @@ from hivemind.utils import MPFuture, MSGPackSerializer
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.members.records import disbelieve
 from trahiv_cli.progress.history import History
-from trahiv_cli.shared_memory import JoinerActivity, SharedNumber
+from trahiv_cli.shared_memory import JoinerActivity, SharedNumber, shared_bytes
 from trahiv_cli.state.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.state.peer_state import PeerState
 from trahiv_cli.state.snapshot import (
@@ -38,10 +38,6 @@ from trahiv_cli.state.snapshot import (
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.service import Service, ServiceHandle
 from trahiv_cli.wire import FEW_BYTES, unpacked
-
-COPY_S = 30.0  # limit for a donor's training process to copy its state
-REPORT_EVERY_S = 0.25
-ANSWER_S = 10.0  # the DHT's process may be silent this much longer than its three waits together
 
 Copy = tuple[dict[str, Any], torch.Tensor, list[CompressionInfo]]
 """Metadata of a state, its tensors in one buffer, and their infos; see `PeerState.copy`."""
@@ -60,9 +56,7 @@ class StateService(Service):
     codec: CompressionBase
     interest: JoinerActivity
     is_giving: SharedNumber = field(default_factory=lambda: SharedNumber(0))
-    progress: tuple[SharedNumber, ...] = field(
-        default_factory=lambda: tuple(SharedNumber(0) for _ in range(3))
-    )
+    progress: torch.Tensor = field(default_factory=lambda: shared_bytes(3 * 8).view(torch.int64))
 
     async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
         """Begin to work; see `Service.start`."""
@@ -73,8 +67,7 @@ class StateService(Service):
 
     def note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
         """Note the progress of a download, for the training process."""
-        for number, value in zip(self.progress, (num_bytes, total, num_donors), strict=True):
-            number.value = value
+        self.progress.copy_(torch.tensor([num_bytes, total, num_donors]))
 
     async def fetch_state(self, wanted: StateRequest) -> Fetched | None:
         """Fetch a state; see `StateExchange.fetch`."""
@@ -105,7 +98,7 @@ class StateService(Service):
         """Request a copy of the state from the training process, and encode it beside the event loop."""
         copy: MPFuture[Copy] = MPFuture()
         self._pipe.send(copy)
-        async with asyncio.timeout(COPY_S):
+        async with asyncio.timeout(30.0):
             metadata, flat, infos = await copy
         size, tie = metadata.pop("rank")
         state = (size, tie), MSGPackSerializer.dumps(metadata), views_of(flat, infos), infos
@@ -225,13 +218,14 @@ class StateExchange(ServiceHandle):
         changed_at = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                fetched = future.result(timeout=REPORT_EVERY_S)
+                fetched = future.result(timeout=0.25)
                 break
-            if (progress := [number.value for number in self._service.progress]) != told:
+            if (progress := self._service.progress.tolist()) != told:
                 told = progress
                 changed_at = time.monotonic()
                 report(*told)
-            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
+            longest_s = 3 * wanted.silence_s + 10.0  # the three waits of the DHT's process, with a margin
+            if not self.is_alive() or time.monotonic() - changed_at > longest_s:
                 raise RoundFailed("The DHT's process did not report the result of the download.")
         if fetched is None:
             return None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +17,8 @@ from tests.simulation.network import VirtualLoop
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.rounds.codecs import Half
 from trahiv_cli.shared_memory import shared_bytes
-from trahiv_cli.state import download, snapshot
-from trahiv_cli.state.download import Downloader, NobodyHas, StateRequest
+from trahiv_cli.state import snapshot
+from trahiv_cli.state.download import Downloader, NobodyHas, Pauses, StateRequest
 from trahiv_cli.state.host_copies import HostCopies
 from trahiv_cli.state.snapshot import CHUNK_BYTES, Manifest, StateOffer, build_snapshot, read_state
 
@@ -115,12 +116,15 @@ def test_bytes_contradicting_manifest_are_refused(entry):
         read_state(manifest, torch.full((8,), 2, dtype=torch.uint8))
 
 
+KEEP_S, SHARE_S, RESTS = 45.0, 5.0, 10
+
+
 class Giver:
     """A peer that gives its state at `step` of its run; a copy takes `takes_s` seconds."""
 
     def __init__(self, clock):
         self.clock, self.step, self.takes_s, self.made = clock, 1, 0.0, []
-        self.cache = snapshot.SnapshotCache(self.make)
+        self.cache = snapshot.SnapshotCache(self.make, keep_s=KEEP_S)
 
     async def make(self):
         self.clock.now += self.takes_s
@@ -154,20 +158,20 @@ async def test_snapshot_is_kept_while_fetched(clock, giver):
     first = await giver.find(1)
     giver.step = 7
     assert await giver.find(7, first.digest) is await giver.find(1) is first
-    assert (await giver.find(7, later_s=snapshot.SHARE_S)).manifest.rank == (7, b"")
-    clock.now += snapshot.KEEP_S - 1
+    assert (await giver.find(7, later_s=SHARE_S)).manifest.rank == (7, b"")
+    clock.now += KEEP_S - 1
     with giver.sending(first):
-        clock.now += snapshot.KEEP_S
+        clock.now += KEEP_S
         giver.cache.forget_unused()
     assert giver.keeps(first)
-    clock.now += snapshot.KEEP_S + 1
+    clock.now += KEEP_S + 1
     giver.cache.forget_unused()
     assert not giver.keeps(first), "nobody has fetched from it"
     same = await giver.find(7)
-    assert (await giver.find(1, later_s=snapshot.SHARE_S + 1)) is same, "nothing has changed"
+    assert (await giver.find(1, later_s=SHARE_S + 1)) is same, "nothing has changed"
     assert len(giver.made) == 4
     giver.step = 8
-    newest = await giver.find(1, later_s=snapshot.SHARE_S + 1)
+    newest = await giver.find(1, later_s=SHARE_S + 1)
     assert newest.manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
 
@@ -185,22 +189,22 @@ async def test_peer_rests_between_snapshots(clock, giver, monkeypatch):
     giver.takes_s = took
     for giver.step in range(1, 4):
         assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
-        assert clock.now == giver.step * took + (giver.step - 1) * snapshot.RESTS * took
-    clock.now += (since := snapshot.RESTS * took / 2)
+        assert clock.now == giver.step * took + (giver.step - 1) * RESTS * took
+    clock.now += (since := RESTS * took / 2)
     asking = [asyncio.create_task(giver.find(2**61)) for _ in range(50)]
     await sleep(0)
     for step, digest in ((1, b""), (9, (await giver.find(3)).digest)):
         assert (await giver.find(step, digest)).manifest.rank == (3, b"")
-    assert clock.now == 3 * took + 2 * snapshot.RESTS * took + since
+    assert clock.now == 3 * took + 2 * RESTS * took + since
     assert len({(await one).digest for one in asking}) == 1
-    assert clock.now == 4 * took + 3 * snapshot.RESTS * took and len(giver.made) == 4
+    assert clock.now == 4 * took + 3 * RESTS * took and len(giver.made) == 4
 
 
 @pytest.mark.parametrize("step", [1, -1], ids=["made", "failed"])
 @in_a_loop
-async def test_abandoned_snapshot_is_forgotten(monkeypatch, giver, step):
+async def test_abandoned_snapshot_is_forgotten(giver, step):
     errors = []
-    monkeypatch.setattr(snapshot, "KEEP_S", -1.0)
+    giver.cache = snapshot.SnapshotCache(giver.make, keep_s=-1.0)
     giver.step = step
     asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
     asking = asyncio.create_task(giver.find(1))
@@ -221,11 +225,11 @@ async def test_at_most_two_snapshots_are_kept(giver):
         with pytest.raises(RoundFailed):
             await giver.find(1)
     for giver.step in (1, 2, 3):
-        taken.append(await giver.find(giver.step, later_s=snapshot.SHARE_S))
+        taken.append(await giver.find(giver.step, later_s=SHARE_S))
     assert [giver.keeps(one) for one in taken] == [False, True, True]
     with giver.sending(taken[1]), giver.sending(taken[2]):
         giver.step = 4
-        assert await giver.find(4, later_s=snapshot.SHARE_S) is taken[2], "the furthest that there is"
+        assert await giver.find(4, later_s=SHARE_S) is taken[2], "the furthest that there is"
     assert (await giver.find(4)).manifest.rank == (4, b"")
 
 
@@ -241,10 +245,7 @@ def noise(seed=0, rank=STEP_1, chunks=CHUNKS):
 GIVEN = noise()
 
 
-@pytest.fixture(autouse=True)
-def _nobody_waits(monkeypatch):
-    for name in ("OTHERS_S", "PAUSE_S", "IDLE_S"):
-        monkeypatch.setattr(download, name, 0.005)
+SHORT = Pauses(others_s=0.005, broken_s=0.005, idle_s=0.005)
 
 
 class Donor:
@@ -261,12 +262,12 @@ class Donor:
 class Donors:
     """Donors by name, the downloader that fetches from them, and its reports of progress."""
 
-    def __init__(self, donors, own=None):
+    def __init__(self, donors, own=None, pauses=SHORT):
         async def own_snapshot():
             return own or noise(seed=9, rank=STEP_0)
 
         self.donors, self.told = donors, []
-        self.downloader = Downloader(self, own_snapshot, lambda *news: self.told.append(news))
+        self.downloader = Downloader(self, own_snapshot, lambda *news: self.told.append(news), pauses)
 
     async def download(self, own_rank=STEP_0, rank=STEP_1, silence_s=0.2, limit_bytes=2**30):
         wanted = StateRequest(tuple(self.donors), rank, own_rank, limit_bytes, silence_s)
@@ -330,13 +331,13 @@ def test_majority_state_wins_unless_too_old():
         assert (donors["L"].sent == 0) == (expected is GIVEN)
 
 
-def test_late_donor_is_asked_again_and_helps(monkeypatch):
-    monkeypatch.setattr(download, "OTHERS_S", 1.0)
+def test_late_donor_is_asked_again_and_helps():
+    pauses = replace(SHORT, others_s=1.0)
     other, further = (noise(seed=seed, rank=(seed, b"")) for seed in (1, 2))
     donors = {"L": Donor(other), "A": Donor(GIVEN, takes_s=0.9), "B": Donor(GIVEN, takes_s=0.6)}
     donors["C"] = Donor(GIVEN, further, takes_s=1.2)  # it has moved on
     with asyncio.Runner(loop_factory=VirtualLoop) as loop:
-        fetched = loop.run(Donors(donors).download(rank=STEP_2, silence_s=9.0))
+        fetched = loop.run(Donors(donors, pauses=pauses).download(rank=STEP_2, silence_s=9.0))
     assert is_whole(fetched, GIVEN) and fetched.donor == "A", "the first of those that were named"
     asked_again = [STEP_2, STEP_1]  # so that it copies no other state than the others'
     assert [donor.asked for donor in donors.values()] == [asked_again, [STEP_2], [STEP_2], asked_again]
@@ -345,10 +346,10 @@ def test_late_donor_is_asked_again_and_helps(monkeypatch):
 
 @pytest.mark.parametrize("how", ["breaks off", "dies", "hangs", "damages", "lies"])
 @pytest.mark.parametrize("fails_at", [1, 7, CHUNKS - 1])
-def test_failing_donor_is_replaced(how, fails_at, monkeypatch):
-    monkeypatch.setattr(download, "QUIET_S", 0.05)
+def test_failing_donor_is_replaced(how, fails_at):
+    pauses = replace(SHORT, quiet_s=0.05)
     donors = {"A": Donor(GIVEN, fails_at=fails_at, how=how), "B": Donor(GIVEN, pace_s=0.001)}
-    assert is_whole(asyncio.run((swarm := Donors(donors)).download(silence_s=2.0)), GIVEN)
+    assert is_whole(asyncio.run((swarm := Donors(donors, pauses=pauses)).download(silence_s=2.0)), GIVEN)
     assert donors["A"].sent + donors["B"].sent <= 1.3 * CHUNKS
     if how == "damages":
         assert donors["A"].sent == swarm.told[-1][2] == 1, "it is not asked again, nor counted"
