@@ -27,6 +27,7 @@ from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, PerTensorCompression
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto.averaging_pb2 import AveragingData
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
 from trahiv_cli.net.streams import UNREACHABLE
@@ -40,13 +41,13 @@ from trahiv_cli.wire import digest_of_bytes
 CLAIM_SLACK = 1.25
 
 
-def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
+def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> AveragingData:
     """Return a message with a part; its checksum is in a field that hivemind leaves empty."""
     checksum = digest_of_bytes(part.buffer)
-    return averaging_pb2.AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
+    return AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
 
 
-def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor | None:
+def checked(message: AveragingData, peer: PeerID) -> torch.Tensor | None:
     """Decode a part; None if its bytes are no tensor. Raises `BrokenPart` if the checksum does not match."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
@@ -105,7 +106,7 @@ class ExactAllReduce(AllReduceRunner):
         self.is_sure = False  # see `Vote`
         self.is_late = False
         self.sent = self.received = 0  # bytes of encoded parts
-        self._encoded: dict[int, asyncio.Future[averaging_pb2.AveragingData]] = {}
+        self._encoded: dict[int, asyncio.Future[AveragingData]] = {}
         self._averages: list[list[runtime_pb2.Tensor]] = [[] for _ in self.ordered_peer_ids]
         used = {peer: claim for peer, claim in claims.items() if peer not in left_out}
         # The losses of a lossy codec: of this peer's contribution, and of the averages of its own share. The
@@ -238,7 +239,7 @@ class ExactAllReduce(AllReduceRunner):
         if self.should_delay_results(self.peer_id):
             await done_sending.wait()
 
-        def decode(message: averaging_pb2.AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor, float]:
+        def decode(message: AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor, float]:
             if message.code != averaging_pb2.AVERAGED_PART:
                 raise BrokenOff(f"peer {peer_id} broke the round off")
             self.received += len(message.tensor_part.buffer)
@@ -263,10 +264,10 @@ class ExactAllReduce(AllReduceRunner):
                 raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
             yield average, encoded
 
-    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[AveragingData]:
         parts = enumerate(self._container._input_parts_by_peer[peer_index])
 
-        def encode(item: tuple[int, tuple[torch.Tensor, CompressionInfo]]) -> averaging_pb2.AveragingData:
+        def encode(item: tuple[int, tuple[torch.Tensor, CompressionInfo]]) -> AveragingData:
             part_index, (part, info) = item
             encoded = self._compression.compress(part, info)
             if self.lost is not None:
@@ -288,11 +289,11 @@ class ExactAllReduce(AllReduceRunner):
     # -- as a reducer --------------------------------------------------------------------------------
 
     async def _accumulate_parts_streaming(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        self, stream: AsyncIterator[AveragingData], sender_index: int
+    ) -> AsyncIterator[AveragingData]:
         sender = self.sender_peer_ids[sender_index]
 
-        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor | None:
+        def decode(message: AveragingData) -> torch.Tensor | None:
             self.received += len(message.tensor_part.buffer)
             return checked(message, sender)
 
@@ -314,13 +315,13 @@ class ExactAllReduce(AllReduceRunner):
             if part_index != self.tensor_part_reducer.num_parts:
                 await self._ban_sender(sender)
 
-    async def _encode(self, part_index: int, average: torch.Tensor) -> averaging_pb2.AveragingData:
+    async def _encode(self, part_index: int, average: torch.Tensor) -> AveragingData:
         """Encode the average of one part of this peer's share, once for the whole group.
 
         hivemind cancels the handler of a member that hangs up, but the other members still need the part.
         """
 
-        def encode() -> averaging_pb2.AveragingData:
+        def encode() -> AveragingData:
             part = self._compression.compress(average, self._infos[part_index])
             return message_of(averaging_pb2.AVERAGED_PART, part)
 

@@ -73,10 +73,9 @@ class Measured:
     def from_wire(cls, data: object) -> Measured:
         """Decode the result of `to_wire`, or raise `ValueError`."""
         match data:
-            case [float(), float(), float(), float(), float()] if all(
+            case [float(speed), float(seconds), float(sent), float(received), float(lowest)] if all(
                 math.isfinite(value) and 0 <= value < 1e15 for value in data
             ):
-                speed, seconds, sent, received, lowest = data
                 return cls(speed, seconds, int(sent), int(received), lowest)
         raise ValueError("not a measurement")
 

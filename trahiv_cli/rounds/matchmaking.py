@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import math
 import time
@@ -26,7 +25,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.dht import DHTID
 from hivemind.p2p import P2PHandlerError, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.proto.averaging_pb2 import MessageFromLeader
+from hivemind.proto.averaging_pb2 import JoinRequest, MessageFromLeader
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.crypto import RSAPrivateKey
@@ -35,7 +34,7 @@ from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.records import peer_from, sign, verified
 from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.rounds.claims import Claim
-from trahiv_cli.rounds.vote import Vote
+from trahiv_cli.rounds.vote import Vote, wait_at_most
 
 logger = get_logger(__name__)
 
@@ -289,11 +288,6 @@ class GroupFinder:
         self._turn.set()
         self._turn = asyncio.Event()
 
-    async def _wait_for_change(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation
-                await self._turn.wait()
-
     # -- leading -------------------------------------------------------------------------------------
 
     async def _lead(self, search: Search) -> GroupInfo | None:
@@ -329,12 +323,10 @@ class GroupFinder:
                 self._wake()
                 return None
             until = give_up if search.followers else min(give_up, lonely_until)
-            await self._wait_for_change(until - time.monotonic())
+            await wait_at_most(self._turn, until - time.monotonic())
         return None
 
-    async def admit(
-        self, request: averaging_pb2.JoinRequest, peer: PeerID
-    ) -> AsyncIterator[MessageFromLeader]:
+    async def admit(self, request: JoinRequest, peer: PeerID) -> AsyncIterator[MessageFromLeader]:
         """Let a peer into the group that this one leads, or refuse it, perhaps with another peer to ask.
 
         Yields ACCEPTED at once, because the peer may wait here. Then yields BEGIN_ALLREDUCE with the group,
@@ -347,7 +339,7 @@ class GroupFinder:
             if time.monotonic() >= closes:
                 yield MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
                 return
-            await self._wait_for_change(closes - time.monotonic())
+            await wait_at_most(self._turn, closes - time.monotonic())
         follower = self._let_in(search, peer, request)
         if not isinstance(follower, Follower):
             yield follower
@@ -372,9 +364,7 @@ class GroupFinder:
                 del search.followers[peer]
                 self._wake()
 
-    def _let_in(
-        self, search: Search, peer: PeerID, request: averaging_pb2.JoinRequest
-    ) -> Follower | MessageFromLeader:
+    def _let_in(self, search: Search, peer: PeerID, request: JoinRequest) -> Follower | MessageFromLeader:
         """Return the peer as a follower, or a message that refuses it and may suggest another leader."""
         if self.blame.is_excluded(peer):
             return MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
@@ -414,7 +404,7 @@ class GroupFinder:
             await cancel_and_wait(asked)
 
     async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | PeerID | None:
-        request = averaging_pb2.JoinRequest(
+        request = JoinRequest(
             schema_hash=search.schema,
             client_mode=self._is_client,
             gather=search.statement,

@@ -48,7 +48,7 @@ class Header:
         raise ValueError("not the record of a round")
 
 
-Parts = tuple[runtime_pb2.Tensor, ...]  # an encoded average: pieces of one tensor after the other
+Parts = Sequence[runtime_pb2.Tensor]  # an encoded average: pieces of one tensor after the other
 
 
 class Log:
@@ -71,7 +71,7 @@ class Log:
         return self._records.get(after)
 
 
-def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def decoded(parts: Parts, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Decode an average, one tensor at a time, to new float32 tensors on the CPU with the shapes of `like`.
 
     Raises:
@@ -91,6 +91,12 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
         yield whole.view(tensor.shape)
     if any(map(len, waiting)):
         raise ValueError("a part that belongs to no tensor")
+
+
+def copy_average(parts: Parts, tensors: Sequence[torch.Tensor]) -> None:
+    """Decode an average into tensors; see `decoded`."""
+    for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
+        tensor.copy_(value)
 
 
 def _values_of(part: runtime_pb2.Tensor) -> torch.Tensor:

@@ -24,7 +24,14 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES, AllreduceException
 from hivemind.compression import CompressionBase
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import (
+    BAD_GROUP_ID,
+    AveragingData,
+    DownloadData,
+    JoinRequest,
+    MessageFromLeader,
+)
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter, enter_asynchronously
 
@@ -37,7 +44,7 @@ from trahiv_cli.rounds.averages import Averages
 from trahiv_cli.rounds.claims import Claim, Exchange, Outcome, judge
 from trahiv_cli.rounds.codecs import CODECS
 from trahiv_cli.rounds.matchmaking import GroupFinder
-from trahiv_cli.rounds.replay_log import Header, Log, decoded
+from trahiv_cli.rounds.replay_log import Header, Log, Parts, copy_average, decoded
 from trahiv_cli.rounds.vote import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
@@ -159,7 +166,7 @@ class RoundService(Service):
         """
         async with self._preparing:
             loop = asyncio.get_running_loop()
-            norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
+            norm = await asyncio.to_thread(self._prepare_contribution, exchange)
             claim = replace(claim, is_client=self.is_client, norm=norm)
             self._is_settled.clear()
             self._looking = loop.create_task(self.finder.look_for_group(claim.to_bytes(), deadline))
@@ -218,24 +225,21 @@ class RoundService(Service):
                     pass  # until the vote it keeps the parts encoded: less memory than a second copy
                 took_s = loop.time() - started
                 parts = runner.encoded_averages
-                average = decoded(parts, tensors)
-                schema = self.finder.schema
-                proof = await loop.run_in_executor(None, proof_of, average, gathered, schema)
+                proof = await self._proof(parts, tensors, gathered)
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
                 vote = Vote(reason=str(failure) or type(failure).__name__)
                 if runner:
-                    is_sure, is_late = runner.is_sure, runner.is_late
-                    vote = replace(vote, blames=runner.blamed, is_sure=is_sure, is_late=is_late)
+                    blame = {"blames": runner.blamed, "is_sure": runner.is_sure, "is_late": runner.is_late}
+                    vote = replace(vote, **blame)
                 self._running[group_info.group_id].cancel()  # else callers would wait for a runner
             quorum = claims[self._p2p.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
             if not decision.is_committed:
                 raise NotCommitted(decision.reason, vote.digest, sum(outcome.samples.values()))
             assert runner is not None  # else there would be no digest to commit
-            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
-                tensor.copy_(value)
+            copy_average(parts, tensors)
             for place in exchange.places:
                 self._residual.pop(place, None)
             self._residual |= dict(zip(exchange.places, runner.lost or (), strict=False))
@@ -254,6 +258,10 @@ class RoundService(Service):
             parts_sent=runner.sent,
             parts_received=runner.received,
         )
+
+    async def _proof(self, parts: Parts, tensors: Sequence[torch.Tensor], gathered: Sequence[bytes]) -> bytes:
+        """Return the proof of an average of such tensors, which the group of these claims would vote for."""
+        return await asyncio.to_thread(proof_of, decoded(parts, tensors), gathered, self.finder.schema)
 
     def _exchanged(
         self, all_tensors: Sequence[torch.Tensor], exchange: Exchange, outcome: Outcome
@@ -278,9 +286,7 @@ class RoundService(Service):
         reducer_timeout = max(options.reducer_timeout, 2 * needed_s)
         bandwidths = [0.0 if claim.is_client else None for claim in claims.values()]
         size = sum(tensor.numel() for tensor in tensors)
-        fractions = await asyncio.get_running_loop().run_in_executor(
-            None, load_balance_peers, size, bandwidths, options.min_vector_size
-        )
+        fractions = await asyncio.to_thread(load_balance_peers, size, bandwidths, options.min_vector_size)
         runner = ExactAllReduce(
             claims=claims,
             left_out=left_out,
@@ -304,15 +310,15 @@ class RoundService(Service):
         return runner
 
     async def rpc_join_group(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        self, request: JoinRequest, context: P2PContext
+    ) -> AsyncIterator[MessageFromLeader]:
         """Let a peer into the group that this one leads, or refuse it; see `GroupFinder.admit`."""
         async for message in self.finder.admit(request, context.remote_id):
             yield message
 
     async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        self, stream: AsyncIterator[AveragingData], context: P2PContext
+    ) -> AsyncIterator[AveragingData]:
         """Reduce a member's parts; answer BAD_GROUP_ID to a peer of another group.
 
         A member may know the group before this peer does: it waits as long as this peer looks for one.
@@ -321,7 +327,7 @@ class RoundService(Service):
             if first.group_id not in self._running:
                 await self._is_settled.wait()
             if (running := self._running.get(first.group_id)) is None:
-                yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+                yield AveragingData(code=BAD_GROUP_ID)
                 return
             runner = await running
             async for message in runner.rpc_aggregate_part(achain(as_aiter(first), stream), context):
@@ -345,13 +351,11 @@ class RoundService(Service):
         return decision
 
     async def _exchange_votes(self, group_id: bytes, peer: PeerID, call: Call) -> Sequence[bytes]:
-        request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=call.to_bytes())
+        request = JoinRequest(schema_hash=group_id, gather=call.to_bytes())
         answer = await self.stub(peer).rpc_vote(request, timeout=2 * self.options.sender_timeout)
         return tuple(answer.gathered)
 
-    async def rpc_vote(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> averaging_pb2.MessageFromLeader:
+    async def rpc_vote(self, request: JoinRequest, context: P2PContext) -> MessageFromLeader:
         """Receive a member's vote; answer when this peer knows all votes of the round (see `Ballot.answer`).
 
         A caller whose group this peer does not know yet waits for it, in one call at a time.
@@ -360,7 +364,7 @@ class RoundService(Service):
         ballot = await self.ballots.find(request.schema_hash, peer, self.options.sender_timeout)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
         self.finder.blame.note_call(peer)  # it is alive, even if its slow link made it late
-        return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
+        return MessageFromLeader(group_id=request.schema_hash, gathered=answer)
 
     # -- replay of a round that this peer missed -----------------------------------------------------
 
@@ -374,7 +378,7 @@ class RoundService(Service):
 
     async def _replayed(self, donor: PeerID, exchange: Exchange, silence_s: float) -> Outcome | None:
         async with asyncio.timeout(silence_s):
-            stream = await self.stub(donor).rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
+            stream = await self.stub(donor).rpc_replay(DownloadData(metadata=exchange.after))
         async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
             if not (first := await anext(messages)).metadata:
                 return None
@@ -393,27 +397,21 @@ class RoundService(Service):
                 missing -= len(parts[-1].buffer)
             if missing:
                 raise ValueError("parts of another size than announced")
-        loop = asyncio.get_running_loop()
-        schema = self.finder.schema
-        average = decoded(parts, tensors)
-        if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
+        if header.proof != await self._proof(parts, tensors, header.gathered):
             raise ValueError("another average than its proof says, or a round of other rules")
         async with enter_asynchronously(self.averages.locked()):
-            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
-                tensor.copy_(value)
+            copy_average(parts, tensors)
         return replace(outcome, proof=header.proof)
 
-    async def rpc_replay(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def rpc_replay(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Send the round that continued a history; send nothing if this peer does not keep it."""
         self.finder.blame.note_call(context.remote_id)
         if (kept := self._log.find(request.metadata)) is not None:
             header, parts = kept
-            yield averaging_pb2.DownloadData(metadata=header.to_wire())
+            yield DownloadData(metadata=header.to_wire())
             for part in parts:
                 self.interest.note()
-                yield averaging_pb2.DownloadData(tensor_part=part)
+                yield DownloadData(tensor_part=part)
 
 
 # -- in the training process -----------------------------------------------------------------------

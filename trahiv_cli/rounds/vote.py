@@ -144,6 +144,13 @@ def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote],
     return Decision(len(agree) >= needed, reason, votes)
 
 
+async def wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event for a limited time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation
+            await event.wait()
+
+
 class Ballot:
     """The votes of one round. Their signatures cover the claims that its members made before it.
 
@@ -251,9 +258,7 @@ class Ballot:
             left_s = (self._grace_s if is_short else self._limit_s) - (loop.time() - began)
             if is_over or left_s <= 0:
                 break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._has_changed.wait()
+            await wait_at_most(self._has_changed, left_s)
         self._is_undone = not is_decided
         self._is_settled.set()
         for call in calls:  # they end by themselves; nothing needs their answers any more
@@ -276,9 +281,7 @@ class Ballot:
             bytes for a vote that is unknown or does not count.
         """
         self.cast(caller, call.vote)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limit_s):
-                await self._is_settled.wait()
+        await wait_at_most(self._is_settled, self._limit_s)
         heard = {peer: self._statements[peer] for peer in self.standing()}
         digests = {peer: digest_of_statement(statement) for peer, statement in heard.items()}
         if not call.wanted:

@@ -149,6 +149,15 @@ class Snapshot:
     used_at: float = 0.0
     num_streams: int = 0
 
+    def note_state(self) -> None:
+        """Record that the peer has this state now."""
+        self.made_at = time.monotonic()
+
+    def note_use(self, new_streams: int = 0) -> None:
+        """Record that another peer uses the snapshot now, and that streams of it begin or end."""
+        self.num_streams += new_streams
+        self.used_at = time.monotonic()
+
     def chunk(self, index: int) -> bytes:
         """Return one chunk of the encoded bytes."""
         return _joined(self.content, self.starts, self.manifest.span(index))
@@ -206,7 +215,7 @@ def build_snapshot(
         name = str(tensor.dtype).removeprefix("torch.")
         entries.append((name, tuple(tensor.shape), used, len(content[-1])))
     *starts, num_bytes = itertools.accumulate(map(len, content), initial=0)
-    chunks = (slice(at, min(at + CHUNK_BYTES, num_bytes)) for at in range(0, num_bytes, CHUNK_BYTES))
+    chunks = (slice(at, at + CHUNK_BYTES) for at in range(0, num_bytes, CHUNK_BYTES))
     checksums = tuple(digest_of_bytes(_joined(content, starts, chunk)) for chunk in chunks)
     manifest = Manifest(rank, metadata, tuple(entries), checksums)
     described = manifest.to_bytes()
@@ -316,7 +325,7 @@ class SnapshotCache:
                 # swarm must not wait for it.
                 self._rests_until = time.monotonic() + 10 * (time.monotonic() - began)
             kept = self._kept.setdefault(made.digest, made)
-            kept.made_at = time.monotonic()
+            kept.note_state()
             self._touch(kept)
         return max(self._kept.values(), key=lambda kept: kept.manifest.rank)
 
@@ -328,7 +337,7 @@ class SnapshotCache:
         """
         if (kept := self._kept.get(digest)) is None:
             return
-        kept.num_streams += 1
+        kept.note_use(1)
         try:
             described = kept.described if stop == 0 else b""
             for at in range(0, len(described), CHUNK_BYTES):
@@ -336,8 +345,7 @@ class SnapshotCache:
             for index in range(max(start, 0), min(stop, len(kept.manifest.checksums))):
                 yield kept.chunk(index)
         finally:
-            kept.num_streams -= 1
-            self._touch(kept)
+            self._touch(kept, -1)
 
     def forget_unused(self) -> None:
         """Drop snapshots that no peer has fetched from for `keep_s`."""
@@ -345,6 +353,6 @@ class SnapshotCache:
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
-    def _touch(self, kept: Snapshot) -> None:
-        kept.used_at = time.monotonic()
+    def _touch(self, kept: Snapshot, new_streams: int = 0) -> None:
+        kept.note_use(new_streams)
         asyncio.get_running_loop().call_later(self._keep_s + 1, self.forget_unused)

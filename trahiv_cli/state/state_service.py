@@ -16,7 +16,8 @@ from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows 
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MPFuture, MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
@@ -37,7 +38,7 @@ from trahiv_cli.state.snapshot import (
 )
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.service import Service, ServiceHandle
-from trahiv_cli.wire import FEW_BYTES, unpacked
+from trahiv_cli.wire import FEW_BYTES, packed, unpacked
 
 Copy = tuple[dict[str, Any], torch.Tensor, list[CompressionInfo]]
 """Metadata of a state, its tensors in one buffer, and their infos; see `PeerState.copy`."""
@@ -91,7 +92,7 @@ class StateService(Service):
                 yield message.tensor_part.buffer
 
     async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
-        request = averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(list(content)))
+        request = DownloadData(metadata=packed(list(content)))
         return await getattr(self.stub(PeerID.from_base58(donor)), rpc)(request)
 
     async def _make_snapshot(self) -> Snapshot:
@@ -102,11 +103,9 @@ class StateService(Service):
             metadata, flat, infos = await copy
         size, tie = metadata.pop("rank")
         state = (size, tie), MSGPackSerializer.dumps(metadata), views_of(flat, infos), infos
-        return await asyncio.get_running_loop().run_in_executor(None, build_snapshot, *state, self.codec)
+        return await asyncio.to_thread(build_snapshot, *state, self.codec)
 
-    async def rpc_offer_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> averaging_pb2.DownloadData:
+    async def rpc_offer_state(self, request: DownloadData, context: P2PContext) -> DownloadData:
         """Return the offer of the snapshot that this peer gives; an empty message if it gives none."""
         del context
         match unpacked(request.metadata):
@@ -115,12 +114,10 @@ class StateService(Service):
                 self.interest.note()  # before the state is copied, so that no round after it is missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
-                return averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(offer))
-        return averaging_pb2.DownloadData()
+                return DownloadData(metadata=packed(offer))
+        return DownloadData()
 
-    async def rpc_send_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def rpc_send_state(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Send chunks of a snapshot, or its manifest; nothing if it is not kept any more."""
         del context
         match unpacked(request.metadata):
@@ -129,7 +126,7 @@ class StateService(Service):
                     for piece in pieces:
                         self.interest.note()
                         part = runtime_pb2.Tensor(buffer=piece)
-                        yield averaging_pb2.DownloadData(tensor_part=part)
+                        yield DownloadData(tensor_part=part)
 
 
 # -- in the training process -----------------------------------------------------------------------
