@@ -44,9 +44,8 @@ from trahiv_cli import clock
 from trahiv_cli.assets import export
 from trahiv_cli.net import streams
 from trahiv_cli.net.borrowed import crypto
-from trahiv_cli.progress import leases
+from trahiv_cli.progress import committed, leases
 from trahiv_cli.progress.ledger import Spans
-from trahiv_cli.state import host_copies
 from trahiv_cli.swarm import service
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 
@@ -191,7 +190,7 @@ class World:
         threads = SimpleNamespace(**vars(threading) | {"Lock": lock, "RLock": reentrant})
         patches: list[tuple[Any, str, Any]] = [
             (progress_tracker, "threading", threads),
-            (host_copies, "threading", threads),
+            (committed, "threading", threads),
             (leases, "threading", threads),
             (service, "switch_to_uvloop", partial(Loop, strands)),
             # Processes set these for themselves; here one process is all of them.
