@@ -164,6 +164,7 @@ class Blame:
             del self._points[peer]
 
 
+@dataclass(eq=False)
 class GroupFinder:
     """Finds a group for each round, in the DHT's process.
 
@@ -172,26 +173,17 @@ class GroupFinder:
     so it never leads.
     """
 
-    def __init__(
-        self,
-        stub: Callable[[PeerID], Any],
-        peer_id: PeerID,
-        key: RSAPrivateKey,
-        *,
-        prefix: str,
-        tensors_schema: bytes,
-        is_client: bool,
-        patience_s: float,
-        request_timeout: float,
-    ) -> None:
-        self._stub = stub
-        self._own_id = peer_id
-        self._key = key
-        self._prefix = prefix
-        self._tensors_schema = self.schema = tensors_schema
-        self._is_client = is_client
-        self._patience_s = patience_s
-        self._request_timeout = request_timeout
+    stub: Callable[[PeerID], Any]
+    peer_id: PeerID
+    key: RSAPrivateKey
+    prefix: str
+    tensors_schema: bytes
+    is_client: bool
+    patience_s: float
+    request_timeout: float
+
+    def __post_init__(self) -> None:
+        self.schema = self.tensors_schema
         self._expected: tuple[PeerID, ...] = ()
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
@@ -212,15 +204,15 @@ class GroupFinder:
         self._expected = tuple(peers)
         self._clients = frozenset(clients)
         self._quorum = quorum
-        self.schema = self._tensors_schema + schema_suffix
+        self.schema = self.tensors_schema + schema_suffix
         self._wake()
 
     def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
         """Return a peer's claim for a schema (None: this peer's); `ValueError` if it did not sign it."""
-        return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
+        return Claim.parse(verified(statement, peer, self._about(schema or self.schema)))
 
     def _about(self, schema: bytes) -> bytes:
-        return b"trahiv: a claim in %s for %s" % (self._prefix.encode(), schema)
+        return b"trahiv: a claim in %s for %s" % (self.prefix.encode(), schema)
 
     # -- looking for a group -------------------------------------------------------------------------
 
@@ -230,9 +222,9 @@ class GroupFinder:
         `deadline` is in the swarm's time. `claim` is this peer's `Claim` in bytes.
         """
         schema = self.schema
-        statement = sign(self._key, self._about(schema), claim)
+        statement = sign(self.key, self._about(schema), claim)
         if self._quorum == 1:
-            return GroupInfo(DHTID.generate().to_bytes(), (self._own_id,), (statement,))
+            return GroupInfo(DHTID.generate().to_bytes(), (self.peer_id,), (statement,))
         async with self._one_at_a_time:
             left_s = deadline - swarm_time()
             self._search = search = Search(schema, statement, asyncio.get_running_loop().create_future())
@@ -254,7 +246,7 @@ class GroupFinder:
             found = None
             if leader is None:
                 search.refused.clear()
-            elif leader == self._own_id:
+            elif leader == self.peer_id:
                 found = await self._lead(search)
             else:
                 found = await self._follow(search, leader)
@@ -271,12 +263,12 @@ class GroupFinder:
         Suspects come last. If they were left out, two peers that suspect each other would each lead alone.
         The last answer may have `suggested` a leader, perhaps this peer itself.
         """
-        own = self._own_id
+        own = self.peer_id
         if search.followers:
             return own
         if suggested is not None:
             return suggested
-        barred = search.refused | self._clients | {own if self._is_client else None}
+        barred = search.refused | self._clients | {own if self.is_client else None}
         there = {own, *(peer for peer in self._expected if not self.blame.is_excluded(peer))} - barred
         return min(there, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None)
 
@@ -292,13 +284,13 @@ class GroupFinder:
 
     async def _lead(self, search: Search) -> GroupInfo | None:
         """Wait for the others and form the group; None if another peer should lead."""
-        give_up = time.monotonic() + self._patience_s
+        give_up = time.monotonic() + self.patience_s
         # A leader without a follower soon asks the next peer in order: if it came late, it may not know that
         # the others have another leader.
-        lonely_until = time.monotonic() + min(0.5, self._patience_s)
+        lonely_until = time.monotonic() + min(0.5, self.patience_s)
         while search.schema == self.schema:
-            unseen = (peer for peer in self._expected if peer not in search.followers)
-            missing = [peer for peer in unseen if not self.blame.is_suspect(peer)]
+            unseen = set(self._expected) - search.followers.keys()
+            is_missing = not all(map(self.blame.is_suspect, unseen))
             is_over = time.monotonic() >= give_up
             # Drop followers whose quorum is larger than the group would be, the largest quorum first.
             willing = sorted(search.followers.items(), key=lambda item: item[1].quorum)
@@ -307,10 +299,10 @@ class GroupFinder:
             members = dict(willing)
             # Do not wait for a follower whose quorum exceeds the known peers: its view may be newer.
             there = 1 + max(len(self._expected), len(search.followers))
-            possible = [peer for peer, follower in search.followers.items() if follower.quorum <= there]
-            is_whole = len(members) == len(possible) and not missing
+            num_possible = sum(follower.quorum <= there for follower in search.followers.values())
+            is_whole = len(members) == num_possible and not is_missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
-                peers = (self._own_id, *members)
+                peers = (self.peer_id, *members)
                 gathered = (search.statement, *(member.statement for member in members.values()))
                 group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
                 search.group.set_result(group)
@@ -318,7 +310,7 @@ class GroupFinder:
                 return group
             is_lonely = not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: the others may have another leader, and so should these
-                search.refused.add(self._own_id)
+                search.refused.add(self.peer_id)
                 search.followers.clear()
                 self._wake()
                 return None
@@ -377,7 +369,7 @@ class GroupFinder:
             return MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
         elsewhere = self._asking
         if elsewhere == peer:  # both ask each other: the first in order leads
-            elsewhere = peer if self._order(peer) < self._order(self._own_id) else None
+            elsewhere = peer if self._order(peer) < self._order(self.peer_id) else None
         if elsewhere is None:
             return Follower(request.gather, claim.quorum)
         return MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
@@ -406,17 +398,17 @@ class GroupFinder:
     async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | PeerID | None:
         request = JoinRequest(
             schema_hash=search.schema,
-            client_mode=self._is_client,
+            client_mode=self.is_client,
             gather=search.statement,
-            group_key=f"{self._prefix}.0b",  # hivemind's form of the key; no peer reads it
+            group_key=f"{self.prefix}.0b",  # hivemind's form of the key; no peer reads it
         )
         try:
-            async with asyncio.timeout(self._request_timeout):
-                answers = await self._stub(leader).rpc_join_group(request)
+            async with asyncio.timeout(self.request_timeout):
+                answers = await self.stub(leader).rpc_join_group(request)
                 first = await anext(answers)
             if first.code != averaging_pb2.ACCEPTED:
                 raise P2PHandlerError(f"{leader} answered with code {first.code}")
-            async with asyncio.timeout(2 * self._patience_s + self._request_timeout):
+            async with asyncio.timeout(2 * self.patience_s + self.request_timeout):
                 answer = await anext(answers)
             if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
@@ -442,7 +434,7 @@ class GroupFinder:
             raise ValueError("a peer is in it twice")
         if leader not in said:
             raise ValueError("its leader is not in it")
-        if said.get(self._own_id) != search.statement:
+        if said.get(self.peer_id) != search.statement:
             raise ValueError("this peer is in it with another claim, or is not")
         for member, statement in said.items():
             self.claim_of(member, statement, search.schema)

@@ -229,10 +229,8 @@ class RoundService(Service):
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
-                vote = Vote(reason=str(failure) or type(failure).__name__)
-                if runner:
-                    blame = {"blames": runner.blamed, "is_sure": runner.is_sure, "is_late": runner.is_late}
-                    vote = replace(vote, **blame)
+                complaint = runner.complaint if runner else Vote()
+                vote = replace(complaint, reason=str(failure) or type(failure).__name__)
                 self._running[group_info.group_id].cancel()  # else callers would wait for a runner
             quorum = claims[self._p2p.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
@@ -245,13 +243,13 @@ class RoundService(Service):
             self._residual |= dict(zip(exchange.places, runner.lost or (), strict=False))
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
             num_bytes = sum(len(part.buffer) for part in parts)
-            header = Header(ids, tuple(gathered), vote.digest, len(parts), num_bytes)
+            header = Header(ids, gathered, vote.digest, len(parts), num_bytes)
             self._log.add(exchange.after, header, parts, is_wanted=self.interest.is_there)
-        notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
+        notes = [note for other in decision.votes.values() for note in other.notes.items()]
         return replace(
             outcome,
             proof=vote.digest,
-            left_out=outcome.left_out | {peer: why for peer, why in notes.items() if peer in claims},
+            left_out=outcome.left_out | {peer: why for peer, why in notes if peer in claims},
             reason=decision.reason,
             exchange_s=took_s,
             longest_wait_s=runner.tensor_part_reducer.longest_wait_s,

@@ -169,6 +169,7 @@ class ChunkBoard:
         return True
 
 
+@dataclass(eq=False)
 class Downloader:
     """Downloads states, one at a time; the next try resumes an interrupted download.
 
@@ -176,17 +177,12 @@ class Downloader:
     `fetch`, `own` makes this peer's own snapshot, and `report` is called after each new chunk.
     """
 
-    def __init__(
-        self,
-        donors: Any,
-        own: Callable[[], Awaitable[Snapshot]],
-        report: Report,
-        pauses: Pauses = Pauses(),
-    ) -> None:
-        self._donors = donors
-        self._own = own
-        self._report = report
-        self._pauses = pauses
+    donors: Any
+    own: Callable[[], Awaitable[Snapshot]]
+    report: Report
+    pauses: Pauses = Pauses()
+
+    def __post_init__(self) -> None:
         self._board: ChunkBoard | None = None  # of the current or interrupted download
         self._active: set[str] = set()  # donors that have the snapshot and get requests
 
@@ -220,7 +216,7 @@ class Downloader:
         async def ask(donor: str, limit: asyncio.Timeout) -> None:
             if (offer := await self._ask(donor, wanted, digest)) is not None:
                 offers[donor] = offer
-                limit.reschedule(min(limit.when() or math.inf, loop.time() + self._pauses.others_s))
+                limit.reschedule(min(limit.when() or math.inf, loop.time() + self.pauses.others_s))
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wanted.silence_s) as limit:
@@ -230,7 +226,7 @@ class Downloader:
     async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> StateOffer | None:
         try:
             async with asyncio.timeout(wanted.silence_s):
-                offer = await self._donors.ask(donor, digest, wanted.rank, wanted.own_rank)
+                offer = await self.donors.ask(donor, digest, wanted.rank, wanted.own_rank)
             return offer if offer is not None and offer.rank >= wanted.own_rank else None
         except ValueError:
             disbelieve(donor, "its offer of a state can't be read")
@@ -245,7 +241,7 @@ class Downloader:
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:
-                stream = aclosing(self._donors.fetch(donor, best.digest, 0, 0))
+                stream = aclosing(self.donors.fetch(donor, best.digest, 0, 0))
                 async with asyncio.timeout(wanted.silence_s), stream as pieces:
                     async for piece in pieces:
                         described += piece
@@ -266,7 +262,7 @@ class Downloader:
                 raise RoundFailed(f"A peer offers a state that is of no use: {error}.") from error
             # A state of the same rank, at the start of a run or from a checkpoint, shares chunks with this
             # peer's.
-            own = await self._own() if best.rank == wanted.own_rank else None
+            own = await self.own() if best.rank == wanted.own_rank else None
             return ChunkBoard(best.digest, manifest, own)
         raise NobodyHas
 
@@ -281,7 +277,7 @@ class Downloader:
                 if not running:
                     raise NobodyHas
                 done, running = await asyncio.wait(
-                    running, timeout=self._pauses.idle_s, return_when="FIRST_COMPLETED"
+                    running, timeout=self.pauses.idle_s, return_when="FIRST_COMPLETED"
                 )
                 for task in done:
                     task.result()  # re-raises unexpected errors
@@ -303,12 +299,12 @@ class Downloader:
                 if offer is None or offer.digest != board.digest:
                     return
                 self._active.add(donor)
-            request = board.request(len(self._active), self._pauses.quiet_s)
+            request = board.request(len(self._active), self.pauses.quiet_s)
             if request is None:
-                await asyncio.sleep(self._pauses.idle_s)
+                await asyncio.sleep(self.pauses.idle_s)
                 continue
             try:
-                stream = aclosing(self._donors.fetch(donor, board.digest, request.next, request.stop))
+                stream = aclosing(self.donors.fetch(donor, board.digest, request.next, request.stop))
                 async with asyncio.timeout(wanted.silence_s) as silence, stream as chunks:
                     async for chunk in chunks:
                         silence.reschedule(asyncio.get_running_loop().time() + wanted.silence_s)
@@ -316,7 +312,7 @@ class Downloader:
                             disbelieve(donor, NOT_AS_OFFERED)
                             self._active.remove(donor)
                             return
-                        self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
+                        self.report(board.bytes_there, board.manifest.num_bytes, len(self._active))
                         if request.next >= request.stop or board.is_complete:
                             break
                     else:
@@ -326,4 +322,4 @@ class Downloader:
             finally:
                 request.release()
             if donor not in self._active:
-                await asyncio.sleep(self._pauses.broken_s)
+                await asyncio.sleep(self.pauses.broken_s)

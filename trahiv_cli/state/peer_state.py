@@ -86,8 +86,7 @@ class PeerState:
 
         In modes with local steps the weights are the agreed ones, and the outer momentum comes last.
         """
-        common = [*self.weights, *self.buffers.common]
-        common[: len(self.agreed or ())] = self.agreed or ()
+        common = [*(self.agreed or self.weights), *self.buffers.common]
         return common if self.outer is None else [*common, *self.outer.momentum]
 
     def own_metadata(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_members_hold_identical_averages(name):
     ends = exchange(codec=name)
     for averages, runner in ends.values():
         assert all(map(torch.equal, averages, ends["A"][0]))
-        assert runner.failure is None and not runner.blamed
+        assert runner.failure is None and not runner.complaint.blames
         whole = torch.cat([CODECS[name]().extract(part) for part in runner.encoded_averages])
         assert torch.equal(whole, torch.cat([one.flatten() for one in averages])), "as it travelled"
     sent, received = (sum(getattr(end[1], way) for end in ends.values()) for way in ("sent", "received"))
@@ -179,7 +179,7 @@ def filled(value, shape=None, cut=None):
 def test_unusable_average_blames_its_reducer(tamper, words, is_sure):
     failure, runner = exchange("AC", group="AC", tamper=tamper, part_size_bytes=200)["A"]
     assert str(PEERS["C"]) in str(failure) and words in str(failure)
-    assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), is_sure)
+    assert (runner.complaint.blames, runner.complaint.is_sure) == (PEERS["C"].to_base58(), is_sure)
 
 
 def test_oversized_buffer_average_fails_round():
@@ -189,13 +189,13 @@ def test_oversized_buffer_average_fails_round():
 
     buffers = dict.fromkeys("AC", torch.ones(3))
     failure, runner = exchange("AC", group="AC", tamper=lie, buffers=buffers)["A"]
-    assert "buffers that are too large" in str(failure) and runner.blamed == PEERS["C"].to_base58()
+    assert "buffers that are too large" in str(failure) and runner.complaint.blames == PEERS["C"].to_base58()
 
 
 def test_absent_member_is_blamed_by_all():
     for failure, runner in exchange("AB", sender_timeout=0.2).values():
         assert str(failure) == f"peer {PEERS['C']} can't be reached"
-        assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+        assert (runner.complaint.blames, runner.complaint.is_sure) == (PEERS["C"].to_base58(), True)
 
 
 def test_slow_sender_is_blamed_at_limit():
@@ -203,7 +203,7 @@ def test_slow_sender_is_blamed_at_limit():
     for name in "AB":
         failure, runner = ends[name]
         assert "did not send its parts within the limit of 10 s" in str(failure)
-        assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+        assert (runner.complaint.blames, runner.complaint.is_sure) == (PEERS["C"].to_base58(), True)
 
 
 def test_longest_wait_measures_slow_sender():
