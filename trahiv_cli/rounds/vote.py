@@ -164,8 +164,8 @@ class Ballot:
     ) -> None:
         self.members = group.peer_ids
         self._claims = dict(zip(group.peer_ids, group.gathered, strict=True))  # they contain the public keys
-        said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
-        self.about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
+        claims = joint_digest(hashlib.sha256(one).digest() for one in group.gathered)
+        self.about = b"trahiv: a vote in " + claims
         self._limit_s = limit_s
         self._grace_s = grace_s
         self.votes: dict[PeerID, Vote] = {}

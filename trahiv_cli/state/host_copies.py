@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -75,20 +76,18 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes, room: int = 2**
     if not any(tensor.is_cuda for tensor in tensors):
         yield from (tensor.detach().contiguous() for tensor in tensors)
         return
-    sizes = [aligned(tensor.nbytes) for tensor in tensors]
-    room = max(room, *sizes)
+    room = max(room, *(tensor.nbytes for tensor in tensors))
     buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-    index = 0
-    while index < len(tensors):
+    waiting = deque(tensors)
+    while waiting:
         batch = list[torch.Tensor]()
         memory = list[torch.Tensor]()
         start = 0
-        while index < len(tensors) and start + sizes[index] <= room:
-            tensor = tensors[index]
+        while waiting and start + waiting[0].nbytes <= room:
+            tensor = waiting.popleft()
             batch.append(tensor)
             memory.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start += sizes[index]
-            index += 1
+            start += aligned(tensor.nbytes)
         copies = HostCopies(batch, memory)
         copies.begin(batch, after)
         yield from copies.wait()

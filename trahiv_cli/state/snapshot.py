@@ -36,6 +36,8 @@ CHUNK_BYTES = 256 * 1024  # lost when a stream breaks off: 0.1 s at 20 Mbit/s
 MAX_RANK = 2**62
 
 Rank = tuple[int, bytes]  # orders states: a greater rank is further
+Entry = tuple[str, tuple[int, ...], int, int]
+"""A tensor's dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
 
 
 # -- between the processes of a peer --------------------------------------------------------------
@@ -81,9 +83,7 @@ class Manifest:
 
     rank: Rank
     metadata: bytes  # small values of the state, as MessagePack
-    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    """Each tensor's dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
-
+    tensors: tuple[Entry, ...]
     checksums: tuple[bytes, ...]  # of each chunk
 
     @property
@@ -124,7 +124,7 @@ def read_rank(data: object) -> Rank:
     raise ValueError("not the rank of a state")
 
 
-def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
+def _tensor_entry(entry: object) -> Entry:
     match entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
             all(type(one) is int and 0 <= one < 2**63 for one in (codec, length, *shape))
@@ -197,7 +197,7 @@ def build_snapshot(
     tensor can't be encoded.
     """
     content: list[memoryview] = []
-    entries: list[tuple[str, tuple[int, ...], int, int]] = []
+    entries: list[Entry] = []
     # If no tensor is encoded, the copy of the state itself is what travels. Otherwise plain tensors are
     # cloned, so that the copy, which is larger, can be freed.
     is_kept = all(is_plain(codec, info) for info in infos)
@@ -296,8 +296,10 @@ class SnapshotCache:
         both of two snapshots, it is the further one of these. Raises the errors of `build_snapshot`.
         """
         self.forget_unused()
-        young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= 5.0]
-        enough = [kept for kept in young if kept.manifest.rank >= rank]
+        now = time.monotonic()
+        enough = [
+            one for one in self._kept.values() if now - one.made_at <= 5.0 and one.manifest.rank >= rank
+        ]
         kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.manifest.rank, default=None)
         if kept is None:
             if self._next is None or self._next.done():
