@@ -27,8 +27,8 @@ from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, PerTensorCompression
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
-from hivemind.proto.averaging_pb2 import AveragingData
+from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import AVERAGED_PART, PART_FOR_AVERAGING, AveragingData
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
 from trahiv_cli.net.streams import UNREACHABLE
@@ -240,7 +240,7 @@ class ExactAllReduce(AllReduceRunner):
             await done_sending.wait()
 
         def decode(message: AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor, float]:
-            if message.code != averaging_pb2.AVERAGED_PART:
+            if message.code != AVERAGED_PART:
                 raise BrokenOff(f"peer {peer_id} broke the round off")
             self.received += len(message.tensor_part.buffer)
             average = checked(message, peer_id)
@@ -273,9 +273,7 @@ class ExactAllReduce(AllReduceRunner):
             if self.lost is not None:
                 lost = self._lost_parts[peer_index][part_index]
                 torch.sub(part, read_tensor(encoded), out=lost)
-            return message_of(
-                averaging_pb2.PART_FOR_AVERAGING, encoded, group_id=self.group_id, weight=self.weight
-            )
+            return message_of(PART_FOR_AVERAGING, encoded, group_id=self.group_id, weight=self.weight)
 
         encoding = amap_in_executor(encode, as_aiter(*parts), max_prefetch=self._container.prefetch)
         try:
@@ -323,7 +321,7 @@ class ExactAllReduce(AllReduceRunner):
 
         def encode() -> AveragingData:
             part = self._compression.compress(average, self._infos[part_index])
-            return message_of(averaging_pb2.AVERAGED_PART, part)
+            return message_of(AVERAGED_PART, part)
 
         if part_index not in self._encoded:
             self._encoded[part_index] = asyncio.get_running_loop().run_in_executor(None, encode)

@@ -24,8 +24,14 @@ from typing import Any
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.dht import DHTID
 from hivemind.p2p import P2PHandlerError, PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.proto.averaging_pb2 import JoinRequest, MessageFromLeader
+from hivemind.proto.averaging_pb2 import (
+    ACCEPTED,
+    BAD_SCHEMA_HASH,
+    BEGIN_ALLREDUCE,
+    GROUP_DISBANDED,
+    JoinRequest,
+    MessageFromLeader,
+)
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.crypto import RSAPrivateKey
@@ -95,16 +101,12 @@ class Blame:
         if self._times_suspected[peer] <= 1:
             self._suspected_until.pop(peer, None)
 
-    def note_coming(self, peer: PeerID) -> None:
-        """Stop suspecting a peer that came to a group, and wait for it again."""
-        self._suspected_until.pop(peer, None)
-        self._times_suspected[peer] = 0
-        self._may_miss[peer] = 6
-
     def note_group(self, members: Collection[PeerID], expected: Iterable[PeerID]) -> None:
         """Trust the members of a group; suspect expected peers that keep a leader waiting and do not come."""
         for peer in members:
-            self.note_coming(peer)
+            self._suspected_until.pop(peer, None)
+            self._times_suspected[peer] = 0
+            self._may_miss[peer] = 6
         for peer in expected:
             if peer not in members and not self.is_suspect(peer):
                 self._may_miss[peer] -= 1
@@ -325,11 +327,11 @@ class GroupFinder:
         or GROUP_DISBANDED, perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
         self.blame.note_call(peer)
-        yield MessageFromLeader(code=averaging_pb2.ACCEPTED)
+        yield MessageFromLeader(code=ACCEPTED)
         closes = time.monotonic() + 600.0  # callers give up sooner
         while (search := self._search) is None or search.group.done() or search.schema != self.schema:
             if time.monotonic() >= closes:
-                yield MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+                yield MessageFromLeader(code=GROUP_DISBANDED)
                 return
             await wait_at_most(self._turn, closes - time.monotonic())
         follower = self._let_in(search, peer, request)
@@ -344,13 +346,13 @@ class GroupFinder:
             is_formed = search.group.done() and not search.group.cancelled()
             if is_formed and peer in (group := search.group.result()).peer_ids:
                 yield MessageFromLeader(
-                    code=averaging_pb2.BEGIN_ALLREDUCE,
+                    code=BEGIN_ALLREDUCE,
                     group_id=group.group_id,
                     ordered_peer_ids=[member.to_bytes() for member in group.peer_ids],
                     gathered=group.gathered,
                 )
             else:
-                yield MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+                yield MessageFromLeader(code=GROUP_DISBANDED)
         finally:
             if not search.group.done() and search.followers.get(peer) is follower:
                 del search.followers[peer]
@@ -359,20 +361,20 @@ class GroupFinder:
     def _let_in(self, search: Search, peer: PeerID, request: JoinRequest) -> Follower | MessageFromLeader:
         """Return the peer as a follower, or a message that refuses it and may suggest another leader."""
         if self.blame.is_excluded(peer):
-            return MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+            return MessageFromLeader(code=GROUP_DISBANDED)
         if request.schema_hash != search.schema:
-            return MessageFromLeader(code=averaging_pb2.BAD_SCHEMA_HASH)
+            return MessageFromLeader(code=BAD_SCHEMA_HASH)
         try:
             claim = self.claim_of(peer, request.gather, search.schema)
         except ValueError as error:
             self.blame.exclude(peer, f"it brings an unusable claim ({error})")
-            return MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED)
+            return MessageFromLeader(code=GROUP_DISBANDED)
         elsewhere = self._asking
         if elsewhere == peer:  # both ask each other: the first in order leads
             elsewhere = peer if self._order(peer) < self._order(self.peer_id) else None
         if elsewhere is None:
             return Follower(request.gather, claim.quorum)
-        return MessageFromLeader(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
+        return MessageFromLeader(code=GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
 
     # -- following -----------------------------------------------------------------------------------
 
@@ -406,11 +408,11 @@ class GroupFinder:
             async with asyncio.timeout(self.request_timeout):
                 answers = await self.stub(leader).rpc_join_group(request)
                 first = await anext(answers)
-            if first.code != averaging_pb2.ACCEPTED:
+            if first.code != ACCEPTED:
                 raise P2PHandlerError(f"{leader} answered with code {first.code}")
             async with asyncio.timeout(2 * self.patience_s + self.request_timeout):
                 answer = await anext(answers)
-            if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
+            if answer.code == BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
             if answer.suggested_leader:
                 return peer_from(answer.suggested_leader)

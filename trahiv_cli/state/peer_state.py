@@ -91,10 +91,11 @@ class PeerState:
 
     def own_metadata(self) -> dict[str, Any]:
         """Return history, ledger and pace of the state, and the next fragment in modes with local steps."""
+        now = self.committed.now
         own: dict[str, Any] = {
-            "history": self.committed.now.history.to_wire(),
-            "ledger": self.committed.now.ledger.to_wire(),
-            "pace": self.committed.now.pace.to_wire(),
+            "history": now.history.to_wire(),
+            "ledger": now.ledger.to_wire(),
+            "pace": now.pace.to_wire(),
         }
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 

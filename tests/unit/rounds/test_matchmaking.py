@@ -278,7 +278,7 @@ def test_calls_do_not_excuse_absence(blame):
         blame.suspect(PEERS["B"], "it did not come to a group")
         blame.note_call(PEERS["B"])
     assert blame.is_suspect(PEERS["B"])
-    blame.note_coming(PEERS["B"])
+    blame.note_group([PEERS["B"]], ())
     assert not blame.is_suspect(PEERS["B"])
 
 
