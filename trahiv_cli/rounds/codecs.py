@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -21,7 +21,11 @@ from hivemind.proto import runtime_pb2
 
 # Values travel as their bytes in memory: little-endian, like every machine that torch is built for.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-MAX_DIMENSIONS = 64
+
+
+def is_shape(size: Sequence[int]) -> bool:
+    """Whether torch can have a tensor of this shape: it counts strides in 64 bits, also of empty tensors."""
+    return len(size) <= 64 and math.prod(length or 1 for length in size) < 2**63
 
 
 class Codec(CompressionBase):
@@ -70,8 +74,7 @@ class Codec(CompressionBase):
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
         if dtype is None:
             raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
-        # torch counts strides in 64 bits, including those of empty tensors.
-        if len(size) > MAX_DIMENSIONS or math.prod(length or 1 for length in size) >= 2**63:
+        if not is_shape(size):
             raise ValueError("A peer sent a tensor of a shape that torch does not have.")
         num_values = math.prod(size)
         expected = self.encoded_bytes(num_values, dtype)

@@ -27,7 +27,7 @@ from hivemind.proto import runtime_pb2
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.committed import NO_CHANGES, Changes
-from trahiv_cli.rounds.codecs import MAX_DIMENSIONS, read_tensor
+from trahiv_cli.rounds.codecs import is_shape, read_tensor
 from trahiv_cli.shared_memory import KEEP_S
 from trahiv_cli.state.host_copies import aligned, host_values
 from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, packed, unpacked
@@ -129,8 +129,7 @@ def _tensor_entry(entry: object) -> Entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
             all(type(one) is int and 0 <= one < 2**63 for one in (codec, length, *shape))
             and codec < 2**31  # the range of a protobuf enum
-            and len(shape) <= MAX_DIMENSIONS
-            and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, also of empty tensors
+            and is_shape(shape)
         ):
             return dtype, tuple(shape), codec, length
     raise ValueError("not the description of a tensor")
