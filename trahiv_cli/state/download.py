@@ -139,7 +139,7 @@ class ChunkBoard:
         A donor that has been silent for `quiet_s` owes nothing any more.
         """
         now = time.monotonic()
-        self._requests = [request for request in self._requests if len(request)]
+        self._requests = [request for request in self._requests if request]
         free = [request for request in self._requests if now - request.heard_at > quiet_s]
         owed = max(free or self._requests, key=len, default=None)
         if owed is None or (not free and len(owed) < 4):  # too few to be worth halving
@@ -313,7 +313,7 @@ class Downloader:
                             self._active.remove(donor)
                             return
                         self.report(board.bytes_there, board.manifest.num_bytes, len(self._active))
-                        if request.next >= request.stop or board.is_complete:
+                        if not request or board.is_complete:
                             break
                     else:
                         raise ConnectionError("the stream broke off")
