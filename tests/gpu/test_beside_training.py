@@ -13,7 +13,6 @@ from tests.kit.states import peer_state
 from trahiv_cli.background import in_background
 from trahiv_cli.progress.history import History
 from trahiv_cli.rounds.vote import digest_of
-from trahiv_cli.state import host_copies
 from trahiv_cli.state.host_copies import host_values
 from trahiv_cli.state.snapshot import views_of
 from trahiv_cli.step.optimizer import SwarmOptimizer
@@ -57,17 +56,16 @@ def beside_work(copy: Callable[[], Any]) -> Any:
     return result
 
 
-def digests(state: Any) -> list[bytes]:
-    values = host_values(state.common_tensors(), state.lock_state.changes)
+def digests(state: Any, **room: int) -> list[bytes]:
+    values = host_values(state.common_tensors(), state.lock_state.changes, **room)
     return [digest_of([value]) for value in values]
 
 
-@pytest.mark.parametrize("room", [host_copies.COPIED_BYTES, 1], ids=["at once", "one by one"])
-def test_weights_are_digested_beside_training(state, monkeypatch, room):
-    monkeypatch.setattr(host_copies, "COPIED_BYTES", room)
-    list(host_values(state.common_tensors(), state.lock_state.changes))  # pinned memory is there then
+@pytest.mark.parametrize("room", [{}, {"room": 1}], ids=["at once", "one by one"])
+def test_weights_are_digested_beside_training(state, room):
+    list(host_values(state.common_tensors(), state.lock_state.changes, **room))  # pinned memory is there then
     expected = [digest_of([weight]) for weight in state.weights]
-    assert beside_work(lambda: digests(state)) == expected
+    assert beside_work(lambda: digests(state, **room)) == expected
 
 
 def test_claim_digest_waits_for_no_batch(state):

@@ -20,7 +20,7 @@ from tests.simulation.faults import Fault, claim, fall_silent, never_come, poiso
 from tests.simulation.swarm import Plan, simulate
 from trahiv_cli.progress import tracker as progress
 from trahiv_cli.progress.pace import Pace, RoundRules
-from trahiv_cli.rounds.round_service import MOST_PATIENCE_S, SLOWEST_PATIENCE_S, RoundService
+from trahiv_cli.rounds.round_service import RoundService
 
 pytestmark = pytest.mark.usefixtures("undisturbed")
 
@@ -35,7 +35,7 @@ def play(*faults, num_peers=3, rounds=10, settings=Settings(), lies=()):  # noqa
     """Simulate a run whose last peer tells `lies`."""
     plan = Plan(num_peers, rounds, faults, settings=settings)
     if lies:  # others wait for a liar that claims to be slow
-        plan = replace(plan, lies={num_peers - 1: lies}, patience_s=MOST_PATIENCE_S + 15.0)
+        plan = replace(plan, lies={num_peers - 1: lies}, patience_s=75.0)
     run = simulate(plan, seed=0)
     assert sum(run.struck.values()) == len(faults)
     return run
@@ -322,7 +322,7 @@ def test_deliberately_slow_sender_is_excluded(num_parts, as_on_machines):
     settings = Settings(part_bytes=num_values // num_parts)  # per share: four bytes a value, four members
     run = play(num_peers=4, rounds=6, settings=settings, lies=[send_slowly])
     assert all(naming(run))
-    assert longest_wait(run, "012") < SLOWEST_PATIENCE_S + 10.0, "one exchange has failed"
+    assert longest_wait(run, "012") < 40.0, "one exchange has failed"
     assert max(len(run.said("failed", name)) for name in "012") <= 2
 
 

@@ -21,8 +21,7 @@ from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import Pace
 from trahiv_cli.progress.reports import Past
 from trahiv_cli.progress.trust import Standing
-from trahiv_cli.state import download
-from trahiv_cli.state.download import Downloader, NobodyHas, StateRequest
+from trahiv_cli.state.download import Downloader, NobodyHas, Pauses, StateRequest
 from trahiv_cli.state.snapshot import (
     Manifest,
     StateOffer,
@@ -128,13 +127,12 @@ class Donors:
             return snapshot()
 
         wish = StateRequest(donors, HISTORY.rank, History().rank, 10**6, 5.0)
-        return asyncio.run(Downloader(self, own, lambda *news: None).fetch(wish))
+        pauses = Pauses(others_s=0.001, broken_s=0.001, idle_s=0.001)
+        return asyncio.run(Downloader(self, own, lambda *news: None, pauses).fetch(wish))
 
 
 @pytest.fixture
-def given(monkeypatch):
-    for name in ("OTHERS_S", "PAUSE_S", "IDLE_S"):
-        monkeypatch.setattr(download, name, 0.001)
+def given():
     return snapshot()
 
 

@@ -37,9 +37,8 @@ from trahiv_cli import clock
 from trahiv_cli.assets import export
 from trahiv_cli.net import streams
 from trahiv_cli.net.borrowed import crypto
-from trahiv_cli.progress import leases
+from trahiv_cli.progress import committed, leases
 from trahiv_cli.progress.ledger import Spans
-from trahiv_cli.state import host_copies
 from trahiv_cli.swarm import service
 from trahiv_cli.swarm.corrections.processes import keep_tasks
 
@@ -190,7 +189,7 @@ class World:
         threads = SimpleNamespace(**vars(threading) | {"Lock": lock, "RLock": reentrant})
         patches = [
             (progress_tracker, "threading", threads),
-            (host_copies, "threading", threads),
+            (committed, "threading", threads),
             (leases, "threading", threads),
             (service, "switch_to_uvloop", partial(Loop, strands)),
             # Processes set these for themselves; here one process is all of them.

@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind knows a stream by typing's
 
 import torch
@@ -26,33 +27,29 @@ from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, TensorPartContainer
 from hivemind.compression import CompressionBase, CompressionInfo, PerTensorCompression
 from hivemind.p2p import PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import AVERAGED_PART, PART_FOR_AVERAGING, AveragingData
 from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor, as_aiter, attach_event_on_finished
 
 from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.rounds.buffers import are_usable
 from trahiv_cli.rounds.claims import Claim
 from trahiv_cli.rounds.codecs import Codec, Verbatim, read_tensor
+from trahiv_cli.rounds.vote import Vote
 from trahiv_cli.wire import digest_of_bytes
 
 # The norm of a sender's parts may be this many times the norm that it claimed: codecs round, and the losses
 # of a lossy codec in an earlier round are added (uniform8 loses up to 3 % of the norm a round).
 CLAIM_SLACK = 1.25
 
-# At the limit of an exchange its members break off one after the other. After this share of the limit, each
-# member blames the slowest sender that it has observed itself.
-NEARLY_OVER = 0.8
 
-CLIPPING_ROUNDS = 5  # of centered clipping; arXiv 2012.10333 shows that one is enough from a good start
-
-
-def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> averaging_pb2.AveragingData:
+def message_of(code: Any, part: runtime_pb2.Tensor, **fields: Any) -> AveragingData:
     """Return a message with a part; its checksum is in a field that hivemind leaves empty."""
     checksum = digest_of_bytes(part.buffer)
-    return averaging_pb2.AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
+    return AveragingData(code=code, tensor_part=part, peer_id=checksum, **fields)
 
 
-def checked(message: averaging_pb2.AveragingData, peer: PeerID) -> torch.Tensor | None:
+def checked(message: AveragingData, peer: PeerID) -> torch.Tensor | None:
     """Decode a part; None if its bytes are no tensor. Raises `BrokenPart` if the checksum does not match."""
     if message.peer_id != digest_of_bytes(message.tensor_part.buffer):
         raise BrokenPart(f"a part from peer {peer} was damaged on its way")
@@ -107,11 +104,9 @@ class ExactAllReduce(AllReduceRunner):
             robust=robust,
             num_gradients=self._num_gradients[self._own],
         )
-        self.blamed = ""
-        self.is_sure = False  # see `Vote`
-        self.is_late = False
+        self.complaint = Vote()  # with the member that this peer blames for a failure
         self.sent = self.received = 0  # bytes of encoded parts
-        self._encoded: dict[int, asyncio.Future[averaging_pb2.AveragingData]] = {}
+        self._encoded: dict[int, asyncio.Future[AveragingData]] = {}
         self._averages: list[list[runtime_pb2.Tensor]] = [[] for _ in self.ordered_peer_ids]
         used = {peer: claim for peer, claim in claims.items() if peer not in left_out}
         # The losses of a lossy codec: of this peer's contribution, and of the averages of its own share. The
@@ -134,7 +129,9 @@ class ExactAllReduce(AllReduceRunner):
         """Run the exchange, and yield the averages as they arrive; see `AllReduceRunner`."""
         loop = asyncio.get_running_loop()
         alarm = loop.call_later(self._limit_s, self._run_out)
-        self._nearly_over_at = loop.time() + NEARLY_OVER * self._limit_s
+        # At the limit of an exchange its members break off one after the other. After this share of the
+        # limit, each member blames the slowest sender that it has observed itself.
+        self._nearly_over_at = loop.time() + 0.8 * self._limit_s
         try:
             async with contextlib.aclosing(super().run()) as averages:
                 async for average in averages:
@@ -165,15 +162,15 @@ class ExactAllReduce(AllReduceRunner):
         self.finalize(exception=error)
 
     def _blame(self, peer: PeerID, *, is_sure: bool) -> None:
-        if self._future.done() or self.blamed:
+        if self._future.done() or self.complaint.blames:
             return
         is_nearly_over = asyncio.get_running_loop().time() >= self._nearly_over_at
-        if is_nearly_over and (sender := self.tensor_part_reducer.slowest) is not None:
-            peer = self.sender_peer_ids[sender]
-            is_sure = True
-            self.is_late = True
-        self.blamed = peer.to_base58()
-        self.is_sure = is_sure
+        sender = self.tensor_part_reducer.slowest if is_nearly_over else None
+        if sender is None:
+            self.complaint = Vote(blames=peer.to_base58(), is_sure=is_sure)
+        else:
+            slow = self.sender_peer_ids[sender].to_base58()
+            self.complaint = Vote(blames=slow, is_sure=True, is_late=True)
 
     def _run_out(self) -> None:
         """Fail the round at its limit; blame a slow sender or, if there is none, a slow reducer."""
@@ -242,8 +239,8 @@ class ExactAllReduce(AllReduceRunner):
         if self.should_delay_results(self.peer_id):
             await done_sending.wait()
 
-        def decode(message: averaging_pb2.AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor, float]:
-            if message.code != averaging_pb2.AVERAGED_PART:
+        def decode(message: AveragingData) -> tuple[torch.Tensor, runtime_pb2.Tensor, float]:
+            if message.code != AVERAGED_PART:
                 raise BrokenOff(f"peer {peer_id} broke the round off")
             self.received += len(message.tensor_part.buffer)
             average = checked(message, peer_id)
@@ -267,18 +264,16 @@ class ExactAllReduce(AllReduceRunner):
                 raise BrokenPart(f"peer {peer_id} returned an average that is longer than all that it is of")
             yield average, encoded
 
-    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[AveragingData]:
         parts = enumerate(self._container._input_parts_by_peer[peer_index])
 
-        def encode(item: tuple[int, tuple[torch.Tensor, CompressionInfo]]) -> averaging_pb2.AveragingData:
+        def encode(item: tuple[int, tuple[torch.Tensor, CompressionInfo]]) -> AveragingData:
             part_index, (part, info) = item
             encoded = self._compression.compress(part, info)
             if self.lost is not None:
                 lost = self._lost_parts[peer_index][part_index]
                 torch.sub(part, read_tensor(encoded), out=lost)
-            return message_of(
-                averaging_pb2.PART_FOR_AVERAGING, encoded, group_id=self.group_id, weight=self.weight
-            )
+            return message_of(PART_FOR_AVERAGING, encoded, group_id=self.group_id, weight=self.weight)
 
         encoding = amap_in_executor(encode, as_aiter(*parts), max_prefetch=self._container.prefetch)
         try:
@@ -292,11 +287,11 @@ class ExactAllReduce(AllReduceRunner):
     # -- as a reducer --------------------------------------------------------------------------------
 
     async def _accumulate_parts_streaming(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        self, stream: AsyncIterator[AveragingData], sender_index: int
+    ) -> AsyncIterator[AveragingData]:
         sender = self.sender_peer_ids[sender_index]
 
-        def decode(message: averaging_pb2.AveragingData) -> torch.Tensor | None:
+        def decode(message: AveragingData) -> torch.Tensor | None:
             self.received += len(message.tensor_part.buffer)
             return checked(message, sender)
 
@@ -318,21 +313,22 @@ class ExactAllReduce(AllReduceRunner):
             if part_index != self.tensor_part_reducer.num_parts:
                 await self._ban_sender(sender)
 
-    async def _encode(self, part_index: int, average: torch.Tensor) -> averaging_pb2.AveragingData:
+    async def _encode(self, part_index: int, average: torch.Tensor) -> AveragingData:
         """Encode the average of one part of this peer's share, once for the whole group.
 
         hivemind cancels the handler of a member that hangs up, but the other members still need the part.
         """
 
-        def encode() -> averaging_pb2.AveragingData:
+        def encode() -> AveragingData:
             part = self._compression.compress(average, self._infos[part_index])
-            return message_of(averaging_pb2.AVERAGED_PART, part)
+            return message_of(AVERAGED_PART, part)
 
         if part_index not in self._encoded:
             self._encoded[part_index] = asyncio.get_running_loop().run_in_executor(None, encode)
         return await asyncio.shield(self._encoded[part_index])
 
 
+@dataclass(eq=False)
 class SoundReducer:
     """Averages the parts of one share, with the weight that each sender claimed.
 
@@ -345,34 +341,26 @@ class SoundReducer:
     robust mean is the median of each value.
     """
 
-    def __init__(
-        self,
-        part_shapes: Sequence[torch.Size],
-        senders: Sequence[str],
-        claims: Mapping[str, Claim],
-        left_out: Mapping[str, str],
-        *,
-        robust: bool,
-        num_gradients: int,
-    ) -> None:
-        self.num_parts = len(part_shapes)
-        self._num_gradients = num_gradients
+    part_shapes: Sequence[torch.Size]
+    senders: Sequence[str]
+    claims: Mapping[str, Claim]
+    left_out: Mapping[str, str]
+    robust: bool
+    num_gradients: int
+
+    def __post_init__(self) -> None:
+        self.num_parts = len(self.part_shapes)
         self.notes: dict[str, str] = {}  # why a sender violated its claim; it is not used from then on
-        self._shapes = part_shapes
-        self._senders = senders
-        self._claims = claims
-        self._left_out = left_out
-        self._robust = robust
-        counted = [claims[name] for name in senders if name not in left_out]
+        counted = [self.claims[name] for name in self.senders if name not in self.left_out]
         self._is_empty = any(claim.samples for claim in counted) and not any(
             claim.weight for claim in counted
         )
-        self._squares = [0.0] * len(senders)
-        self._num_sent = [0] * len(senders)  # parts
-        self._came_at = [math.inf] * len(part_shapes)  # when the latest part of each index arrived
-        self._waits_s = [0.0] * len(senders)  # how long the others waited for each sender alone
-        self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in part_shapes]
-        self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in part_shapes]
+        self._squares = [0.0] * len(self.senders)
+        self._num_sent = [0] * len(self.senders)  # parts
+        self._came_at = [math.inf] * self.num_parts  # when the latest part of each index arrived
+        self._waits_s = [0.0] * len(self.senders)  # how long the others waited for each sender alone
+        self._arrived: list[dict[int, torch.Tensor]] = [{} for _ in self.part_shapes]
+        self._averages: list[asyncio.Future[torch.Tensor]] = [asyncio.Future() for _ in self.part_shapes]
 
     async def accumulate_part(self, sender: int, index: int, part: torch.Tensor | None) -> torch.Tensor:
         """Take one part of a sender, wait for the other senders' parts, and return their average in float32.
@@ -383,18 +371,18 @@ class SoundReducer:
         Raises:
             AllreduceException: a sender failed, or no sender's part can be used.
         """
-        name = self._senders[sender]
+        name = self.senders[sender]
         if index >= self.num_parts:
             raise BrokenPart(f"{name} sent more parts than there are")
-        if part is None or part.shape != self._shapes[index] or not part.is_floating_point():
+        if part is None or part.shape != self.part_shapes[index] or not part.is_floating_point():
             self.notes.setdefault(name, "its parts are no tensors of the right shape")
             part = torch.empty(0)
-        if index < self._num_gradients:
+        if index < self.num_gradients:
             self._squares[sender] += float(torch.linalg.vector_norm(part)) ** 2
         elif not are_usable(part):
             self._squares[sender] = math.nan
         sent = math.sqrt(self._squares[sender])
-        claimed = self._claims[name].norm
+        claimed = self.claims[name].norm
         if not math.isfinite(sent):
             self.notes.setdefault(name, "its parts are not finite")
         elif sent > CLAIM_SLACK * claimed + torch.finfo(torch.float32).tiny:
@@ -406,11 +394,11 @@ class SoundReducer:
         now = asyncio.get_running_loop().time()
         waited_s = max(0.0, now - self._came_at[index])
         self._came_at[index] = now
-        if len(arrived) == len(self._senders) and not average.done():
+        if len(arrived) == len(self.senders) and not average.done():
             self._waits_s[sender] += waited_s
             try:
-                is_gradient = index < self._num_gradients
-                average.set_result(self._combine(arrived, self._shapes[index], is_gradient=is_gradient))
+                is_gradient = index < self.num_gradients
+                average.set_result(self._combine(arrived, self.part_shapes[index], is_gradient=is_gradient))
             except (AllreduceException, RuntimeError) as error:  # the latter is torch's
                 average.set_exception(error)
             arrived.clear()
@@ -425,16 +413,16 @@ class SoundReducer:
     @property
     def longest_wait_s(self) -> float:
         """Seconds that the others waited for the slowest sender alone; 0 with fewer than three senders."""
-        return max(self._waits_s) if len(self._senders) > 2 else 0.0
+        return max(self._waits_s) if len(self.senders) > 2 else 0.0
 
     def on_sender_failed(self, sender: int) -> None:
         """Fail the averages that still need this sender."""
-        self._fail(f"peer {self._senders[sender]} did not send its part in time")
+        self._fail(f"peer {self.senders[sender]} did not send its part in time")
 
     def finalize(self) -> None:
         """Fail the unfinished averages, and free the memory. Safe to call twice."""
         self._fail("the round is over")
-        self._arrived = [{} for _ in self._shapes]
+        self._arrived = [{} for _ in self.part_shapes]
 
     def _fail(self, why: str) -> None:
         for average in self._averages:
@@ -448,13 +436,13 @@ class SoundReducer:
         if self._is_empty:
             return torch.zeros(shape)
         used = [
-            (arrived[index], self._claims[sender].weight)
-            for index, sender in enumerate(self._senders)
-            if sender not in self._left_out and sender not in self.notes and self._claims[sender].weight
+            (arrived[index], self.claims[sender].weight)
+            for index, sender in enumerate(self.senders)
+            if sender not in self.left_out and sender not in self.notes and self.claims[sender].weight
         ]
         if not used:
             raise AllreduceException("no contribution can be used")
-        is_robust = self._robust and len(used) > 2
+        is_robust = self.robust and len(used) > 2
         if is_gradient:
             return centered_clipping([part for part, _ in used]) if is_robust else weighted_mean(used)
         values = torch.stack([part for part, _ in used])
@@ -483,7 +471,7 @@ def centered_clipping(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """
     values = torch.stack([part.float().flatten() for part in parts])
     center = values.median(dim=0).values
-    for _ in range(CLIPPING_ROUNDS):
+    for _ in range(5):  # the source shows that one is enough from a good start
         differences = values - center
         norms = torch.linalg.vector_norm(differences, dim=1)
         scale = torch.clamp(norms.median() / norms, max=1.0).nan_to_num(1.0)

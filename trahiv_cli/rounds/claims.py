@@ -11,23 +11,19 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import KW_ONLY, astuple, dataclass, field, replace
 
 import numpy as np
 import torch
 from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.progress.ledger import USELESS_AT_MOST, Spans
-from trahiv_cli.wire import unpacked
+from trahiv_cli.wire import packed, unpacked
 
 RECENT = 3
 """Last exchanges, of which even the slowest must leave room for a heavier pace. With one alone a swarm would
 go back and forth: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs
 one."""
-
-ROUND_TRIPS_S = 0.5  # round trips of an exchange on a distant link, of any size; at most half of it
-WINDOW_BYTES = 14_600  # TCP's initial window (RFC 6928): up to this size any link takes as long
 
 
 @dataclass(frozen=True)
@@ -53,12 +49,16 @@ class Measured:
     @property
     def is_of_link(self) -> bool:
         """Whether the last exchange was large enough to measure the speed of the link."""
-        return self.is_known and self.bytes_each_way > WINDOW_BYTES
+        initial_window = 14_600  # of TCP, in bytes (RFC 6928): up to this size any link takes as long
+        return self.is_known and self.bytes_each_way > initial_window
 
     @property
     def round_trips_s(self) -> float:
-        """Approximate seconds that the last exchange would have taken with nothing to send."""
-        return min(ROUND_TRIPS_S, self.exchange_s / 2)
+        """Approximate seconds that the last exchange would have taken with nothing to send.
+
+        On a distant link the round trips of an exchange of any size take 0.5 s; they are at most half of it.
+        """
+        return min(0.5, self.exchange_s / 2)
 
     @property
     def rate(self) -> float:
@@ -73,10 +73,9 @@ class Measured:
     def from_wire(cls, data: object) -> Measured:
         """Decode the result of `to_wire`, or raise `ValueError`."""
         match data:
-            case [float(), float(), float(), float(), float()] if all(
+            case [float(speed), float(seconds), float(sent), float(received), float(lowest)] if all(
                 math.isfinite(value) and 0 <= value < 1e15 for value in data
             ):
-                speed, seconds, sent, received, lowest = data
                 return cls(speed, seconds, int(sent), int(received), lowest)
         raise ValueError("not a measurement")
 
@@ -84,20 +83,6 @@ class Measured:
 def usual_rate(measured: Iterable[Measured]) -> float:
     """Return the median of the known rates, the lower one of two, in bytes a second; 0 if none is known."""
     return statistics.median_low([said.rate for said in measured if said.is_known] or [0.0])
-
-
-# Limits of a claim that can be read; `Claim.counted` limits the samples that count. A weight is in trained
-# tokens: its limit is far above any step, and far below float32's.
-MOST_SAMPLES = 2**40
-
-
-MOST_QUORUM = 2**16
-
-
-MOST_DIGEST_BYTES = 32
-
-
-GREATEST_WEIGHT = 1e12
 
 
 @dataclass(frozen=True)
@@ -127,21 +112,24 @@ class Claim:
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
         lists = [self.measured.to_wire(), self.trained.to_wire()]
         moves = [True] if self.moves_buffers else []  # most models have no such buffers
-        return bytes(MSGPackSerializer.dumps([*numbers, self.is_client, *lists, *moves]))
+        return packed([*numbers, self.is_client, *lists, *moves])
 
     @classmethod
     def parse(cls, content: bytes) -> Claim:
-        """Decode the result of `to_bytes`; raise `ValueError` if it is malformed or exceeds the limits."""
+        """Decode the result of `to_bytes`; raise `ValueError` if it is malformed or exceeds the limits.
+
+        `counted` limits the samples that count.
+        """
         match unpacked(content):
             case [
                 int(samples), float(weight), float(norm), bytes(state), int(quorum), bool(is_client),
                 measured, trained, *moves,
             ] if (
-                0 <= samples <= MOST_SAMPLES
-                and 0.0 <= weight <= GREATEST_WEIGHT
+                0 <= samples <= 2**40
+                and 0.0 <= weight <= 1e12  # in trained tokens: far above any step, far below float32's limit
                 and not norm < 0.0  # a norm that is not finite is read, and left out later
-                and len(state) <= MOST_DIGEST_BYTES
-                and 1 <= quorum <= MOST_QUORUM
+                and len(state) <= 32
+                and 1 <= quorum <= 2**16
                 and moves in ([], [True])
             ):  # fmt: skip
                 known = Measured.from_wire(measured)
@@ -157,9 +145,10 @@ class Exchange:
 
     places: range  # indices of the averaged tensors that are exchanged
     codec: str | None = None  # a name of `CODECS`; None: the codec of `RoundOptions`
+    _: KW_ONLY
     is_of_steps: bool = False  # changes by local steps, not gradients: codec losses of the two don't mix
-    after: bytes = b""  # digest of the history that the round continues
-    most_samples: int = MOST_SAMPLES  # no more samples of a member's claim count
+    after: bytes  # digest of the history that the round continues
+    most_samples: int  # no more samples of a member's claim count
 
 
 @dataclass(frozen=True)
@@ -209,12 +198,9 @@ def outliers(claims: Mapping[str, Claim], norm_limit: float) -> dict[str, str]:
     fewer tokens is noisier, so its norm may be larger, but never by more than its lower weight makes up for.
     """
     judges = [claim for claim in claims.values() if 0 < claim.norm < math.inf]
+    median = statistics.median_low([claim.norm for claim in judges] or [0.0])
+    usual = statistics.median_low([claim.weight for claim in judges] or [0.0])
     found = {}
-    median = 0.0
-    usual = 0.0
-    if judges:
-        median = statistics.median_low(claim.norm for claim in judges)
-        usual = statistics.median_low(claim.weight for claim in judges)
     most = norm_limit * median or math.inf
     for peer, claim in claims.items():
         noise = math.sqrt(max(1.0, usual / claim.weight)) if claim.weight else 1.0

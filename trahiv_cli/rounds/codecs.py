@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -21,17 +21,19 @@ from hivemind.proto import runtime_pb2
 
 # Values travel as their bytes in memory: little-endian, like every machine that torch is built for.
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-DTYPES = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
-MAX_DIMENSIONS = 64
 
-# Numbers of `CompressionType` beyond hivemind's enum. protobuf keeps an unknown number, so a peer that lacks
-# the codec raises an error; with the number of another codec it would misread the message.
-BLOCKWISE_4BIT = 6
-MOMENTS_8BIT = 7
+
+def is_shape(size: Sequence[int]) -> bool:
+    """Whether torch can have a tensor of this shape: it counts strides in 64 bits, also of empty tensors."""
+    return len(size) <= 64 and math.prod(length or 1 for length in size) < 2**63
 
 
 class Codec(CompressionBase):
-    """A tensor codec. A lossy one uses 4, 8 or 16 bits per value, and a header with a scale per block."""
+    """A tensor codec. A lossy one uses 4, 8 or 16 bits per value, and a header with a scale per block.
+
+    Some have a `compression_type` beyond hivemind's enum. protobuf keeps an unknown number, so a peer that
+    lacks the codec raises an error; with the number of another codec it would misread the message.
+    """
 
     compression_type: ClassVar[int]
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATS
@@ -72,8 +74,7 @@ class Codec(CompressionBase):
         dtype = {str(dtype): dtype for dtype in self.dtypes}.get(f"torch.{serialized_tensor.dtype}")
         if dtype is None:
             raise ValueError(f"A peer sent a tensor of {serialized_tensor.dtype[:20]!r}, which is not taken.")
-        # torch counts strides in 64 bits, including those of empty tensors.
-        if len(size) > MAX_DIMENSIONS or math.prod(length or 1 for length in size) >= 2**63:
+        if not is_shape(size):
             raise ValueError("A peer sent a tensor of a shape that torch does not have.")
         num_values = math.prod(size)
         expected = self.encoded_bytes(num_values, dtype)
@@ -124,7 +125,7 @@ class Verbatim(Codec):
     """Sends the bytes of the values unchanged, also of values that are not finite."""
 
     compression_type = runtime_pb2.NONE
-    dtypes = DTYPES
+    dtypes = (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
     def _encode(self, values: torch.Tensor) -> bytes:
         return values.view(torch.uint8).numpy().tobytes()
@@ -221,7 +222,7 @@ class MomentBlocks(CompandedBlocks):
     M / 127^4 = 3.8e-9 M, are rounded up to it: the steps of those weights become shorter, never longer.
     """
 
-    compression_type = MOMENTS_8BIT
+    compression_type = 7
 
     def _to_codes(self, units: torch.Tensor) -> torch.Tensor:
         return super()._to_codes(units.sqrt()).clamp_(min=1).mul_(units > 0)
@@ -240,15 +241,6 @@ LEVELS = np.array(
     [-880, -680, -531, -407, -296, -193, -96, 0, 90, 181, 276, 378, 490, 621, 783, 1024], np.float32
 ) / np.float32(1024)
 
-CELLS = 127  # half the number of cells that divide [-1, 1], so that one byte can index them
-
-# For each cell, the code of the level that is nearest to its middle; the last entry is never used.
-MIDDLES = (np.arange(256)[:, None] - CELLS) / CELLS
-CODE_OF_CELL = bytes(np.abs(LEVELS[None] - MIDDLES).argmin(1).astype(np.uint8))
-
-# For each byte, the levels of its two codes.
-LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([np.arange(256) % 16, np.arange(256) // 16], 1)])
-
 
 class NormalBlocks(Codec):
     """Divides each block by its value of largest magnitude, sign included; sends the nearest of 16 levels.
@@ -257,10 +249,17 @@ class NormalBlocks(Codec):
     The codec is for gradients and pseudo-gradients, with error feedback.
     """
 
-    compression_type = BLOCKWISE_4BIT
+    compression_type = 6
     bits = 4
     block = 64
     scale_bytes = 2
+
+    BYTES = np.arange(256)
+    # For each byte, the levels of its two codes.
+    LEVEL_PAIRS = torch.from_numpy(LEVELS[np.stack([BYTES % 16, BYTES // 16], 1)])
+    # Cells of width 1/127 divide [-1, 1], so that one byte can index them. For each, the code of the level
+    # that is nearest to its middle; the last entry is never used.
+    CODE_OF_CELL = bytes(np.abs(LEVELS - (BYTES[:, None] - 127) / 127).argmin(1).astype(np.uint8))
 
     def _encode(self, values: torch.Tensor) -> bytes:
         blocks = self._blocks(values)
@@ -270,13 +269,13 @@ class NormalBlocks(Codec):
         scales = torch.where(high >= -low, high, low).clamp_(-limit, limit).bfloat16()
         units = blocks / torch.where(scales != 0, scales, 1).float()
         # This takes a sixth of the time of `torch.bucketize`.
-        cells = units.clamp_(-1, 1).mul_(CELLS).add_(CELLS + 0.5).to(torch.uint8)
-        codes = np.frombuffer(cells.numpy().tobytes().translate(CODE_OF_CELL), np.uint16)
+        cells = units.clamp_(-1, 1).mul_(127).add_(127.5).to(torch.uint8)
+        codes = np.frombuffer(cells.numpy().tobytes().translate(self.CODE_OF_CELL), np.uint16)
         packed = (codes | codes >> 4).astype(np.uint8)[: (values.numel() + 1) // 2]
         return scales.view(torch.int16).numpy().tobytes() + packed.tobytes()
 
     def _decode(self, header: memoryview, codes: memoryview, num_values: int) -> torch.Tensor:
-        units = self._blocks(LEVEL_PAIRS.index_select(0, _vector(codes, torch.uint8).int()).view(-1))
+        units = self._blocks(self.LEVEL_PAIRS.index_select(0, _vector(codes, torch.uint8).int()).view(-1))
         return units.mul_(_vector(header, torch.bfloat16).float().view(-1, 1)).view(-1)[:num_values]
 
 
@@ -297,13 +296,11 @@ class EightBitStatistics(MomentBlocks):
     equal optimizer states: in other modes the joiner's weights would drift away.
     """
 
-    SMALLEST = 4096  # values; smaller tensors add few bytes
-
     def compress(
         self, tensor: torch.Tensor, info: CompressionInfo, allow_inplace: bool = False
     ) -> runtime_pb2.Tensor:
         """See `Codec.compress`; a tensor with values that are not finite is sent verbatim."""
-        is_large = tensor.dtype == torch.float32 and tensor.numel() >= self.SMALLEST
+        is_large = tensor.dtype == torch.float32 and tensor.numel() >= 4096  # smaller ones add few bytes
         if not is_large or not bool(tensor.isfinite().all()):
             return Verbatim().compress(tensor, info)
         if bool((tensor < 0).any()):

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import math
 import time
@@ -25,7 +24,14 @@ from typing import Any
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.dht import DHTID
 from hivemind.p2p import P2PHandlerError, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.proto.averaging_pb2 import (
+    ACCEPTED,
+    BAD_SCHEMA_HASH,
+    BEGIN_ALLREDUCE,
+    GROUP_DISBANDED,
+    JoinRequest,
+    MessageFromLeader,
+)
 from hivemind.utils import get_logger
 from hivemind.utils.asyncio import cancel_and_wait
 from hivemind.utils.crypto import RSAPrivateKey
@@ -34,31 +40,11 @@ from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.records import peer_from, sign, verified
 from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.rounds.claims import Claim
-from trahiv_cli.rounds.vote import Vote
+from trahiv_cli.rounds.vote import Vote, wait_at_most
 
 logger = get_logger(__name__)
 
-# A leader that has had no follower for this time asks the next peer in order: if it came late, it may not
-# know that the others have another leader.
-LONELY_S = 0.5
-
-PAUSE_S = 0.1  # between two tries when there was no peer to ask
-DOOR_S = 600.0  # how long a leader that is not ready holds a request; callers give up sooner
-
 SUSPECT_S = 20.0  # how long rounds do not wait for a peer that did not answer, broke a round, or did not come
-NAMED_EVERY_S = 600.0
-
-# A peer is suspect after missing this many groups in a row; the larger number applies once it has come to
-# one. A peer whose batches take too long divides them after a few.
-MISSED_AT_MOST = 2
-MISSED_AFTER_ONE = 6
-
-# Limits for excluding a peer that makes rounds fail, and the longest exclusion: see `Blame.note_votes`.
-MOST_POINTS = 2.0
-POINTS_A_ROUND = 0.25
-MOST_EXCLUDED_S = 1280.0
-
-MESSAGE = averaging_pb2.MessageFromLeader
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +63,6 @@ class Search:
     statement: bytes  # this peer's claim, signed anew for this search
     group: asyncio.Future[GroupInfo]
     followers: dict[PeerID, Follower] = field(default_factory=dict)
-    asking: PeerID | None = None  # the leader that this peer asks
-    sent_to: PeerID | None = None  # the leader that the last answer suggested; perhaps this peer itself
     refused: set[PeerID] = field(default_factory=set)  # peers that could not lead in this search
 
 
@@ -91,17 +75,19 @@ class Blame:
         self._times_suspected: Counter[PeerID] = Counter()  # since the peer last came to a group
         self._named_at: dict[PeerID, float] = {}
         self.excluded_until: dict[PeerID, float] = {}  # of every peer that ever was; by the monotonic clock
-        self._missed: Counter[PeerID] = Counter()  # groups in a row that each expected peer missed
+        # Groups in a row that an expected peer may miss before it is suspect: more once it has come to one. A
+        # peer whose batches take too long divides them after a few.
+        self._may_miss: defaultdict[PeerID, int] = defaultdict(lambda: 2)
         self._points: defaultdict[PeerID, float] = defaultdict(float)
         self._times_excluded: defaultdict[PeerID, float] = defaultdict(float)
 
     def suspect(self, peer: PeerID, why: str) -> None:
         """Do not wait for this peer for a while, and let it lead only if no other peer is left.
 
-        Log why, but for each peer at most once in `NAMED_EVERY_S`: a slow peer is suspected again and again.
+        Log why, but for each peer at most once in ten minutes: a slow peer is suspected again and again.
         """
         now = time.monotonic()
-        if now >= self._named_at.get(peer, -math.inf) + NAMED_EVERY_S:
+        if now >= self._named_at.get(peer, -math.inf) + 600.0:
             logger.warning(f"Rounds do not wait for peer {peer}: {why}.")
             self._named_at[peer] = now
         self._suspected_until[peer] = now + SUSPECT_S
@@ -115,20 +101,16 @@ class Blame:
         if self._times_suspected[peer] <= 1:
             self._suspected_until.pop(peer, None)
 
-    def note_coming(self, peer: PeerID) -> None:
-        """Stop suspecting a peer that came to a group, and wait for it again."""
-        self._suspected_until.pop(peer, None)
-        self._times_suspected[peer] = 0
-        self._missed[peer] = MISSED_AT_MOST - MISSED_AFTER_ONE
-
     def note_group(self, members: Collection[PeerID], expected: Iterable[PeerID]) -> None:
         """Trust the members of a group; suspect expected peers that keep a leader waiting and do not come."""
         for peer in members:
-            self.note_coming(peer)
+            self._suspected_until.pop(peer, None)
+            self._times_suspected[peer] = 0
+            self._may_miss[peer] = 6
         for peer in expected:
             if peer not in members and not self.is_suspect(peer):
-                self._missed[peer] += 1
-                if self._missed[peer] >= MISSED_AT_MOST:
+                self._may_miss[peer] -= 1
+                if self._may_miss[peer] <= 0:
                     self.suspect(peer, "it did not come to a group")
 
     def is_suspect(self, peer: PeerID) -> bool:
@@ -137,7 +119,7 @@ class Blame:
 
     def exclude(self, peer: PeerID, why: str) -> None:
         """Keep a peer out of groups for a while, twice as long each time, and do not follow it; log `why`."""
-        for_s = min(MOST_EXCLUDED_S, SUSPECT_S * 2 ** self._times_excluded[peer])
+        for_s = min(1280.0, SUSPECT_S * 2 ** self._times_excluded[peer])
         self.excluded_until[peer] = time.monotonic() + for_s
         self._times_excluded[peer] += 1
         logger.warning(f"Peer {peer} is let into no group for {for_s:.0f} s: {why}.")
@@ -151,14 +133,14 @@ class Blame:
 
         In a failed round the most blamed member gets a point, and every other member that blames or is blamed
         gets 3/4: the fault may be its own, or a link's. A member that more than half of the group call late
-        has `MOST_POINTS` at once. At `MOST_POINTS` the member with the most points (of equals, the later in
-        order) is excluded, unless no more than half of the group would be left. A committed round takes 1/4
-        from each member. All members receive the same votes, so they reach the same verdict.
+        has 2 points at once. At 2 points the member with the most points (of equals, the later in order) is
+        excluded, unless no more than half of the group would be left. A committed round takes 1/4 from each
+        member. All members receive the same votes, so they reach the same verdict.
         """
         if is_committed:
             for peer in members:
-                self._points[peer] = max(0.0, self._points[peer] - POINTS_A_ROUND)
-                self._times_excluded[peer] = max(0.0, self._times_excluded[peer] - POINTS_A_ROUND)
+                self._points[peer] = max(0.0, self._points[peer] - 0.25)
+                self._times_excluded[peer] = max(0.0, self._times_excluded[peer] - 0.25)
             return
         names = {peer.to_base58(): peer for peer in votes}
         blames = {peer: names[vote.blames] for peer, vote in votes.items() if vote.blames in names}
@@ -173,10 +155,10 @@ class Blame:
         late = Counter(whom for peer, whom in blames.items() if votes[peer].is_late)
         for peer, count in late.items():
             if 2 * count > len(members):
-                self._points[peer] = max(MOST_POINTS, self._points[peer])
+                self._points[peer] = max(2.0, self._points[peer])
         worst = max(members, key=lambda peer: (self._points[peer], self._order(peer)))
         left = [peer for peer in members if peer != worst and not self.is_excluded(peer)]
-        if self._points[worst] < MOST_POINTS or len(left) < max(2, len(members) // 2 + 1):
+        if self._points[worst] < 2.0 or len(left) < max(2, len(members) // 2 + 1):
             return
         self.exclude(worst, "rounds with it fail")
         # It may be innocent: a liar blames others for its own faults. Other blamed members may be next.
@@ -184,6 +166,7 @@ class Blame:
             del self._points[peer]
 
 
+@dataclass(eq=False)
 class GroupFinder:
     """Finds a group for each round, in the DHT's process.
 
@@ -192,30 +175,22 @@ class GroupFinder:
     so it never leads.
     """
 
-    def __init__(
-        self,
-        stub: Callable[[PeerID], Any],
-        peer_id: PeerID,
-        key: RSAPrivateKey,
-        *,
-        prefix: str,
-        tensors_schema: bytes,
-        is_client: bool,
-        patience_s: float,
-        request_timeout: float,
-    ) -> None:
-        self._stub = stub
-        self._own_id = peer_id
-        self._key = key
-        self._prefix = prefix
-        self._tensors_schema = self.schema = tensors_schema
-        self._is_client = is_client
-        self._patience_s = patience_s
-        self._request_timeout = request_timeout
+    stub: Callable[[PeerID], Any]
+    peer_id: PeerID
+    key: RSAPrivateKey
+    prefix: str
+    tensors_schema: bytes
+    is_client: bool
+    patience_s: float
+    request_timeout: float
+
+    def __post_init__(self) -> None:
+        self.schema = self.tensors_schema
         self._expected: tuple[PeerID, ...] = ()
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
         self._search: Search | None = None
+        self._asking: PeerID | None = None  # the leader that this peer asks to let it in
         self.blame = Blame(self._order)
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
@@ -228,16 +203,18 @@ class GroupFinder:
         A group has at least `quorum` members, this one included (1: this peer alone). All of them share
         `schema_suffix`, in addition to their tensors' shapes.
         """
-        self._expected, self._clients = tuple(peers), frozenset(clients)
-        self._quorum, self.schema = quorum, self._tensors_schema + schema_suffix
+        self._expected = tuple(peers)
+        self._clients = frozenset(clients)
+        self._quorum = quorum
+        self.schema = self.tensors_schema + schema_suffix
         self._wake()
 
     def claim_of(self, peer: PeerID, statement: bytes, schema: bytes | None = None) -> Claim:
         """Return a peer's claim for a schema (None: this peer's); `ValueError` if it did not sign it."""
-        return Claim.parse(verified(statement, peer, self._about(self.schema if schema is None else schema)))
+        return Claim.parse(verified(statement, peer, self._about(schema or self.schema)))
 
     def _about(self, schema: bytes) -> bytes:
-        return b"trahiv: a claim in %s for %s" % (self._prefix.encode(), schema)
+        return b"trahiv: a claim in %s for %s" % (self.prefix.encode(), schema)
 
     # -- looking for a group -------------------------------------------------------------------------
 
@@ -247,9 +224,9 @@ class GroupFinder:
         `deadline` is in the swarm's time. `claim` is this peer's `Claim` in bytes.
         """
         schema = self.schema
-        statement = sign(self._key, self._about(schema), claim)
+        statement = sign(self.key, self._about(schema), claim)
         if self._quorum == 1:
-            return GroupInfo(DHTID.generate().to_bytes(), (self._own_id,), (statement,))
+            return GroupInfo(DHTID.generate().to_bytes(), (self.peer_id,), (statement,))
         async with self._one_at_a_time:
             left_s = deadline - swarm_time()
             self._search = search = Search(schema, statement, asyncio.get_running_loop().create_future())
@@ -265,34 +242,35 @@ class GroupFinder:
                 self._wake()
 
     async def _search_until_found(self, search: Search) -> GroupInfo | None:
+        found: GroupInfo | PeerID | None = None
         while search.schema == self.schema:
-            leader = self._choose_leader(search)
-            group = None
-            search.sent_to = None
+            leader = self._choose_leader(search, found)
+            found = None
             if leader is None:
                 search.refused.clear()
-            elif leader == self._own_id:
-                group = await self._lead(search)
+            elif leader == self.peer_id:
+                found = await self._lead(search)
             else:
-                group = await self._follow(search, leader)
-            if group is not None:
-                self.blame.note_group(group.peer_ids, self._expected)
-                return group
-            if not search.followers and search.sent_to is None:
-                await asyncio.sleep(PAUSE_S)
+                found = await self._follow(search, leader)
+            if isinstance(found, GroupInfo):
+                self.blame.note_group(found.peer_ids, self._expected)
+                return found
+            if not search.followers and found is None:
+                await asyncio.sleep(0.1)
         return None  # this peer's schema has changed
 
-    def _choose_leader(self, search: Search) -> PeerID | None:
+    def _choose_leader(self, search: Search, suggested: PeerID | None) -> PeerID | None:
         """Return the first peer in order that may lead; None if all have failed in this search.
 
         Suspects come last. If they were left out, two peers that suspect each other would each lead alone.
+        The last answer may have `suggested` a leader, perhaps this peer itself.
         """
-        own = self._own_id
+        own = self.peer_id
         if search.followers:
             return own
-        if search.sent_to is not None:
-            return search.sent_to
-        barred = search.refused | self._clients | {own if self._is_client else None}
+        if suggested is not None:
+            return suggested
+        barred = search.refused | self._clients | {own if self.is_client else None}
         there = {own, *(peer for peer in self._expected if not self.blame.is_excluded(peer))} - barred
         return min(there, key=lambda peer: (self.blame.is_suspect(peer), self._order(peer)), default=None)
 
@@ -304,20 +282,17 @@ class GroupFinder:
         self._turn.set()
         self._turn = asyncio.Event()
 
-    async def _wait_for_change(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation
-                await self._turn.wait()
-
     # -- leading -------------------------------------------------------------------------------------
 
     async def _lead(self, search: Search) -> GroupInfo | None:
         """Wait for the others and form the group; None if another peer should lead."""
-        give_up = time.monotonic() + self._patience_s
-        lonely_until = time.monotonic() + min(LONELY_S, self._patience_s)
+        give_up = time.monotonic() + self.patience_s
+        # A leader without a follower soon asks the next peer in order: if it came late, it may not know that
+        # the others have another leader.
+        lonely_until = time.monotonic() + min(0.5, self.patience_s)
         while search.schema == self.schema:
-            unseen = (peer for peer in self._expected if peer not in search.followers)
-            missing = [peer for peer in unseen if not self.blame.is_suspect(peer)]
+            unseen = set(self._expected) - search.followers.keys()
+            is_missing = not all(map(self.blame.is_suspect, unseen))
             is_over = time.monotonic() >= give_up
             # Drop followers whose quorum is larger than the group would be, the largest quorum first.
             willing = sorted(search.followers.items(), key=lambda item: item[1].quorum)
@@ -326,10 +301,10 @@ class GroupFinder:
             members = dict(willing)
             # Do not wait for a follower whose quorum exceeds the known peers: its view may be newer.
             there = 1 + max(len(self._expected), len(search.followers))
-            possible = [peer for peer, follower in search.followers.items() if follower.quorum <= there]
-            is_whole = len(members) == len(possible) and not missing
+            num_possible = sum(follower.quorum <= there for follower in search.followers.values())
+            is_whole = len(members) == num_possible and not is_missing
             if 1 + len(members) >= max(2, self._quorum) and (is_whole or is_over):
-                peers = (self._own_id, *members)
+                peers = (self.peer_id, *members)
                 gathered = (search.statement, *(member.statement for member in members.values()))
                 group = GroupInfo(DHTID.generate().to_bytes(), peers, gathered)
                 search.group.set_result(group)
@@ -337,30 +312,28 @@ class GroupFinder:
                 return group
             is_lonely = not search.followers and time.monotonic() >= lonely_until
             if is_over or is_lonely:  # too few came: the others may have another leader, and so should these
-                search.refused.add(self._own_id)
+                search.refused.add(self.peer_id)
                 search.followers.clear()
                 self._wake()
                 return None
             until = give_up if search.followers else min(give_up, lonely_until)
-            await self._wait_for_change(until - time.monotonic())
+            await wait_at_most(self._turn, until - time.monotonic())
         return None
 
-    async def admit(
-        self, request: averaging_pb2.JoinRequest, peer: PeerID
-    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+    async def admit(self, request: JoinRequest, peer: PeerID) -> AsyncIterator[MessageFromLeader]:
         """Let a peer into the group that this one leads, or refuse it, perhaps with another peer to ask.
 
         Yields ACCEPTED at once, because the peer may wait here. Then yields BEGIN_ALLREDUCE with the group,
         or GROUP_DISBANDED, perhaps with the peer to ask, or BAD_SCHEMA_HASH.
         """
         self.blame.note_call(peer)
-        yield MESSAGE(code=averaging_pb2.ACCEPTED)
-        closes = time.monotonic() + DOOR_S
+        yield MessageFromLeader(code=ACCEPTED)
+        closes = time.monotonic() + 600.0  # callers give up sooner
         while (search := self._search) is None or search.group.done() or search.schema != self.schema:
             if time.monotonic() >= closes:
-                yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+                yield MessageFromLeader(code=GROUP_DISBANDED)
                 return
-            await self._wait_for_change(closes - time.monotonic())
+            await wait_at_most(self._turn, closes - time.monotonic())
         follower = self._let_in(search, peer, request)
         if not isinstance(follower, Follower):
             yield follower
@@ -369,47 +342,48 @@ class GroupFinder:
         self._wake()
         try:
             while not search.group.done() and search.followers.get(peer) is follower:
-                await self._wait_for_change(DOOR_S)
+                await self._turn.wait()
             is_formed = search.group.done() and not search.group.cancelled()
             if is_formed and peer in (group := search.group.result()).peer_ids:
-                yield MESSAGE(
-                    code=averaging_pb2.BEGIN_ALLREDUCE,
+                yield MessageFromLeader(
+                    code=BEGIN_ALLREDUCE,
                     group_id=group.group_id,
                     ordered_peer_ids=[member.to_bytes() for member in group.peer_ids],
                     gathered=group.gathered,
                 )
             else:
-                yield MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+                yield MessageFromLeader(code=GROUP_DISBANDED)
         finally:
             if not search.group.done() and search.followers.get(peer) is follower:
                 del search.followers[peer]
                 self._wake()
 
-    def _let_in(
-        self, search: Search, peer: PeerID, request: averaging_pb2.JoinRequest
-    ) -> Follower | averaging_pb2.MessageFromLeader:
+    def _let_in(self, search: Search, peer: PeerID, request: JoinRequest) -> Follower | MessageFromLeader:
         """Return the peer as a follower, or a message that refuses it and may suggest another leader."""
         if self.blame.is_excluded(peer):
-            return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
+            return MessageFromLeader(code=GROUP_DISBANDED)
         if request.schema_hash != search.schema:
-            return MESSAGE(code=averaging_pb2.BAD_SCHEMA_HASH)
+            return MessageFromLeader(code=BAD_SCHEMA_HASH)
         try:
             claim = self.claim_of(peer, request.gather, search.schema)
         except ValueError as error:
             self.blame.exclude(peer, f"it brings an unusable claim ({error})")
-            return MESSAGE(code=averaging_pb2.GROUP_DISBANDED)
-        elsewhere = search.asking
+            return MessageFromLeader(code=GROUP_DISBANDED)
+        elsewhere = self._asking
         if elsewhere == peer:  # both ask each other: the first in order leads
-            elsewhere = peer if self._order(peer) < self._order(self._own_id) else None
+            elsewhere = peer if self._order(peer) < self._order(self.peer_id) else None
         if elsewhere is None:
             return Follower(request.gather, claim.quorum)
-        return MESSAGE(code=averaging_pb2.GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
+        return MessageFromLeader(code=GROUP_DISBANDED, suggested_leader=elsewhere.to_bytes())
 
     # -- following -----------------------------------------------------------------------------------
 
-    async def _follow(self, search: Search, leader: PeerID) -> GroupInfo | None:
-        """Ask `leader` and wait; None if it does not lead this peer, or if another peer follows this one."""
-        search.asking = leader
+    async def _follow(self, search: Search, leader: PeerID) -> GroupInfo | PeerID | None:
+        """Ask `leader` and wait for its group, or for the leader that it suggests.
+
+        None if it does not lead this peer, or if another peer follows this one.
+        """
+        self._asking = leader
         is_known = leader in self._expected
         asked = asyncio.ensure_future(self._ask(search, leader))
         asked.add_done_callback(lambda _: self._wake())
@@ -417,32 +391,31 @@ class GroupFinder:
             while not asked.done() and not search.followers and search.schema == self.schema:
                 if is_known and leader not in self._expected:
                     return None  # it has left
-                await self._wait_for_change(DOOR_S)
+                await self._turn.wait()
             return asked.result() if asked.done() else None
         finally:
-            search.asking = None
+            self._asking = None
             await cancel_and_wait(asked)
 
-    async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | None:
-        request = averaging_pb2.JoinRequest(
+    async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | PeerID | None:
+        request = JoinRequest(
             schema_hash=search.schema,
-            client_mode=self._is_client,
+            client_mode=self.is_client,
             gather=search.statement,
-            group_key=f"{self._prefix}.0b",  # hivemind's form of the key; no peer reads it
+            group_key=f"{self.prefix}.0b",  # hivemind's form of the key; no peer reads it
         )
         try:
-            async with asyncio.timeout(self._request_timeout):
-                answers = await self._stub(leader).rpc_join_group(request)
+            async with asyncio.timeout(self.request_timeout):
+                answers = await self.stub(leader).rpc_join_group(request)
                 first = await anext(answers)
-            if first.code != averaging_pb2.ACCEPTED:
+            if first.code != ACCEPTED:
                 raise P2PHandlerError(f"{leader} answered with code {first.code}")
-            async with asyncio.timeout(2 * self._patience_s + self._request_timeout):
+            async with asyncio.timeout(2 * self.patience_s + self.request_timeout):
                 answer = await anext(answers)
-            if answer.code == averaging_pb2.BEGIN_ALLREDUCE:
+            if answer.code == BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
             if answer.suggested_leader:
-                search.sent_to = peer_from(answer.suggested_leader)
-                return None
+                return peer_from(answer.suggested_leader)
         except (*UNREACHABLE, StopAsyncIteration) as error:
             logger.debug(f"{leader} does not lead: {error!r}")
             self.blame.suspect(leader, "it did not lead a group")
@@ -451,7 +424,7 @@ class GroupFinder:
         search.refused.add(leader)
         return None
 
-    def _accepted(self, search: Search, leader: PeerID, answer: averaging_pb2.MessageFromLeader) -> GroupInfo:
+    def _accepted(self, search: Search, leader: PeerID, answer: MessageFromLeader) -> GroupInfo:
         """Read the group that a leader formed, or raise `ValueError`.
 
         It raises for a malformed id, a peer that is listed twice, a missing leader, a missing or altered
@@ -463,7 +436,7 @@ class GroupFinder:
             raise ValueError("a peer is in it twice")
         if leader not in said:
             raise ValueError("its leader is not in it")
-        if said.get(self._own_id) != search.statement:
+        if said.get(self.peer_id) != search.statement:
             raise ValueError("this peer is in it with another claim, or is not")
         for member, statement in said.items():
             self.claim_of(member, statement, search.schema)

@@ -15,16 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from hivemind.proto import runtime_pb2
-from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.rounds.codecs import read_tensor
-from trahiv_cli.wire import unpacked
-
-MOST_BYTES = 2**48  # of an average, in a header that can be read; the tensors bound a download
-
-# The log keeps records of up to this many times the bytes of the averaged tensors: as much as a joiner
-# downloads if Adam trains them. An exchange fits between two steps, so no more arrives during the download.
-STATES_KEPT = 3
+from trahiv_cli.wire import packed, unpacked
 
 
 @dataclass(frozen=True)
@@ -39,24 +32,23 @@ class Header:
 
     def to_wire(self) -> bytes:
         """Encode it as MessagePack."""
-        said = [list(self.members), list(self.gathered), self.proof, self.num_parts, self.num_bytes]
-        return bytes(MSGPackSerializer.dumps(said))
+        lists = [list(self.members), list(self.gathered)]
+        return packed([*lists, self.proof, self.num_parts, self.num_bytes])
 
     @classmethod
     def from_wire(cls, content: bytes) -> Header:
-        """Decode the result of `to_wire`, or raise `ValueError`."""
+        """Decode the result of `to_wire`, or raise `ValueError`. The tensors bound a download further."""
         match unpacked(content):
             case [list(members), list(gathered), bytes(proof), int(num_parts), int(num_bytes)] if (
                 all(isinstance(one, bytes) for one in (*members, *gathered))
                 and len(set(members)) == len(members) == len(gathered) > 0
-                and 0 <= num_parts <= MOST_BYTES
-                and 0 <= num_bytes <= MOST_BYTES
+                and all(0 <= number <= 2**48 for number in (num_parts, num_bytes))
             ):
                 return cls(tuple(members), tuple(gathered), proof, num_parts, num_bytes)
         raise ValueError("not the record of a round")
 
 
-Parts = tuple[runtime_pb2.Tensor, ...]  # an encoded average: pieces of one tensor after the other
+Parts = Sequence[runtime_pb2.Tensor]  # an encoded average: pieces of one tensor after the other
 
 
 class Log:
@@ -79,7 +71,7 @@ class Log:
         return self._records.get(after)
 
 
-def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+def decoded(parts: Parts, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Decode an average, one tensor at a time, to new float32 tensors on the CPU with the shapes of `like`.
 
     Raises:
@@ -99,6 +91,12 @@ def decoded(parts: Sequence[runtime_pb2.Tensor], like: Sequence[torch.Tensor]) -
         yield whole.view(tensor.shape)
     if any(map(len, waiting)):
         raise ValueError("a part that belongs to no tensor")
+
+
+def copy_average(parts: Parts, tensors: Sequence[torch.Tensor]) -> None:
+    """Decode an average into tensors; see `decoded`."""
+    for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
+        tensor.copy_(value)
 
 
 def _values_of(part: runtime_pb2.Tensor) -> torch.Tensor:

@@ -24,7 +24,14 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.partition import DEFAULT_PART_SIZE_BYTES, AllreduceException
 from hivemind.compression import CompressionBase
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import (
+    BAD_GROUP_ID,
+    AveragingData,
+    DownloadData,
+    JoinRequest,
+    MessageFromLeader,
+)
 from hivemind.utils import MPFuture, get_logger
 from hivemind.utils.asyncio import achain, aiter_with_timeout, as_aiter, enter_asynchronously
 
@@ -37,7 +44,7 @@ from trahiv_cli.rounds.averages import Averages
 from trahiv_cli.rounds.claims import Claim, Exchange, Outcome, judge
 from trahiv_cli.rounds.codecs import CODECS
 from trahiv_cli.rounds.matchmaking import GroupFinder
-from trahiv_cli.rounds.replay_log import STATES_KEPT, Header, Log, decoded
+from trahiv_cli.rounds.replay_log import Header, Log, Parts, copy_average, decoded
 from trahiv_cli.rounds.vote import TWO_VOTES, Ballots, Call, Decision, NotCommitted, Vote, proof_of
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
@@ -46,24 +53,14 @@ from trahiv_cli.wire import FEW_BYTES
 
 logger = get_logger(__name__)
 
-# A part may take PATIENCE times its expected time: at most MOST_PATIENCE_S at the members' usual rate, or at
-# most SLOWEST_PATIENCE_S at the slowest member's, whichever is longer. Thus many fast members do not exclude
-# a slow one, and a member that only claims to be slow is excluded after two such rounds. The whole exchange
-# has the same limits, without MOST_PATIENCE_S. Its usual rate is at least LOWEST_RATE, in bytes a second.
-PATIENCE = 4.0
-MOST_PATIENCE_S = 60.0
-SLOWEST_PATIENCE_S = 30.0
-LOWEST_RATE = 125_000.0
-
 
 def patience_s(claims: Mapping[str, Claim], part_bytes: int, all_bytes: int) -> float:
     """Return how many seconds a member may wait for a part of `part_bytes`; 0 if no member knows its rate.
 
     Each member sends `all_bytes` in total, part by part to one member after another.
     """
-    needed = PATIENCE * min(len(claims) * part_bytes, all_bytes)
     rates = _link_rates(claims)
-    return _limit_s(needed, rates, MOST_PATIENCE_S) if rates else 0.0
+    return _limit_s(min(len(claims) * part_bytes, all_bytes), rates, most_s=60.0) if rates else 0.0
 
 
 def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float, timeout_s: float) -> float:
@@ -71,14 +68,21 @@ def exchange_limit_s(claims: Mapping[str, Claim], all_bytes: int, least_s: float
 
     It is at least `least_s`. By the usual rate it is at most half of `timeout_s`: the vote needs the rest.
     """
-    needed = PATIENCE * 2 * all_bytes
-    rates = _link_rates(claims) or [LOWEST_RATE]
-    return max(least_s, _limit_s(needed, rates, min(timeout_s / 2, needed / LOWEST_RATE)))
+    lowest = 125_000.0  # bytes a second, of the usual rate
+    rates = _link_rates(claims) or [lowest]
+    return max(least_s, _limit_s(2 * all_bytes, rates, most_s=timeout_s / 2, lowest_rate=lowest))
 
 
-def _limit_s(num_bytes: float, rates: Sequence[float], most_s: float) -> float:
-    usual_s = num_bytes / statistics.median_low(rates)
-    return max(min(most_s, usual_s), min(SLOWEST_PATIENCE_S, num_bytes / min(rates)))
+def _limit_s(num_bytes: float, rates: Sequence[float], *, most_s: float, lowest_rate: float = 0.0) -> float:
+    """Return four times the expected time of `num_bytes`, within limits; rates are in bytes a second.
+
+    It is at most `most_s` at the members' usual rate, or at most 30 s at the slowest member's, whichever is
+    longer. Thus many fast members do not exclude a slow one, and a member that only claims to be slow is
+    excluded after two such rounds.
+    """
+    needed = 4.0 * num_bytes
+    usual_s = needed / max(lowest_rate, statistics.median_low(rates))
+    return max(min(most_s, usual_s), min(30.0, needed / min(rates)))
 
 
 def _link_rates(claims: Mapping[str, Claim]) -> list[float]:
@@ -122,7 +126,9 @@ class RoundService(Service):
         self.averages.lock = dht.tensors_lock
         tensors = self.averages.tensors
         self.ballots = Ballots()
-        self._log = Log(STATES_KEPT * sum(tensor.nbytes for tensor in tensors))
+        # As much as a joiner downloads if Adam trains the tensors. An exchange fits between two steps, so no
+        # more arrives during the download.
+        self._log = Log(3 * sum(tensor.nbytes for tensor in tensors))
         self._residual: dict[int, torch.Tensor] = {}  # losses of codecs, by index of the tensor
         self._is_of_steps = False  # whether they are losses of local steps
         self._running: dict[bytes, asyncio.Future[ExactAllReduce]] = {}  # exchanges, by group id
@@ -160,7 +166,7 @@ class RoundService(Service):
         """
         async with self._preparing:
             loop = asyncio.get_running_loop()
-            norm = await loop.run_in_executor(None, self._prepare_contribution, exchange)
+            norm = await asyncio.to_thread(self._prepare_contribution, exchange)
             claim = replace(claim, is_client=self.is_client, norm=norm)
             self._is_settled.clear()
             self._looking = loop.create_task(self.finder.look_for_group(claim.to_bytes(), deadline))
@@ -219,42 +225,41 @@ class RoundService(Service):
                     pass  # until the vote it keeps the parts encoded: less memory than a second copy
                 took_s = loop.time() - started
                 parts = runner.encoded_averages
-                average = decoded(parts, tensors)
-                schema = self.finder.schema
-                proof = await loop.run_in_executor(None, proof_of, average, gathered, schema)
+                proof = await self._proof(parts, tensors, gathered)
                 vote = Vote(proof, notes=runner.tensor_part_reducer.notes)
             except Exception as error:  # noqa: BLE001 - whatever it was, the others are told
                 failure = (runner and runner.failure) or error
-                vote = Vote(reason=str(failure) or type(failure).__name__)
-                if runner:
-                    is_sure, is_late = runner.is_sure, runner.is_late
-                    vote = replace(vote, blames=runner.blamed, is_sure=is_sure, is_late=is_late)
+                complaint = runner.complaint if runner else Vote()
+                vote = replace(complaint, reason=str(failure) or type(failure).__name__)
                 self._running[group_info.group_id].cancel()  # else callers would wait for a runner
             quorum = claims[self._p2p.peer_id.to_base58()].quorum
             decision = await self._hold_vote(group_info, vote, quorum)
             if not decision.is_committed:
                 raise NotCommitted(decision.reason, vote.digest, sum(outcome.samples.values()))
             assert runner is not None  # else there would be no digest to commit
-            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
-                tensor.copy_(value)
+            copy_average(parts, tensors)
             for place in exchange.places:
                 self._residual.pop(place, None)
             self._residual |= dict(zip(exchange.places, runner.lost or (), strict=False))
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
             num_bytes = sum(len(part.buffer) for part in parts)
-            header = Header(ids, tuple(gathered), vote.digest, len(parts), num_bytes)
+            header = Header(ids, gathered, vote.digest, len(parts), num_bytes)
             self._log.add(exchange.after, header, parts, is_wanted=self.interest.is_there)
-        notes = {peer: why for other in decision.votes.values() for peer, why in other.notes.items()}
+        notes = [note for other in decision.votes.values() for note in other.notes.items()]
         return replace(
             outcome,
             proof=vote.digest,
-            left_out=outcome.left_out | {peer: why for peer, why in notes.items() if peer in claims},
+            left_out=outcome.left_out | {peer: why for peer, why in notes if peer in claims},
             reason=decision.reason,
             exchange_s=took_s,
             longest_wait_s=runner.tensor_part_reducer.longest_wait_s,
             parts_sent=runner.sent,
             parts_received=runner.received,
         )
+
+    async def _proof(self, parts: Parts, tensors: Sequence[torch.Tensor], gathered: Sequence[bytes]) -> bytes:
+        """Return the proof of an average of such tensors, which the group of these claims would vote for."""
+        return await asyncio.to_thread(proof_of, decoded(parts, tensors), gathered, self.finder.schema)
 
     def _exchanged(
         self, all_tensors: Sequence[torch.Tensor], exchange: Exchange, outcome: Outcome
@@ -279,9 +284,7 @@ class RoundService(Service):
         reducer_timeout = max(options.reducer_timeout, 2 * needed_s)
         bandwidths = [0.0 if claim.is_client else None for claim in claims.values()]
         size = sum(tensor.numel() for tensor in tensors)
-        fractions = await asyncio.get_running_loop().run_in_executor(
-            None, load_balance_peers, size, bandwidths, options.min_vector_size
-        )
+        fractions = await asyncio.to_thread(load_balance_peers, size, bandwidths, options.min_vector_size)
         runner = ExactAllReduce(
             claims=claims,
             left_out=left_out,
@@ -305,15 +308,15 @@ class RoundService(Service):
         return runner
 
     async def rpc_join_group(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        self, request: JoinRequest, context: P2PContext
+    ) -> AsyncIterator[MessageFromLeader]:
         """Let a peer into the group that this one leads, or refuse it; see `GroupFinder.admit`."""
         async for message in self.finder.admit(request, context.remote_id):
             yield message
 
     async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        self, stream: AsyncIterator[AveragingData], context: P2PContext
+    ) -> AsyncIterator[AveragingData]:
         """Reduce a member's parts; answer BAD_GROUP_ID to a peer of another group.
 
         A member may know the group before this peer does: it waits as long as this peer looks for one.
@@ -322,7 +325,7 @@ class RoundService(Service):
             if first.group_id not in self._running:
                 await self._is_settled.wait()
             if (running := self._running.get(first.group_id)) is None:
-                yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+                yield AveragingData(code=BAD_GROUP_ID)
                 return
             runner = await running
             async for message in runner.rpc_aggregate_part(achain(as_aiter(first), stream), context):
@@ -346,13 +349,11 @@ class RoundService(Service):
         return decision
 
     async def _exchange_votes(self, group_id: bytes, peer: PeerID, call: Call) -> Sequence[bytes]:
-        request = averaging_pb2.JoinRequest(schema_hash=group_id, gather=call.to_bytes())
+        request = JoinRequest(schema_hash=group_id, gather=call.to_bytes())
         answer = await self.stub(peer).rpc_vote(request, timeout=2 * self.options.sender_timeout)
         return tuple(answer.gathered)
 
-    async def rpc_vote(
-        self, request: averaging_pb2.JoinRequest, context: P2PContext
-    ) -> averaging_pb2.MessageFromLeader:
+    async def rpc_vote(self, request: JoinRequest, context: P2PContext) -> MessageFromLeader:
         """Receive a member's vote; answer when this peer knows all votes of the round (see `Ballot.answer`).
 
         A caller whose group this peer does not know yet waits for it, in one call at a time.
@@ -361,7 +362,7 @@ class RoundService(Service):
         ballot = await self.ballots.find(request.schema_hash, peer, self.options.sender_timeout)
         answer = await ballot.answer(peer, Call.parse(request.gather)) if ballot is not None else []
         self.finder.blame.note_call(peer)  # it is alive, even if its slow link made it late
-        return averaging_pb2.MessageFromLeader(group_id=request.schema_hash, gathered=answer)
+        return MessageFromLeader(group_id=request.schema_hash, gathered=answer)
 
     # -- replay of a round that this peer missed -----------------------------------------------------
 
@@ -375,7 +376,7 @@ class RoundService(Service):
 
     async def _replayed(self, donor: PeerID, exchange: Exchange, silence_s: float) -> Outcome | None:
         async with asyncio.timeout(silence_s):
-            stream = await self.stub(donor).rpc_replay(averaging_pb2.DownloadData(metadata=exchange.after))
+            stream = await self.stub(donor).rpc_replay(DownloadData(metadata=exchange.after))
         async with aclosing(stream), aclosing(aiter_with_timeout(stream, silence_s)) as messages:
             if not (first := await anext(messages)).metadata:
                 return None
@@ -394,27 +395,21 @@ class RoundService(Service):
                 missing -= len(parts[-1].buffer)
             if missing:
                 raise ValueError("parts of another size than announced")
-        loop = asyncio.get_running_loop()
-        schema = self.finder.schema
-        average = decoded(parts, tensors)
-        if header.proof != await loop.run_in_executor(None, proof_of, average, header.gathered, schema):
+        if header.proof != await self._proof(parts, tensors, header.gathered):
             raise ValueError("another average than its proof says, or a round of other rules")
         async with enter_asynchronously(self.averages.locked()):
-            for tensor, value in zip(tensors, decoded(parts, tensors), strict=True):
-                tensor.copy_(value)
+            copy_average(parts, tensors)
         return replace(outcome, proof=header.proof)
 
-    async def rpc_replay(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def rpc_replay(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Send the round that continued a history; send nothing if this peer does not keep it."""
         self.finder.blame.note_call(context.remote_id)
         if (kept := self._log.find(request.metadata)) is not None:
             header, parts = kept
-            yield averaging_pb2.DownloadData(metadata=header.to_wire())
+            yield DownloadData(metadata=header.to_wire())
             for part in parts:
                 self.interest.note()
-                yield averaging_pb2.DownloadData(tensor_part=part)
+                yield DownloadData(tensor_part=part)
 
 
 # -- in the training process -----------------------------------------------------------------------

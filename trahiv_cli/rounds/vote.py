@@ -24,19 +24,14 @@ import torch
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import PeerID
-from hivemind.utils import MSGPackSerializer
 from hivemind.utils.crypto import RSAPrivateKey
 
 from trahiv_cli.members.records import sign, verified
 from trahiv_cli.net.streams import UNREACHABLE
-from trahiv_cli.wire import unpacked
+from trahiv_cli.wire import packed, unpacked
 
 LONGEST_REASON = 200
 LONGEST_ID = 100
-DIGEST_BYTES = 32
-MOST_BYTES_A_MEMBER = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on one member, in UTF-8
-BALLOTS_KEPT = 8  # latest rounds whose votes this peer still sends to late callers
-VOTE_GRACE_S = 2.0  # for the last votes of a decided round: they only show which members did not average
 
 
 @dataclass(frozen=True)
@@ -53,14 +48,14 @@ class Vote:
     def to_bytes(self) -> bytes:
         """Encode it as MessagePack."""
         said = [self.digest, self.reason[:LONGEST_REASON], dict(self.notes)]
-        return bytes(MSGPackSerializer.dumps([*said, self.blames, self.is_sure, self.is_late]))
+        return packed([*said, self.blames, self.is_sure, self.is_late])
 
     @classmethod
     def parse(cls, content: bytes) -> Vote:
         """Decode the result of `to_bytes`, or raise `ValueError`."""
         match unpacked(content):
             case [bytes(digest), str(reason), dict(notes), str(blames), bool(is_sure), bool(is_late)] if (
-                len(digest) in (0, DIGEST_BYTES)
+                len(digest) in (0, 32)  # of SHA-256
                 and len(blames) <= LONGEST_ID
                 and all(isinstance(text, str) for item in notes.items() for text in item)
             ):
@@ -81,7 +76,7 @@ class Call:
 
     def to_bytes(self) -> bytes:
         """Encode it as MessagePack."""
-        return bytes(MSGPackSerializer.dumps([self.vote, *self.wanted]))
+        return packed([self.vote, *self.wanted])
 
     @classmethod
     def parse(cls, content: bytes) -> Call:
@@ -149,19 +144,30 @@ def decide(own: PeerID, group: Collection[PeerID], votes: Mapping[PeerID, Vote],
     return Decision(len(agree) >= needed, reason, votes)
 
 
+async def wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event for a limited time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation
+            await event.wait()
+
+
 class Ballot:
     """The votes of one round. Their signatures cover the claims that its members made before it.
 
-    `Ballots` creates one for each round. A member waits `limit_s` seconds for the others' votes. Other
+    `Ballots` creates one for each round. A member waits `limit_s` seconds for the others' votes, but only
+    `grace_s` for the last votes of a decided round: they only show which members did not average. Other
     members can't call `clients`; these make the calls themselves.
     """
 
-    def __init__(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> None:
+    def __init__(
+        self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = (), *, grace_s: float = 2.0
+    ) -> None:
         self.members = group.peer_ids
         self._claims = dict(zip(group.peer_ids, group.gathered, strict=True))  # they contain the public keys
-        said = b"".join(hashlib.sha256(one).digest() for one in group.gathered)
-        self.about = b"trahiv: a vote in " + hashlib.sha256(said).digest()
+        claims = joint_digest(hashlib.sha256(one).digest() for one in group.gathered)
+        self.about = b"trahiv: a vote in " + claims
         self._limit_s = limit_s
+        self._grace_s = grace_s
         self.votes: dict[PeerID, Vote] = {}
         self._statements: dict[PeerID, bytes] = {}  # each vote as its member signed it
         self._heard_at: dict[PeerID, float] = {}
@@ -183,7 +189,8 @@ class Ballot:
         """
         if self._statements.get(peer) == statement:  # each member passes it on: check it once
             return
-        if peer not in self.members or len(statement) > MOST_BYTES_A_MEMBER * (len(self.members) + 3):
+        most_bytes_a_member = 4 * LONGEST_REASON + LONGEST_ID  # of a vote's note on one member, in UTF-8
+        if peer not in self.members or len(statement) > most_bytes_a_member * (len(self.members) + 3):
             raise ValueError(f"peer {peer} is not in this round, or says more than a vote")
         vote = Vote.parse(verified(statement, peer, self.about, self._claims[peer]))
         if vote != self.votes.setdefault(peer, vote):
@@ -195,7 +202,7 @@ class Ballot:
     def standing(self) -> dict[PeerID, Vote]:
         """Return the votes that count: of members that may still commit, and all votes for no average."""
         # A vote counts while its member waits, less the time that an answer takes.
-        heard_after = time.monotonic() - self._limit_s + min(VOTE_GRACE_S, self._limit_s / 2)
+        heard_after = time.monotonic() - self._limit_s + min(self._grace_s, self._limit_s / 2)
         return {
             peer: vote
             for peer, vote in self.votes.items()
@@ -212,7 +219,7 @@ class Ballot:
     ) -> Decision:
         """Send this peer's vote, signed with `key`, to the others, receive their votes, and decide.
 
-        It takes at most `limit_s`, or `VOTE_GRACE_S` if that is longer. `ask` sends a call to a member and
+        It takes at most `limit_s`, or `grace_s` if that is longer. `ask` sends a call to a member and
         returns its `answer`, or raises ValueError or `UNREACHABLE`.
         """
         statement = sign(key, self.about, vote.to_bytes(), has_key=False)
@@ -248,12 +255,10 @@ class Ballot:
             is_over = not self.unheard and not (is_disputed and not all(call.done() for call in calls))
             # A member that can't be called may still call, or a called member may know its vote.
             is_short = is_decided or not vote.digest or self.unheard <= self._silent
-            left_s = (VOTE_GRACE_S if is_short else self._limit_s) - (loop.time() - began)
+            left_s = (self._grace_s if is_short else self._limit_s) - (loop.time() - began)
             if is_over or left_s <= 0:
                 break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._has_changed.wait()
+            await wait_at_most(self._has_changed, left_s)
         self._is_undone = not is_decided
         self._is_settled.set()
         for call in calls:  # they end by themselves; nothing needs their answers any more
@@ -276,9 +281,7 @@ class Ballot:
             bytes for a vote that is unknown or does not count.
         """
         self.cast(caller, call.vote)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._limit_s):
-                await self._is_settled.wait()
+        await wait_at_most(self._is_settled, self._limit_s)
         heard = {peer: self._statements[peer] for peer in self.standing()}
         digests = {peer: digest_of_statement(statement) for peer, statement in heard.items()}
         if not call.wanted:
@@ -288,17 +291,18 @@ class Ballot:
 
 
 class Ballots(dict[bytes, Ballot]):
-    """The ballots of this peer's last `BALLOTS_KEPT` rounds, by group id."""
+    """The ballots of this peer's last `num_kept` rounds, by group id: it still answers late callers."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kept: int = 8) -> None:
         super().__init__()
+        self._num_kept = num_kept
         self._has_opened = asyncio.Event()
         self._early: set[PeerID] = set()
 
     def open(self, group: GroupInfo, limit_s: float, clients: Iterable[PeerID] = ()) -> Ballot:
         """Begin to receive the votes of a round; see `Ballot`."""
         ballot = self[group.group_id] = Ballot(group, limit_s, clients)
-        while len(self) > BALLOTS_KEPT:
+        while len(self) > self._num_kept:
             del self[next(iter(self))]
         self._has_opened.set()
         self._has_opened = asyncio.Event()

@@ -36,12 +36,6 @@ from trahiv_cli.wire import digest_of_bytes
 
 GONE = (*UNREACHABLE, EOFError)  # errors of a call to a donor that is gone or hangs
 MAX_DONORS = 4  # per state: they fill a home's downlink, and each has to copy its state
-OTHERS_S = 1.0  # time for other offers after the first one: one of them may be further
-QUIET_S = 5.0  # a donor without a new chunk for this time loses its request to an idle one
-WORTH_HALVING = 4  # chunks; a shorter request stays with its donor, unless it is silent
-PAUSE_S = 1.0  # before another request to a donor whose stream broke off
-IDLE_S = 0.2  # an idle donor looks for new requests at this interval
-MAX_MANIFEST_BYTES = 64 * 2**20
 NOT_AS_OFFERED = "it gives another state than it offers"
 OF_NO_USE = "the state that it gives is of no use"
 Report = Callable[[int, int, int], None]  # called with bytes present, bytes in total, and number of donors
@@ -49,6 +43,16 @@ Report = Callable[[int, int, int], None]  # called with bytes present, bytes in 
 
 class NobodyHas(Exception):
     """No donor keeps the snapshot any more, or no donor's state is far enough."""
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Waits of a download, in seconds."""
+
+    others_s: float = 1.0  # for other offers after the first one: one of them may be further
+    quiet_s: float = 5.0  # a donor without a new chunk for this time loses its request to an idle one
+    broken_s: float = 1.0  # before another request to a donor whose stream broke off
+    idle_s: float = 0.2  # an idle donor looks for new requests at this interval
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,31 @@ class ChunkRequest:
     stop: int
     heard_at: float = -math.inf  # when it was made, or its last chunk arrived; -inf: no donor has it
 
+    def __len__(self) -> int:
+        return max(0, self.stop - self.next)
+
+    def note_chunk(self) -> None:
+        """Record that the next chunk has arrived."""
+        self.next += 1
+        self.heard_at = time.monotonic()
+
+    def release(self) -> None:
+        """Leave the rest to any donor."""
+        self.heard_at = -math.inf
+
+    def hand_over(self, share: int) -> ChunkRequest:
+        """Move the last `share` chunks to a new request for a donor."""
+        taken = ChunkRequest(max(self.next, self.stop - share), self.stop, time.monotonic())
+        self.stop = taken.next
+        return taken
+
 
 class ChunkBoard:
     """Tracks which chunks of the snapshot with this digest are present, and which are requested.
 
     Each donor gets its share of the missing chunks. An idle donor takes over half of another donor's request,
-    or a share of the request of a donor that has been silent for `QUIET_S`. Every chunk is checked against
-    the manifest. Chunks that `own`, this peer's own snapshot, has at the same position are present from the
+    or a share of the request of a donor that has been silent for a while. Every chunk is checked against the
+    manifest. Chunks that `own`, this peer's own snapshot, has at the same position are present from the
     start.
     """
 
@@ -111,17 +133,18 @@ class ChunkBoard:
         """Whether all chunks are present."""
         return all(self._is_there)
 
-    def request(self, num_donors: int) -> ChunkRequest | None:
-        """Return the next request for one of the donors; None if active donors owe only a few chunks."""
+    def request(self, num_donors: int, quiet_s: float) -> ChunkRequest | None:
+        """Return the next request for one of the donors; None if active donors owe only a few chunks.
+
+        A donor that has been silent for `quiet_s` owes nothing any more.
+        """
         now = time.monotonic()
-        self._requests = [request for request in self._requests if request.next < request.stop]
-        free = [request for request in self._requests if now - request.heard_at > QUIET_S]
-        owed = max(free or self._requests, key=lambda request: request.stop - request.next, default=None)
-        if owed is None or (not free and owed.stop - owed.next < WORTH_HALVING):
+        self._requests = [request for request in self._requests if request]
+        free = [request for request in self._requests if now - request.heard_at > quiet_s]
+        owed = max(free or self._requests, key=len, default=None)
+        if owed is None or (not free and len(owed) < 4):  # too few to be worth halving
             return None
-        share = -(-self._is_there.count(False) // num_donors) if free else (owed.stop - owed.next) // 2
-        taken = ChunkRequest(max(owed.next, owed.stop - share), owed.stop, now)
-        owed.stop = taken.next
+        taken = owed.hand_over(-(-self._is_there.count(False) // num_donors) if free else len(owed) // 2)
         self._requests.append(taken)
         return taken
 
@@ -130,8 +153,7 @@ class ChunkBoard:
         is_it = digest_of_bytes(chunk) == self.manifest.checksums[request.next]
         if not is_it or not self._store(request.next, chunk):
             return False
-        request.next += 1
-        request.heard_at = time.monotonic()
+        request.note_chunk()
         return True
 
     def _store(self, chunk: int, content: bytes) -> bool:
@@ -147,6 +169,7 @@ class ChunkBoard:
         return True
 
 
+@dataclass(eq=False)
 class Downloader:
     """Downloads states, one at a time; the next try resumes an interrupted download.
 
@@ -154,10 +177,12 @@ class Downloader:
     `fetch`, `own` makes this peer's own snapshot, and `report` is called after each new chunk.
     """
 
-    def __init__(self, donors: Any, own: Callable[[], Awaitable[Snapshot]], report: Report) -> None:
-        self._donors = donors
-        self._own = own
-        self._report = report
+    donors: Any
+    own: Callable[[], Awaitable[Snapshot]]
+    report: Report
+    pauses: Pauses = Pauses()
+
+    def __post_init__(self) -> None:
         self._board: ChunkBoard | None = None  # of the current or interrupted download
         self._active: set[str] = set()  # donors that have the snapshot and get requests
 
@@ -176,13 +201,13 @@ class Downloader:
             self._board = await self._begin(offers, wanted)
         board = self._board
         alike = [donor for donor, offer in offers.items() if offer.digest == board.digest]
-        self._active, board.heard_at = set(alike), time.monotonic()
+        self._active = set(alike)
         await self._complete(board, wanted)
         self._board = None
         return Fetched(board.manifest, board.content, alike[0])
 
     async def _offers(self, wanted: StateRequest) -> dict[str, StateOffer]:
-        """Return offers by donor: wait for the first one, then `OTHERS_S` for the others."""
+        """Return offers by donor: wait for the first one, then a little for the others."""
         digest = self._board.digest if self._board else b""
         offers = dict[str, StateOffer]()
         donors = wanted.donors[:MAX_DONORS]
@@ -191,7 +216,7 @@ class Downloader:
         async def ask(donor: str, limit: asyncio.Timeout) -> None:
             if (offer := await self._ask(donor, wanted, digest)) is not None:
                 offers[donor] = offer
-                limit.reschedule(min(limit.when() or math.inf, loop.time() + OTHERS_S))
+                limit.reschedule(min(limit.when() or math.inf, loop.time() + self.pauses.others_s))
 
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wanted.silence_s) as limit:
@@ -201,7 +226,7 @@ class Downloader:
     async def _ask(self, donor: str, wanted: StateRequest, digest: bytes) -> StateOffer | None:
         try:
             async with asyncio.timeout(wanted.silence_s):
-                offer = await self._donors.ask(donor, digest, wanted.rank, wanted.own_rank)
+                offer = await self.donors.ask(donor, digest, wanted.rank, wanted.own_rank)
             return offer if offer is not None and offer.rank >= wanted.own_rank else None
         except ValueError:
             disbelieve(donor, "its offer of a state can't be read")
@@ -216,11 +241,11 @@ class Downloader:
         for donor in [peer for peer, offer in offers.items() if offer == best]:
             described = bytearray()
             try:
-                stream = aclosing(self._donors.fetch(donor, best.digest, 0, 0))
+                stream = aclosing(self.donors.fetch(donor, best.digest, 0, 0))
                 async with asyncio.timeout(wanted.silence_s), stream as pieces:
                     async for piece in pieces:
                         described += piece
-                        if len(described) > MAX_MANIFEST_BYTES:
+                        if len(described) > 64 * 2**20:
                             break
             except GONE:
                 continue
@@ -237,12 +262,13 @@ class Downloader:
                 raise RoundFailed(f"A peer offers a state that is of no use: {error}.") from error
             # A state of the same rank, at the start of a run or from a checkpoint, shares chunks with this
             # peer's.
-            own = await self._own() if best.rank == wanted.own_rank else None
+            own = await self.own() if best.rank == wanted.own_rank else None
             return ChunkBoard(best.digest, manifest, own)
         raise NobodyHas
 
     async def _complete(self, board: ChunkBoard, wanted: StateRequest) -> None:
         """Fetch from all donors at once until every chunk is present."""
+        began = time.monotonic()
         helping = running = {
             asyncio.create_task(self._help(board, wanted, donor)) for donor in wanted.donors[:MAX_DONORS]
         }
@@ -250,10 +276,13 @@ class Downloader:
             while not board.is_complete:
                 if not running:
                     raise NobodyHas
-                done, running = await asyncio.wait(running, timeout=IDLE_S, return_when="FIRST_COMPLETED")
+                done, running = await asyncio.wait(
+                    running, timeout=self.pauses.idle_s, return_when="FIRST_COMPLETED"
+                )
                 for task in done:
                     task.result()  # re-raises unexpected errors
-                if not board.is_complete and time.monotonic() - board.heard_at > wanted.silence_s:
+                silent_s = time.monotonic() - max(began, board.heard_at)
+                if not board.is_complete and silent_s > wanted.silence_s:
                     raise RoundFailed(
                         f"The download of the state stands at {board.bytes_there} of "
                         f"{board.manifest.num_bytes} bytes: nothing came for {wanted.silence_s:.0f} s."
@@ -270,12 +299,12 @@ class Downloader:
                 if offer is None or offer.digest != board.digest:
                     return
                 self._active.add(donor)
-            request = board.request(len(self._active))
+            request = board.request(len(self._active), self.pauses.quiet_s)
             if request is None:
-                await asyncio.sleep(IDLE_S)
+                await asyncio.sleep(self.pauses.idle_s)
                 continue
             try:
-                stream = aclosing(self._donors.fetch(donor, board.digest, request.next, request.stop))
+                stream = aclosing(self.donors.fetch(donor, board.digest, request.next, request.stop))
                 async with asyncio.timeout(wanted.silence_s) as silence, stream as chunks:
                     async for chunk in chunks:
                         silence.reschedule(asyncio.get_running_loop().time() + wanted.silence_s)
@@ -283,14 +312,14 @@ class Downloader:
                             disbelieve(donor, NOT_AS_OFFERED)
                             self._active.remove(donor)
                             return
-                        self._report(board.bytes_there, board.manifest.num_bytes, len(self._active))
-                        if request.next >= request.stop or board.is_complete:
+                        self.report(board.bytes_there, board.manifest.num_bytes, len(self._active))
+                        if not request or board.is_complete:
                             break
                     else:
                         raise ConnectionError("the stream broke off")
             except GONE:
                 self._active.remove(donor)
             finally:
-                request.heard_at = -math.inf  # other donors may take the rest
+                request.release()
             if donor not in self._active:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(self.pauses.broken_s)

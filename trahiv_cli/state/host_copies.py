@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from trahiv_cli.progress.committed import NO_CHANGES, Changes
-
-ALIGNMENT = 16  # of each tensor in a buffer, in bytes: no dtype needs more
-COPIED_BYTES = 2**26  # pinned memory for `host_values`, or one tensor's size if larger; torch keeps it
 
 
 class HostCopies:
@@ -68,30 +66,28 @@ class HostCopies:
         return self._copies
 
 
-def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[torch.Tensor]:
+def host_values(tensors: Sequence[torch.Tensor], after: Changes, room: int = 2**26) -> Iterator[torch.Tensor]:
     """Yield the values of tensors, on any device, in host memory: each detached and contiguous.
 
     If all tensors are in host memory, it yields the tensors themselves. Otherwise the values pass through one
-    pinned buffer, and each may be overwritten when the caller takes the next one. For `after` see
-    `HostCopies.begin`.
+    pinned buffer of `room` bytes, or of one tensor's size if larger, and each may be overwritten when the
+    caller takes the next one; torch keeps that memory. For `after` see `HostCopies.begin`.
     """
     if not any(tensor.is_cuda for tensor in tensors):
         yield from (tensor.detach().contiguous() for tensor in tensors)
         return
-    sizes = [aligned(tensor.nbytes) for tensor in tensors]
-    room = max(COPIED_BYTES, *sizes)
+    room = max(room, *(tensor.nbytes for tensor in tensors))
     buffer = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-    index = 0
-    while index < len(tensors):
+    waiting = deque(tensors)
+    while waiting:
         batch = list[torch.Tensor]()
         memory = list[torch.Tensor]()
         start = 0
-        while index < len(tensors) and start + sizes[index] <= room:
-            tensor = tensors[index]
+        while waiting and start + waiting[0].nbytes <= room:
+            tensor = waiting.popleft()
             batch.append(tensor)
             memory.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            start = start + sizes[index]
-            index = index + 1
+            start += aligned(tensor.nbytes)
         copies = HostCopies(batch, memory)
         copies.begin(batch, after)
         yield from copies.wait()
@@ -99,4 +95,4 @@ def host_values(tensors: Sequence[torch.Tensor], after: Changes) -> Iterator[tor
 
 def aligned(num_bytes: int) -> int:
     """Return the bytes that a tensor of `num_bytes` takes in a buffer of several tensors."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // 16) * 16  # no dtype needs another alignment

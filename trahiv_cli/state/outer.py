@@ -36,13 +36,12 @@ class OuterState:
         """
         for place in places:
             gradient = pseudo_gradients[place].detach().numpy()
-            anchor, momentum = (held[place].numpy() for held in (self.anchor, self.momentum))
-            np.multiply(momentum, self._momentum, out=momentum)
-            np.add(momentum, gradient, out=momentum)
-            # Into an array: from one without dimensions numpy returns a number, which can't be written to.
-            update = np.empty_like(anchor)
-            np.multiply(momentum, self._momentum, out=update)
-            np.add(update, gradient, out=update)
-            np.multiply(update, self._learning_rate, out=update)
-            np.subtract(anchor, update, out=anchor)
+            anchor = self.anchor[place].numpy()
+            momentum = self.momentum[place].numpy()
+            momentum *= self._momentum
+            momentum += gradient
+            update = momentum * self._momentum
+            update += gradient
+            update *= self._learning_rate
+            anchor -= update
         self.rounds += 1

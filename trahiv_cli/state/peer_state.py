@@ -89,16 +89,16 @@ class PeerState:
 
         In modes with local steps the weights are the agreed ones, and the outer momentum comes last.
         """
-        common = [*self.weights, *self.buffers.common]
-        common[: len(self.agreed or ())] = self.agreed or ()
+        common = [*(self.agreed or self.weights), *self.buffers.common]
         return common if self.outer is None else [*common, *self.outer.momentum]
 
     def own_metadata(self) -> dict[str, Any]:
         """Return history, ledger and pace of the state, and the next fragment in modes with local steps."""
+        now = self.committed.now
         own: dict[str, Any] = {
-            "history": self.committed.now.history.to_wire(),
-            "ledger": self.committed.now.ledger.to_wire(),
-            "pace": self.committed.now.pace.to_wire(),
+            "history": now.history.to_wire(),
+            "ledger": now.ledger.to_wire(),
+            "pace": now.pace.to_wire(),
         }
         return own if self.outer is None else own | {"outer_rounds": self.outer.rounds}
 
@@ -113,16 +113,13 @@ class PeerState:
             metadata, tensors, roles = self._live_state()
             flat = shared_bytes(buffer_bytes(tensors))
             copy_into(flat, tensors, self.lock_state.changes)
-        infos = [
-            CompressionInfo.from_tensor(tensor, key=name, role=role)
-            for tensor, (name, role) in zip(tensors, roles, strict=True)
-        ]
+        infos = _infos_of(tensors, roles)
         num_common = sum(info.role is not TensorRole.OPTIMIZER for info in infos)
         common = common_digest((digest_of([one]) for one in views_of(flat, infos)[:num_common]), metadata)
         return metadata, flat, infos, common
 
-    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[tuple[Any, TensorRole]]]:
-        """Return metadata and the tensors themselves, weights first, with their names and roles."""
+    def _live_state(self) -> tuple[dict[str, Any], list[torch.Tensor], list[TensorRole]]:
+        """Return metadata and the tensors themselves, weights first, with their roles."""
         common = self.common_tensors()
         layout: list[dict[str, Any]] = []
         statistics: list[torch.Tensor] = []
@@ -132,13 +129,15 @@ class PeerState:
                 statistics.append(value)
             else:
                 layout.append({"type": "value", "value": value})
-        num_weights = len(self.main_parameters)
-        roles = [(index, TensorRole.PARAMETER) for index in range(num_weights)]
-        roles += [(index, TensorRole.UNSPECIFIED) for index in range(len(common) - num_weights)]
-        roles += [(index, TensorRole.OPTIMIZER) for index in range(len(statistics))]
+        roles = self._roles_of(common) + [TensorRole.OPTIMIZER] * len(statistics)
         history = self.committed.now.history
         metadata = {"rank": list(history.rank), "epoch": history.step, "optimizer_metadata": layout}
         return metadata | self.own_metadata(), [*common, *statistics], roles
+
+    def _roles_of(self, common: Sequence[torch.Tensor]) -> list[TensorRole]:
+        num_weights = len(self.main_parameters)
+        others = len(common) - num_weights
+        return [TensorRole.PARAMETER] * num_weights + [TensorRole.UNSPECIFIED] * others
 
     @property
     def num_bytes(self) -> int:
@@ -187,12 +186,7 @@ class PeerState:
     def digest_of(self, metadata: Mapping[str, Any], tensors: Sequence[torch.Tensor], pace: Pace) -> bytes:
         """Digest the common tensors of a checked state; empty bytes if a codec has rounded them."""
         common = self._common_of(tensors, pace)
-        roles = [TensorRole.PARAMETER] * len(self.main_parameters)
-        roles += [TensorRole.UNSPECIFIED] * (len(common) - len(roles))
-        is_exact = all(
-            is_plain(self.codec, CompressionInfo.from_tensor(tensor, role=role))
-            for tensor, role in zip(common, roles, strict=True)
-        )
+        is_exact = all(is_plain(self.codec, info) for info in _infos_of(common, self._roles_of(common)))
         return common_digest((digest_of([one]) for one in common), metadata) if is_exact else b""
 
     def adopt(
@@ -259,6 +253,11 @@ class PeerState:
 
 def _host_copy(param: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(param.detach().to("cpu", torch.float32, copy=True))
+
+
+def _infos_of(tensors: Sequence[torch.Tensor], roles: Sequence[TensorRole]) -> list[CompressionInfo]:
+    triples = zip(range(len(tensors)), tensors, roles, strict=True)
+    return [CompressionInfo.from_tensor(tensor, key=key, role=role) for key, tensor, role in triples]
 
 
 def common_digest(digests: Iterable[bytes], metadata: Mapping[str, Any]) -> bytes:

@@ -24,26 +24,20 @@ import torch
 from hivemind.compression import CompressionBase, CompressionInfo, TensorRole
 from hivemind.compression.adaptive import AdaptiveCompressionBase
 from hivemind.proto import runtime_pb2
-from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.progress.committed import NO_CHANGES, Changes
-from trahiv_cli.rounds.codecs import MAX_DIMENSIONS, read_tensor
+from trahiv_cli.rounds.codecs import is_shape, read_tensor
 from trahiv_cli.shared_memory import KEEP_S
 from trahiv_cli.state.host_copies import aligned, host_values
-from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, unpacked
+from trahiv_cli.wire import DIGEST_BYTES, digest_of_bytes, packed, unpacked
 
 CHUNK_BYTES = 256 * 1024  # lost when a stream breaks off: 0.1 s at 20 Mbit/s
 MAX_RANK = 2**62
-MAX_TIE_BYTES = 32
-MAX_SNAPSHOTS = 2  # kept by one peer at a time; each is as large as its encoded state
-SHARE_S = 5.0  # all joiners share a snapshot up to this age: they may not know how far this peer is
-# After a snapshot, the next one may begin only after `RESTS` times the time that it took. This is not a fixed
-# time, because a small state is copied in milliseconds, and a joiner of a fast swarm must not wait for it.
-RESTS = 10
-NO_CODEC: int = runtime_pb2.NONE
 
 Rank = tuple[int, bytes]  # orders states: a greater rank is further
+Entry = tuple[str, tuple[int, ...], int, int]
+"""A tensor's dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
 
 
 # -- between the processes of a peer --------------------------------------------------------------
@@ -89,9 +83,7 @@ class Manifest:
 
     rank: Rank
     metadata: bytes  # small values of the state, as MessagePack
-    tensors: tuple[tuple[str, tuple[int, ...], int, int], ...]
-    """Each tensor's dtype, shape, codec (hivemind's CompressionType) and number of bytes."""
-
+    tensors: tuple[Entry, ...]
     checksums: tuple[bytes, ...]  # of each chunk
 
     @property
@@ -107,7 +99,7 @@ class Manifest:
         """Return the packed manifest; equal manifests give equal bytes."""
         tensors = [[dtype, list(shape), codec, length] for dtype, shape, codec, length in self.tensors]
         content = [list(self.rank), self.metadata, CHUNK_BYTES, tensors, b"".join(self.checksums)]
-        return bytes(MSGPackSerializer.dumps(content))
+        return packed(content)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -127,18 +119,17 @@ class Manifest:
 def read_rank(data: object) -> Rank:
     """Parse an untrusted rank; raise ValueError if it is malformed."""
     match data:
-        case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= MAX_TIE_BYTES:
+        case [int(size), bytes(tie)] if 0 <= size <= MAX_RANK and len(tie) <= 32:
             return size, tie
     raise ValueError("not the rank of a state")
 
 
-def _tensor_entry(entry: object) -> tuple[str, tuple[int, ...], int, int]:
+def _tensor_entry(entry: object) -> Entry:
     match entry:
         case [str(dtype), list(shape), int(codec), int(length)] if (
             all(type(one) is int and 0 <= one < 2**63 for one in (codec, length, *shape))
             and codec < 2**31  # the range of a protobuf enum
-            and len(shape) <= MAX_DIMENSIONS
-            and math.prod(size or 1 for size in shape) < 2**63  # torch counts strides, also of empty tensors
+            and is_shape(shape)
         ):
             return dtype, tuple(shape), codec, length
     raise ValueError("not the description of a tensor")
@@ -156,6 +147,15 @@ class Snapshot:
     made_at: float = 0.0  # when the peer was last known to have this state
     used_at: float = 0.0
     num_streams: int = 0
+
+    def note_state(self) -> None:
+        """Record that the peer has this state now."""
+        self.made_at = time.monotonic()
+
+    def note_use(self, new_streams: int = 0) -> None:
+        """Record that another peer uses the snapshot now, and that streams of it begin or end."""
+        self.num_streams += new_streams
+        self.used_at = time.monotonic()
 
     def chunk(self, index: int) -> bytes:
         """Return one chunk of the encoded bytes."""
@@ -196,14 +196,14 @@ def build_snapshot(
     tensor can't be encoded.
     """
     content: list[memoryview] = []
-    entries: list[tuple[str, tuple[int, ...], int, int]] = []
+    entries: list[Entry] = []
     # If no tensor is encoded, the copy of the state itself is what travels. Otherwise plain tensors are
     # cloned, so that the copy, which is larger, can be freed.
     is_kept = all(is_plain(codec, info) for info in infos)
     for tensor, info in zip(tensors, infos, strict=True):
         if info.role is TensorRole.PARAMETER and not bool(tensor.isfinite().all()):
             raise RoundFailed("This peer's weights are not finite; they were not given to a joiner.")
-        used = NO_CODEC
+        used: int = runtime_pb2.NONE
         if is_plain(codec, info):
             own = (tensor if is_kept else tensor.clone()).contiguous()
             content.append(memoryview(own.view(-1).view(torch.uint8).numpy().data))
@@ -214,7 +214,7 @@ def build_snapshot(
         name = str(tensor.dtype).removeprefix("torch.")
         entries.append((name, tuple(tensor.shape), used, len(content[-1])))
     *starts, num_bytes = itertools.accumulate(map(len, content), initial=0)
-    chunks = (slice(at, min(at + CHUNK_BYTES, num_bytes)) for at in range(0, num_bytes, CHUNK_BYTES))
+    chunks = (slice(at, at + CHUNK_BYTES) for at in range(0, num_bytes, CHUNK_BYTES))
     checksums = tuple(digest_of_bytes(_joined(content, starts, chunk)) for chunk in chunks)
     manifest = Manifest(rank, metadata, tuple(entries), checksums)
     described = manifest.to_bytes()
@@ -233,7 +233,7 @@ def is_plain(codec: CompressionBase, info: CompressionInfo) -> bool:
     """Whether a tensor travels as its bytes in memory."""
     while isinstance(codec, AdaptiveCompressionBase):
         codec = codec.choose_compression(info)
-    return getattr(codec, "compression_type", None) == NO_CODEC
+    return getattr(codec, "compression_type", None) == runtime_pb2.NONE
 
 
 def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -250,7 +250,7 @@ def read_state(manifest: Manifest, content: torch.Tensor) -> tuple[dict[str, Any
     for dtype, shape, codec, length in manifest.tensors:
         part = content[start : start + length]
         start += length
-        if codec == NO_CODEC:
+        if codec == runtime_pb2.NONE:
             tensors.append(_read_plain(part, dtype, shape))
         else:
             encoded = part.numpy().tobytes()
@@ -273,15 +273,16 @@ def _read_plain(part: torch.Tensor, name: str, shape: tuple[int, ...]) -> torch.
 
 
 class SnapshotCache:
-    """The snapshots that a peer gives away: at most two, each kept until no peer has used it for `KEEP_S`.
+    """The snapshots that a peer gives away: at most two, each kept until no peer has used it for `keep_s`.
 
-    A copy of the state delays the current training step. So peers that ask at about the same time get the
-    same snapshot, and a pause follows each copy. `make` copies and encodes the peer's state; it is never
-    called twice at a time. `StateService` makes one cache in the DHT's process and keeps it.
+    `make` copies and encodes the peer's state; it is never called twice at a time. A copy of the state delays
+    the current training step. So peers that ask at about the same time get the same snapshot, and a pause
+    follows each copy. `StateService` makes one cache in the DHT's process and keeps it.
     """
 
-    def __init__(self, make: Callable[[], Awaitable[Snapshot]]) -> None:
+    def __init__(self, make: Callable[[], Awaitable[Snapshot]], keep_s: float = KEEP_S) -> None:
         self._make = make
+        self._keep_s = keep_s
         self._kept: dict[bytes, Snapshot] = {}  # by digest
         self._next: asyncio.Task[Snapshot] | None = None  # for all peers that ask until it is made
         self._rests_until = -math.inf
@@ -289,13 +290,15 @@ class SnapshotCache:
     async def find(self, digest: bytes, rank: Rank) -> Snapshot:
         """Return the snapshot with this digest (empty: any), else one of this rank or further.
 
-        The latter is at most `SHARE_S` old. If none is far enough, it is the next snapshot, of the step that
-        this peer has reached by then. While peers fetch both of two snapshots, it is the further one of
-        these. Raises the errors of `build_snapshot`.
+        The latter is at most five seconds old: joiners may not know how far this peer is. If none is far
+        enough, it is the next snapshot, of the step that this peer has reached by then. While peers fetch
+        both of two snapshots, it is the further one of these. Raises the errors of `build_snapshot`.
         """
         self.forget_unused()
-        young = [kept for kept in self._kept.values() if time.monotonic() - kept.made_at <= SHARE_S]
-        enough = [kept for kept in young if kept.manifest.rank >= rank]
+        now = time.monotonic()
+        enough = [
+            one for one in self._kept.values() if now - one.made_at <= 5.0 and one.manifest.rank >= rank
+        ]
         kept = self._kept.get(digest) or max(enough, key=lambda kept: kept.manifest.rank, default=None)
         if kept is None:
             if self._next is None or self._next.done():
@@ -310,16 +313,20 @@ class SnapshotCache:
         """Make a snapshot if there is room for it, and return the furthest one."""
         await asyncio.sleep(self._rests_until - time.monotonic())
         idle = [digest for digest, kept in self._kept.items() if not kept.num_streams]
-        if len(self._kept) >= MAX_SNAPSHOTS and idle:
+        has_room = len(self._kept) < 2  # each is as large as the encoded state
+        if not has_room and idle:
             del self._kept[min(idle, key=lambda digest: self._kept[digest].used_at)]
-        if len(self._kept) < MAX_SNAPSHOTS:
+            has_room = True
+        if has_room:
             began = time.monotonic()
             try:
                 made = await self._make()
             finally:
-                self._rests_until = time.monotonic() + RESTS * (time.monotonic() - began)
+                # Not a fixed time, because a small state is copied in milliseconds, and a joiner of a fast
+                # swarm must not wait for it.
+                self._rests_until = time.monotonic() + 10 * (time.monotonic() - began)
             kept = self._kept.setdefault(made.digest, made)
-            kept.made_at = time.monotonic()
+            kept.note_state()
             self._touch(kept)
         return max(self._kept.values(), key=lambda kept: kept.manifest.rank)
 
@@ -331,7 +338,7 @@ class SnapshotCache:
         """
         if (kept := self._kept.get(digest)) is None:
             return
-        kept.num_streams += 1
+        kept.note_use(1)
         try:
             described = kept.described if stop == 0 else b""
             for at in range(0, len(described), CHUNK_BYTES):
@@ -339,15 +346,14 @@ class SnapshotCache:
             for index in range(max(start, 0), min(stop, len(kept.manifest.checksums))):
                 yield kept.chunk(index)
         finally:
-            kept.num_streams -= 1
-            self._touch(kept)
+            self._touch(kept, -1)
 
     def forget_unused(self) -> None:
-        """Drop snapshots that no peer has fetched from for `KEEP_S`."""
-        limit = time.monotonic() - KEEP_S
+        """Drop snapshots that no peer has fetched from for `keep_s`."""
+        limit = time.monotonic() - self._keep_s
         kept = self._kept.items()
         self._kept = {digest: one for digest, one in kept if one.num_streams or one.used_at > limit}
 
-    def _touch(self, kept: Snapshot) -> None:
-        kept.used_at = time.monotonic()
-        asyncio.get_running_loop().call_later(KEEP_S + 1, self.forget_unused)
+    def _touch(self, kept: Snapshot, new_streams: int = 0) -> None:
+        kept.note_use(new_streams)
+        asyncio.get_running_loop().call_later(self._keep_s + 1, self.forget_unused)

@@ -16,13 +16,14 @@ from typing import Any, AsyncIterator, ClassVar  # noqa: UP035 - hivemind knows 
 import torch
 from hivemind.compression import CompressionBase, CompressionInfo
 from hivemind.p2p import P2P, P2PContext, PeerID
-from hivemind.proto import averaging_pb2, runtime_pb2
+from hivemind.proto import runtime_pb2
+from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MPFuture, MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.members.records import disbelieve
 from trahiv_cli.progress.history import History
-from trahiv_cli.shared_memory import JoinerActivity, SharedNumber
+from trahiv_cli.shared_memory import JoinerActivity, SharedNumber, shared_bytes
 from trahiv_cli.state.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
 from trahiv_cli.state.peer_state import PeerState
 from trahiv_cli.state.snapshot import (
@@ -37,11 +38,7 @@ from trahiv_cli.state.snapshot import (
 )
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.service import Service, ServiceHandle
-from trahiv_cli.wire import FEW_BYTES, unpacked
-
-COPY_S = 30.0  # limit for a donor's training process to copy its state
-REPORT_EVERY_S = 0.25
-ANSWER_S = 10.0  # the DHT's process may be silent this much longer than its three waits together
+from trahiv_cli.wire import FEW_BYTES, packed, unpacked
 
 Copy = tuple[dict[str, Any], torch.Tensor, list[CompressionInfo]]
 """Metadata of a state, its tensors in one buffer, and their infos; see `PeerState.copy`."""
@@ -60,9 +57,7 @@ class StateService(Service):
     codec: CompressionBase
     interest: JoinerActivity
     is_giving: SharedNumber = field(default_factory=lambda: SharedNumber(0))
-    progress: tuple[SharedNumber, ...] = field(
-        default_factory=lambda: tuple(SharedNumber(0) for _ in range(3))
-    )
+    progress: torch.Tensor = field(default_factory=lambda: shared_bytes(3 * 8).view(torch.int64))
 
     async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
         """Begin to work; see `Service.start`."""
@@ -73,8 +68,7 @@ class StateService(Service):
 
     def note_progress(self, num_bytes: int, total: int, num_donors: int) -> None:
         """Note the progress of a download, for the training process."""
-        for number, value in zip(self.progress, (num_bytes, total, num_donors), strict=True):
-            number.value = value
+        self.progress.copy_(torch.tensor([num_bytes, total, num_donors]))
 
     async def fetch_state(self, wanted: StateRequest) -> Fetched | None:
         """Fetch a state; see `StateExchange.fetch`."""
@@ -98,22 +92,20 @@ class StateService(Service):
                 yield message.tensor_part.buffer
 
     async def _call(self, donor: str, rpc: str, *content: Any) -> Any:
-        request = averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(list(content)))
+        request = DownloadData(metadata=packed(list(content)))
         return await getattr(self.stub(PeerID.from_base58(donor)), rpc)(request)
 
     async def _make_snapshot(self) -> Snapshot:
         """Request a copy of the state from the training process, and encode it beside the event loop."""
         copy: MPFuture[Copy] = MPFuture()
         self._pipe.send(copy)
-        async with asyncio.timeout(COPY_S):
+        async with asyncio.timeout(30.0):
             metadata, flat, infos = await copy
         size, tie = metadata.pop("rank")
         state = (size, tie), MSGPackSerializer.dumps(metadata), views_of(flat, infos), infos
-        return await asyncio.get_running_loop().run_in_executor(None, build_snapshot, *state, self.codec)
+        return await asyncio.to_thread(build_snapshot, *state, self.codec)
 
-    async def rpc_offer_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> averaging_pb2.DownloadData:
+    async def rpc_offer_state(self, request: DownloadData, context: P2PContext) -> DownloadData:
         """Return the offer of the snapshot that this peer gives; an empty message if it gives none."""
         del context
         match unpacked(request.metadata):
@@ -122,12 +114,10 @@ class StateService(Service):
                 self.interest.note()  # before the state is copied, so that no round after it is missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
-                return averaging_pb2.DownloadData(metadata=MSGPackSerializer.dumps(offer))
-        return averaging_pb2.DownloadData()
+                return DownloadData(metadata=packed(offer))
+        return DownloadData()
 
-    async def rpc_send_state(
-        self, request: averaging_pb2.DownloadData, context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.DownloadData]:
+    async def rpc_send_state(self, request: DownloadData, context: P2PContext) -> AsyncIterator[DownloadData]:
         """Send chunks of a snapshot, or its manifest; nothing if it is not kept any more."""
         del context
         match unpacked(request.metadata):
@@ -136,7 +126,7 @@ class StateService(Service):
                     for piece in pieces:
                         self.interest.note()
                         part = runtime_pb2.Tensor(buffer=piece)
-                        yield averaging_pb2.DownloadData(tensor_part=part)
+                        yield DownloadData(tensor_part=part)
 
 
 # -- in the training process -----------------------------------------------------------------------
@@ -225,13 +215,14 @@ class StateExchange(ServiceHandle):
         changed_at = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                fetched = future.result(timeout=REPORT_EVERY_S)
+                fetched = future.result(timeout=0.25)
                 break
-            if (progress := [number.value for number in self._service.progress]) != told:
+            if (progress := self._service.progress.tolist()) != told:
                 told = progress
                 changed_at = time.monotonic()
                 report(*told)
-            if not self.is_alive() or time.monotonic() - changed_at > 3 * wanted.silence_s + ANSWER_S:
+            longest_s = 3 * wanted.silence_s + 10.0  # the three waits of the DHT's process, with a margin
+            if not self.is_alive() or time.monotonic() - changed_at > longest_s:
                 raise RoundFailed("The DHT's process did not report the result of the download.")
         if fetched is None:
             return None

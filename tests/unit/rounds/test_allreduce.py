@@ -117,7 +117,7 @@ def test_members_hold_identical_averages(name):
     for averages, runner in ends.values():
         assert flat(averages).equal(average)
         assert runner.failure is None
-        assert not runner.blamed
+        assert not runner.complaint.blames
         whole = torch.cat([CODECS[name]().extract(part) for part in runner.encoded_averages])
         assert whole.equal(average), "as it travelled"
     runners = {one: runner for one, (_, runner) in ends.items()}
@@ -189,7 +189,7 @@ def test_unusable_average_blames_its_reducer(tamper, words, is_sure):
     failure, runner = exchange("AC", tamper=tamper, part_size_bytes=200)["A"]
     assert str(PEERS["C"]) in str(failure)
     assert words in str(failure)
-    assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), is_sure)
+    assert (runner.complaint.blames, runner.complaint.is_sure) == (PEERS["C"].to_base58(), is_sure)
 
 
 def test_oversized_buffer_average_fails_round():
@@ -199,7 +199,7 @@ def test_oversized_buffer_average_fails_round():
 
     failure, runner = exchange("AC", tamper=lie, buffers=dict.fromkeys("AC", torch.ones(3)))["A"]
     assert "buffers that are too large" in str(failure)
-    assert runner.blamed == PEERS["C"].to_base58()
+    assert runner.complaint.blames == PEERS["C"].to_base58()
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_absent_or_slow_member_is_blamed(scene, words):
     for name in "AB":
         failure, runner = ends[name]
         assert str(failure).startswith(f"peer {PEERS['C']} {words}")
-        assert (runner.blamed, runner.is_sure) == (PEERS["C"].to_base58(), True)
+        assert (runner.complaint.blames, runner.complaint.is_sure) == (PEERS["C"].to_base58(), True)
 
 
 def test_longest_wait_measures_slow_sender():

@@ -86,11 +86,6 @@ def test_votes_round_trip_with_truncated_reasons():
     assert (str(error), error.proof, error.samples) == ("too few", b"proof", 12)
 
 
-@pytest.fixture(autouse=True)
-def _late_votes_are_waited_for_a_moment(monkeypatch):
-    monkeypatch.setattr(ballots, "VOTE_GRACE_S", 0.1)
-
-
 def group_of(names, group_id=b"group"):
     """Return a group in which each member has stated a claim."""
     claims = tuple(claim_of(name) for name in names)
@@ -102,8 +97,8 @@ def claim_of(name):
     return sign(key_of(name), b"a claim", name.encode())
 
 
-def ballot_of(names, limit_s=0.6, clients=()):
-    return Ballot(group_of(names), limit_s, [PEERS[client] for client in clients])
+def ballot_of(names, limit_s=0.6, clients=(), grace_s=0.1):
+    return Ballot(group_of(names), limit_s, [PEERS[client] for client in clients], grace_s=grace_s)
 
 
 def statement_of(name, vote, names="ABC"):
@@ -154,15 +149,14 @@ def test_members_agree_despite_cut_links(letters, quorum, cut, committed, unhear
 
 
 @pytest.mark.parametrize("clients", ["B", ""])
-def test_client_vote_is_waited_for(clients, monkeypatch):
+def test_client_vote_is_waited_for(clients):
     async def scene():
-        server = ballot_of("AB", 5.0, clients)
-        client = ballot_of("AB", 5.0)
+        server = ballot_of("AB", 5.0, clients, grace_s=5.0)
+        client = ballot_of("AB", 5.0, grace_s=5.0)
         waiting = asyncio.create_task(hold({"A": server}, "A", HELD))
         await asyncio.sleep(0.01)  # the client finishes its average a little later
         return await asyncio.gather(waiting, hold({"A": server, "B": client}, "B", HELD))
 
-    monkeypatch.setattr(ballots, "VOTE_GRACE_S", 5.0)
     assert all(decision.is_committed for decision in asyncio.run(scene()))
 
 
@@ -239,7 +233,7 @@ def test_votes_are_sent_only_on_request():
 
 def test_early_question_waits_for_ballot():
     async def scene():
-        known = ballots.Ballots()
+        known = ballots.Ballots(num_kept=2)
         early = asyncio.create_task(known.find(b"group", PEERS["C"], 5.0))
         await asyncio.sleep(0)
         others = [known.find(b"%d" % number, PEERS["C"], 5.0) for number in range(100)]
@@ -247,7 +241,7 @@ def test_early_question_waits_for_ballot():
         assert await known.find(b"never", PEERS["B"], 0.01) is None
         opened = known.open(group_of("AB"), 5.0)
         assert await early is opened is known[b"group"]
-        for number in range(ballots.BALLOTS_KEPT):
+        for number in range(2):
             known.open(group_of("AB", b"%d" % number), 5.0)
         with pytest.raises(KeyError):
             known[b"group"]

@@ -13,7 +13,7 @@ from hivemind.utils import MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
 from trahiv_cli.rounds.codecs import Half
-from trahiv_cli.shared_memory import KEEP_S, shared_bytes
+from trahiv_cli.shared_memory import shared_bytes
 from trahiv_cli.state import download, snapshot
 from trahiv_cli.state.download import Downloader, NobodyHas, StateRequest
 from trahiv_cli.state.host_copies import HostCopies
@@ -137,6 +137,11 @@ def test_bytes_contradicting_manifest_are_refused(entry):
         read_state(manifest, torch.full((8,), 2, dtype=torch.uint8))
 
 
+KEEP_S = 45.0
+SHARE_S = 5.0
+RESTS = 10
+
+
 class Giver:
     """A peer that gives its state at `step` of its run; a copy takes `takes_s` seconds."""
 
@@ -144,7 +149,7 @@ class Giver:
 
     def __init__(self):
         self.made = []
-        self.cache = snapshot.SnapshotCache(self.make)
+        self.cache = snapshot.SnapshotCache(self.make, keep_s=KEEP_S)
 
     async def make(self):
         await asyncio.sleep(self.takes_s)
@@ -191,11 +196,11 @@ async def test_snapshot_is_kept_while_fetched(giver):
 
 async def test_old_snapshot_is_made_again(giver):
     first = await giver.find(1)
-    await asyncio.sleep(snapshot.SHARE_S + 1)
+    await asyncio.sleep(SHARE_S + 1)
     assert await giver.find(1) is first, "nothing has changed"
     assert len(giver.made) == 2
     giver.step = 8
-    await asyncio.sleep(snapshot.SHARE_S + 1)
+    await asyncio.sleep(SHARE_S + 1)
     newest = await giver.find(1)
     assert newest.manifest.rank == (8, b""), "who does not know how far it is gets it, too"
 
@@ -203,7 +208,7 @@ async def test_old_snapshot_is_made_again(giver):
 async def test_peer_rests_between_snapshots(giver, now):
     """Meanwhile, a request for an existing snapshot does not wait."""
     giver.takes_s = 0.5
-    rest_s = snapshot.RESTS * giver.takes_s
+    rest_s = RESTS * giver.takes_s
     for giver.step in range(1, 4):
         assert (await giver.find(2**61)).manifest.rank == (giver.step, b""), "as far as it is"
         assert now() == pytest.approx(giver.step * giver.takes_s + (giver.step - 1) * rest_s)

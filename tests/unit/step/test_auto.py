@@ -7,7 +7,7 @@ import pytest
 
 from tests.kit.stepping import commits, of_one_weight, with_b
 from trahiv_cli.progress.pace import Pace, divide
-from trahiv_cli.rounds.claims import ROUND_TRIPS_S, Measured, Outcome, usual_rate
+from trahiv_cli.rounds.claims import Measured, Outcome, usual_rate
 from trahiv_cli.shared_memory import JoinerActivity
 from trahiv_cli.step.auto import DISTURBED_AT_MOST, LADDER, START_CODEC, Adaptation, idle_members
 
@@ -23,7 +23,7 @@ def link(mbit, pace=START, samples_per_second=5.0, num_peers=2):
     each_way = 2 * (num_peers - 1) / num_peers * VALUES / pace.num_fragments
     sent = round(each_way * BYTES_A_VALUE[pace.codec])
     rate = mbit * 1e6 / 8
-    return Measured(samples_per_second, ROUND_TRIPS_S + sent / rate, sent, sent, lowest_rate=rate)
+    return Measured(samples_per_second, 0.5 + sent / rate, sent, sent, lowest_rate=rate)
 
 
 def chosen(*measured, present=START, samples=None):
