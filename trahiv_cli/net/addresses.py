@@ -18,13 +18,6 @@ from trahiv_cli.net.borrowed.multiaddr import Multiaddr
 
 Reach = Literal["internet", "local network", "this machine"]  # the farthest first
 NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # errors of `Multiaddr` for an invalid text
-PROBE_TIMEOUT_S = 3.0
-MAX_ADDRESS_CHARS = 256
-TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
-"""The protocols on which p2pd listens, behind an IP address or a name."""
-
-
-EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Socket(NamedTuple):
@@ -33,6 +26,11 @@ class Socket(NamedTuple):
     host: str
     port: int
     kind: socket.SocketKind
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it stands for all addresses of this machine."""
+        return self.host in ("0.0.0.0", "::")
 
 
 def reach_of(maddr: str) -> Reach:
@@ -70,8 +68,8 @@ def require_peer_address(address: str) -> None:
 
 
 def is_address_of(peer_id: str, text: object) -> bool:
-    """Return whether a text is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with this peer's id."""
-    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS:
+    """Return whether a text is a multiaddr of at most 256 characters that ends with this peer's id."""
+    if not isinstance(text, str) or len(text) > 256:
         return False
     return text.endswith(f"/p2p/{peer_id}") and _names_a_peer(text)
 
@@ -87,7 +85,7 @@ class Listening(NamedTuple):
     def is_everywhere(self) -> bool:
         """Whether p2pd listens on all addresses of this machine, and its user announces no others."""
         places = (socket_of(Multiaddr(text)) for text in self.hosts)
-        return not self.announced and any(place and place.host in EVERYWHERE for place in places)
+        return not self.announced and any(place and place.is_everywhere for place in places)
 
 
 def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> Listening:
@@ -117,7 +115,7 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
     for text in announced:
         place = socket_of(Multiaddr(text))
         assert place is not None
-        if place.port == 0 or place.host in EVERYWHERE:
+        if place.port == 0 or place.is_everywhere:
             raise SetupError(
                 f"{text} can't be announced: others need the address and the port that lead to this machine.",
                 hint="name the port that the router forwards, as in /ip4/203.0.113.7/tcp/31337",
@@ -135,7 +133,9 @@ def _read(text: str, purpose: str, notes: list[str]) -> str:
     modern = re.sub("/quic(?=/|$)", "/quic-v1", text)
     try:
         host, *transport = (protocol.name for protocol in Multiaddr(modern).protocols())
-        if host not in ("ip4", "ip6", "dns", "dns4", "dns6") or tuple(transport) not in TRANSPORTS:
+        # p2pd listens on these transports alone.
+        is_known = transport in (["tcp"], ["tcp", "ws"], ["udp", "quic-v1"])
+        if host not in ("ip4", "ip6", "dns", "dns4", "dns6") or not is_known:
             raise ValueError
     except NOT_A_MULTIADDR as error:
         raise SetupError(
@@ -268,7 +268,7 @@ def knock(address: str) -> OSError | None:
     named = socket_of(Multiaddr(address))
     if named is not None and named.kind is socket.SOCK_STREAM:
         try:
-            socket.create_connection((named.host, named.port), timeout=PROBE_TIMEOUT_S).close()
+            socket.create_connection((named.host, named.port), timeout=3.0).close()
         except OSError as error:
             return error
     return None

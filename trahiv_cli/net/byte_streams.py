@@ -18,9 +18,6 @@ from trahiv_cli.net.addresses import reach_of, socket_of
 from trahiv_cli.wire import unpacked
 
 ANSWER_S = 15.0  # for a message to arrive
-AGAIN_S = 0.1  # between two tries to dial a place that refuses
-IDLE_S = 60.0  # idle streams are closed after this time: libp2p sends something every 30 s
-HEARD = 3  # answers of libp2p to knocks that prove that it listens: fewer may come from its own dials
 CHUNK_BYTES = 2**16
 MAX_PLACES = 8  # that a stranger may name
 HELLO = b"\x13/multistream/1.0.0\n"  # the first bytes of either side of a libp2p connection
@@ -86,6 +83,10 @@ class Pace:
         self._free_at = 0.0
         self._lock = threading.Lock()
 
+    def set_rate(self, rate: float | None) -> None:
+        """Limit the bytes a second from now on; None: no limit."""
+        self.rate = rate
+
     async def take(self, num_bytes: int, *, is_urgent: bool = False) -> None:
         """Wait until `num_bytes` more may pass; NotMet if they exceed the total.
 
@@ -108,16 +109,16 @@ UPLOAD = Pace()
 DOWNLOAD = Pace()
 
 
-async def join(one: End, other: End, *paces: Pace) -> None:
+async def join(one: End, other: End, *paces: Pace, idle_s: float = 60.0) -> None:
     """Pass bytes on between two streams, no faster than each pace, until one ends or both are idle.
 
-    Then both are closed.
+    Then both are closed. libp2p sends something every 30 s, so a stream that is silent for `idle_s` is idle.
     """
     now = asyncio.get_running_loop().time
 
     async def carry(source: End, target: End) -> None:
         while chunk := await source.reader.read(CHUNK_BYTES):
-            idle.reschedule(now() + IDLE_S)
+            idle.reschedule(now() + idle_s)
             await asyncio.gather(*(pace.take(len(chunk)) for pace in paces))
             target.writer.write(chunk)
             await target.writer.drain()
@@ -125,7 +126,7 @@ async def join(one: End, other: End, *paces: Pace) -> None:
     both: list[asyncio.Task[None]] = []
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(IDLE_S) as idle:
+            async with asyncio.timeout(idle_s) as idle:
                 both += map(asyncio.create_task, (carry(one, other), carry(other, one)))
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -242,13 +243,14 @@ async def dial_from(port: int, place: Place) -> End:
         return End(*await asyncio.open_connection(sock=dialling.dup()))
 
 
-async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End:
+async def knock(port: int, place: Place, token: bytes, opened: list[End], again_s: float) -> End:
     """Dial a place from a port until the other side sends the token, too; list each connection in `opened`.
 
-    libp2p, which dials from the same ports, may answer instead; raises `Listens` if it does so `HEARD` times.
+    A place that refuses is dialled again after `again_s` seconds. libp2p, which dials from the same ports,
+    may answer instead; raises `Listens` if it does so three times: fewer answers may be to its own dials.
     """
     heard = 0
-    while heard < HEARD:
+    while heard < 3:
         with contextlib.suppress(OSError, EOFError):
             end = await dial_from(port, place)
             opened.append(end)
@@ -257,7 +259,7 @@ async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End
                 return end
             end.writer.close()
             heard += HELLO.startswith(answer)
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(again_s)
     raise Listens("it can be dialled")
 
 

@@ -69,7 +69,6 @@ async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tup
 # bytes come in bursts, as through a relay: measured, 7 of 3,000 replies; none if it is closed 0.2 s later. So
 # a handler reports that it has sent all, and its stream is closed after the caller has closed its own.
 ALL_IS_SENT = RPCError(message="trahiv: all is sent")
-LINGER_S = 3.0  # for callers that don't close their stream
 
 
 async def and_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -91,13 +90,13 @@ async def until_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any,
                 raise
 
 
-async def caller_is_gone(reader: asyncio.StreamReader) -> None:
-    """Wait until a caller has closed its stream, for at most `LINGER_S`; not in a task that was cancelled."""
+async def caller_is_gone(reader: asyncio.StreamReader, within_s: float) -> None:
+    """Wait until a caller has closed its stream, for at most `within_s`; not in a task that was cancelled."""
     await asyncio.sleep(0)  # hivemind's cancelled read task still uses the reader until then
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return
     with contextlib.suppress(TimeoutError, OSError):
-        async with asyncio.timeout(LINGER_S):
+        async with asyncio.timeout(within_s):
             while await reader.read(MAX_MESSAGE_BYTES):
                 pass

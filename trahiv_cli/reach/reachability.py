@@ -43,10 +43,6 @@ from trahiv_cli.reach.upnp import LEASE_S, Forwarded, Router
 Kind = Literal["direct", "punched", "relayed", "dials-out", "alone"]
 Wanted = Literal["auto", "direct", "relay", "dial-out"]
 
-LOOKS = 3  # members that a peer asks at once; one answer is enough
-LOOK_EVERY_S = 30.0
-LOOK_EVERY_ALONE_S = 4.0
-
 
 class Reach(NamedTuple):
     """A peer's reachability, and the reasons for the result."""
@@ -101,7 +97,7 @@ class ReachFinder:
         run(partial(open_meetings, rules))
 
     def turn(self) -> None:
-        """Look every `LOOK_EVERY_S`, more often while no member answers, and when own addresses change."""
+        """Look if that is due, and at once when own addresses have changed."""
         now = self._clock()
         own = self._run(visible_maddrs)
         if own != self._own:
@@ -127,7 +123,7 @@ class ReachFinder:
         if port and reach.kind == "alone" and self._forwarded.host:  # no member can test the address
             reach = reach._replace(places=((self._forwarded.host, port),))
         self.reach = reach
-        self._look_at = now + (LOOK_EVERY_ALONE_S if reach.kind == "alone" else LOOK_EVERY_S)
+        self._look_at = now + (4.0 if reach.kind == "alone" else 30.0)
         if not self.is_known.is_set():
             self._run(let_relay)
             self.is_known.set()
@@ -162,7 +158,8 @@ async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> 
     listens = listening_places(node.protocol.p2p._child.pid)
     # IPv4 first, and of each kind loopback first: other addresses may be gone after a change of network.
     near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
-    UPLOAD.rate, DOWNLOAD.rate = bytes_per_second(rules.upload_mbit), bytes_per_second(rules.download_mbit)
+    UPLOAD.set_rate(bytes_per_second(rules.upload_mbit))
+    DOWNLOAD.set_rate(bytes_per_second(rules.download_mbit))
     rate = bytes_per_second(rules.relay_mbit)
     punches = rules.wanted != "relay"
     node.meeting = Meeting(node.protocol.p2p, near, rate, punches=punches) if near else None
@@ -191,7 +188,7 @@ async def let_relay(dht: hivemind.DHT, node: DHTNode) -> None:
     """Allow relayed meetings, once it is known whether others can dial this peer; in the DHT's process."""
     del dht
     if node.meeting is not None:
-        node.meeting.may_be_relayed = True
+        node.meeting.let_relay()
 
 
 def servers_of(node: DHTNode) -> list[PeerID]:
@@ -213,7 +210,7 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
     if wanted == "direct":
         await list_node(node, servers, is_listed=True)
         return Reach("direct", "It was started with --reach direct.")
-    asked = (servers or connected)[:LOOKS]  # without a listed node: any connected peers
+    asked = (servers or connected)[:3]  # one answer is enough; without a listed node: any connected peers
     looks: list[Any] = (
         await asyncio.gather(*map(meeting.look, asked), return_exceptions=True) if meeting else []
     )

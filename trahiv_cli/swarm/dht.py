@@ -41,7 +41,8 @@ class Dht:
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store a value (MessagePack) under a key, signed by this peer, for `ttl_s` seconds.
 
-        Return whether this node keeps it. Nodes refuse records that live longer than `records.MAX_TTL_S`.
+        Return whether this node keeps it. Nodes refuse records that live longer than two hours
+        (`records.OwnersOnly`).
         """
         options = {"expiration_time": swarm_time() + ttl_s, "subkey": self.dht.place, "return_future": True}
         return bool(self._wait(self.dht.store(key, value, **options)))

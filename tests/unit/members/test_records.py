@@ -53,8 +53,8 @@ def test_invalid_place_has_no_records(place):
 
 
 def test_oversized_or_overlong_records_are_refused():
-    most = bytes(records.MAX_RECORD_BYTES)
-    timeless = (record(ttl_s=ttl_s) for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12))
+    most = bytes(3600)
+    timeless = (record(ttl_s=ttl_s) for ttl_s in (7260, float("nan"), -1e12))
     placeless = (replace(record(), subkey=subkey) for subkey in (b"", b"\xc1"))
     for wrong in (record(most + b"x"), *timeless, *placeless):
         assert not OwnersOnly().validate(wrong)
@@ -78,27 +78,25 @@ def test_closed_swarm_refuses_records_of_nonmembers():
 
 def test_quota_limits_records_per_peer(monkeypatch):
     quota, now = Quota(), swarm_time()
-    for number in range(records.MAX_RECORDS + 1):
+    for number in range(32 + 1):
         assert quota.has_room(record(key=f"{number}"))  # it counts only once it is found valid
-    found = [kept(quota, key=f"{number}") for number in range(records.MAX_RECORDS + 9)]
-    assert found == [True] * records.MAX_RECORDS + [False] * 9
+    found = [kept(quota, key=f"{number}") for number in range(32 + 9)]
+    assert found == [True] * 32 + [False] * 9
     assert kept(quota, key="0")  # in the place of one that is there
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert kept(quota, key="another")
 
 
-def test_quota_forgets_oldest_owner(monkeypatch):
-    monkeypatch.setattr(records, "OWNERS_REMEMBERED", 1)
-    quota = Quota()
-    for number in range(records.MAX_RECORDS):
+def test_quota_forgets_oldest_owner():
+    quota = Quota(max_remembered=1)
+    for number in range(32):
         kept(quota, key=f"{number}")
     kept(quota, place=own_place(OTHER))
     assert kept(quota, key="more")
 
 
 def test_quota_limits_peers_per_invitation(monkeypatch):
-    monkeypatch.setattr(records, "MAX_OWNERS", 2)
-    now, quota, shared, other = swarm_time(), Quota(), OWNER.invite(), OWNER.invite()
+    now, quota, shared, other = swarm_time(), Quota(max_owners=2), OWNER.invite(), OWNER.invite()
     for key in (KEY, OTHER, KEY):
         assert kept(quota, place=place_by(shared, key))
     assert not kept(quota, place=place_by(other))  # by another certificate

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -16,8 +17,8 @@ from hivemind.p2p import P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
 from tests.simulation.network import Network
+from trahiv_cli.members.door import CallLimits, Door
 from trahiv_cli.net import byte_streams as pipes
-from trahiv_cli.net import streams
 from trahiv_cli.net.byte_streams import HELLO, End, NotMet
 from trahiv_cli.reach import hole_punching as meetings
 from trahiv_cli.reach.hole_punching import (
@@ -26,11 +27,13 @@ from trahiv_cli.reach.hole_punching import (
     MEASURE,
     MEASURED_BYTES,
     SEEK,
-    TALK_BYTES,
     Meeting,
+    MeetingLimits,
     Seen,
 )
 
+LIMITS = MeetingLimits(punch_s=0.1, punch_again_s=0.0, again_s=0.005)
+TALK_BYTES = LIMITS.talk_bytes
 HERE = "127.0.0.1"
 HOME = "192.168.1.20"
 TOKEN = bytes(16)
@@ -143,9 +146,9 @@ class World(dict):
     async def add(self, peer, relay_rate=None, may_be_relayed=True, **options):
         daemon = Daemon(self, peer)
         await daemon.listen()
-        p2p = Network().p2p_of(peer)
+        p2p = Network().p2p_of(peer, Door(limits=CallLimits(linger_s=0.1)))
         p2p._client = daemon
-        one = self[peer] = Meeting(p2p, [daemon.place], relay_rate, **options)
+        one = self[peer] = Meeting(p2p, [daemon.place], relay_rate, **{"limits": LIMITS, **options})
         one.daemon = daemon
         one.may_be_relayed = may_be_relayed
         await one.open()
@@ -194,10 +197,6 @@ class World(dict):
 def world(monkeypatch):
     made = World()
     monkeypatch.setattr(pipes, "dial_from", made.dial_from)
-    monkeypatch.setattr(pipes, "AGAIN_S", 0.005)
-    monkeypatch.setattr(meetings, "PUNCH_S", 0.1)
-    monkeypatch.setattr(meetings, "PUNCH_AGAIN_S", 0.0)
-    monkeypatch.setattr(streams, "LINGER_S", 0.1)
     return made
 
 
@@ -362,8 +361,9 @@ async def test_relay_rate_limits_traffic(world, options):
     assert not rate or now() - began >= num_bytes / rate
 
 
+@pytest.mark.parametrize("options", [{"m": {"limits": replace(LIMITS, relayed_at_once=9)}}])
 @played
-async def test_relayed_circuits_are_limited(world, monkeypatch):
+async def test_relayed_circuits_are_limited(world, options):
     async def relay(caller, peer):
         (_, carries, _), end = await world.ask(caller, M, SEEK, peer.to_bytes(), [], TOKEN)
         ends.append(end)
@@ -372,9 +372,8 @@ async def test_relayed_circuits_are_limited(world, monkeypatch):
     ends = []
     for peer in (A, B):
         world[peer].daemon.answer(ANSWER, [], True, TOKEN)
-    assert [await relay(A, B) for _ in range(meetings.RELAYED_FOR_ONE + 1)] == [True] * 8 + [False]
+    assert [await relay(A, B) for _ in range(9)] == [True] * 8 + [False]
     assert await relay(B, A)  # each caller has its own limit
-    monkeypatch.setattr(meetings, "RELAYED_AT_ONCE", 9)
     assert not await relay(B, A)
     assert not (await world[B].look(M)).carries
     pipes.close(ends)
@@ -401,7 +400,7 @@ async def test_answered_meetings_per_middle_are_limited(world):
         await world.add(middle)
         world.connect(middle, B)
     answered = [sum([await is_answered(middle) for _ in range(5)]) for middle in MIDDLES]
-    assert answered == [meetings.ANSWERED_FOR_ONE] * 4 + [0]
+    assert answered == [4] * 4 + [0]
     assert len(words) == len(ends)  # each answer has a new word
     pipes.close(ends)
     await asyncio.wait(world[B].daemon.served)
