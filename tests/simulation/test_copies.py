@@ -10,7 +10,7 @@ from hivemind.proto.dht_pb2 import StoreRequest
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.nodes import Member, Traffic, virtual_time
 from trahiv_cli.progress.tracker import REPORT_EVERY_S, REPORT_EVERY_S_A_PEER
-from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S, LOOK_EVERY_S
+from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S
 
 KEY, LIFE_S, DELAY_S = "key", 20.0, 0.05
 REPORT = bytes(700)  # without signature and subkey: the size for a lone peer after several rounds
@@ -31,7 +31,7 @@ async def swarm(network, num_members, **options):
         members.append(await Member(network, f"{number}", **options).enter(members[0]))
     for number, one in enumerate(members):
         assert await one.put(KEY, number)
-    await asyncio.sleep(2 * LOOK_EVERY_S)  # so each has compared its copies with another member
+    await asyncio.sleep(2.0)  # so each has compared its copies with another member
     return members
 
 
@@ -112,7 +112,7 @@ def test_client_receives_stored_records():
         members.append(await Member(network, "2").enter(members[0]))
         for number, one in enumerate(members):
             await one.put(KEY, number)
-        await asyncio.sleep(3 * LOOK_EVERY_S)
+        await asyncio.sleep(3.0)
         network.tamper = traffic = Traffic()
         await members[2].put(KEY, "new")
         assert (await members[1].read(KEY))[members[2].id] == "new" and traffic.calls[members[1].id] == 0

@@ -4,7 +4,7 @@ Every node checks each record that it receives or reads. A record is stored unde
 (`own_place`), which has the owner's public key and, in a closed swarm, the certificate: a peer that is not a
 member has no records. hivemind's `RSASignatureValidator` signs a record and checks the signature.
 
-Under a key each owner has one record, and by one invitation at most `MAX_OWNERS` peers have any (`Quota`):
+Under a key each owner has one record, and by one invitation at most 200 peers have any (`Quota`):
 all records under a key travel in one answer. In an open swarm, an answer leaves out records that do not fit.
 
 A statement is a message in which a peer describes itself, signed by the same key: a peer that passes it on

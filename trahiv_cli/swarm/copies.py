@@ -32,17 +32,13 @@ from trahiv_cli.members.records import owner_of
 from trahiv_cli.net.links import close_dead
 from trahiv_cli.wire import packed
 
-LOOK_EVERY_S = 1.0  # between checks of the connected peers, and of records that end soon
 COMPARE_EVERY_S = 5.0  # between comparisons in rotation, and between tries with a silent peer
-ASKED_FIRST = 3  # connected peers that a node compares with before its first answer
 # A node asks an owner for a new record when its last one ends within this time: by then the owner should have
 # published another one.
 ENDS_SOON_S = 6.0
-DIGEST_BYTES = 8
 # The most bytes of records in one message: an uplink of 5 Mbit/s sends them in the 3 s that hivemind waits
-# for an answer. `GIVEN_BYTES_A_SECOND` limits the average for each peer.
+# for an answer. `Copies.lacking` limits the average for each peer.
 MAX_ANSWER_BYTES = 3 * 2**19
-GIVEN_BYTES_A_SECOND = 2**18
 
 
 class Record(NamedTuple):
@@ -57,7 +53,7 @@ class Record(NamedTuple):
     def digest(self) -> bytes:
         """Hash of this version of the record, which two peers compare."""
         version = packed([self.key.to_bytes(), self.place, self.ends_at])
-        return hashlib.sha256(version).digest()[:DIGEST_BYTES]
+        return hashlib.sha256(version).digest()[:8]
 
 
 def _owners(places: Iterable[bytes]) -> set[PeerID]:
@@ -185,7 +181,7 @@ class Copies:
         """
         if not (self._is_member and self._answered):  # peers send nothing to a node that only visits
             await self._look_who_is_connected()
-            for peer in self._in_turn()[: 1 if self._answered else ASKED_FIRST]:
+            for peer in self._in_turn()[: 1 if self._answered else 3]:
                 await self._ask(peer)
         there = self._ends(key)
         ended = {place: at for place, at in self._read.get(key, {}).items() if place not in there}
@@ -243,7 +239,7 @@ class Copies:
             answer.values.append(record.value)
             answer.expiration_time.append(record.ends_at)
         if gives_all:
-            self._may_ask_at[peer] = now + size / GIVEN_BYTES_A_SECOND
+            self._may_ask_at[peer] = now + size / 2**18  # bytes a second
         return answer
 
     # -- in the background ---------------------------------------------------------------------------
@@ -263,7 +259,7 @@ class Copies:
         """Ask the owners of records that end soon, silent peers, and all peers in rotation."""
         compare_at = 0.0
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(1.0)
             with contextlib.suppress(P2PDaemonError, OSError, EOFError):
                 connections = await self._look_who_is_connected()
                 for peer in await close_dead(self._protocol.p2p, connections):

@@ -19,15 +19,15 @@ from trahiv_cli.members.policy_book import Credentials
 from trahiv_cli.members.records import owner_of
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 
-RECORD_TIMEOUT_S = 10.0
-
 
 class Dht:
     """Publishes and fetches records as one peer. Each `Node` is one, and owns the process.
 
-    `publish`, `fetch` and `run` raise SwarmError if the DHT's process does not answer within 10 s, or if p2pd
+    `publish`, `fetch` and `run` raise SwarmError if the DHT's process does not answer in time, or if p2pd
     has ended; nothing was changed then.
     """
+
+    answer_s = 10.0  # for the DHT's process to answer
 
     def __init__(self, peer_id: str, dht: CorrectedDHT, standing: Credentials | None) -> None:
         self.peer_id = peer_id  # base58
@@ -62,7 +62,7 @@ class Dht:
 
     def _wait(self, future: Any) -> Any:
         try:
-            return future.result(timeout=RECORD_TIMEOUT_S)
+            return future.result(timeout=self.answer_s)
         except (OSError, EOFError, P2PDaemonError) as error:  # from p2pd's socket, or a `TimeoutError`
             raise SwarmError(
                 f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",

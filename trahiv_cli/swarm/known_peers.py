@@ -16,11 +16,9 @@ from trahiv_cli.files import write_whole
 from trahiv_cli.net.addresses import is_address_of
 
 FILE = "peers.json"  # in a run's folder
-VERSION = 1
 # A new peer replaces only the peer that has been absent for longest, and only if that is `LATELY_S` or more:
 # ids that a member makes up can't displace peers that are present.
 MAX_PEERS = 64
-MAX_ADDRESSES = 12  # of one peer: records of others must not fill a disk
 # Peers seen within this time of each other were present together. Times are precise to a tenth of it.
 LATELY_S = 600.0
 
@@ -34,7 +32,8 @@ class Acquaintance(NamedTuple):
 
 def read_addresses(peer_id: str, record: object) -> tuple[str, ...]:
     """Return the multiaddrs in a peer's record (untrusted) that end in `/p2p/<peer_id>`."""
-    addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
+    # At most twelve: records of others must not fill a disk.
+    addresses = record[:12] if isinstance(record, (list, tuple)) else ()
     return tuple(one for one in addresses if is_address_of(peer_id, one))
 
 
@@ -93,7 +92,7 @@ class Acquaintances:
 
     def _text(self) -> str:
         peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
-        return json.dumps({"version": VERSION, "ports": self.ports, "peers": peers}, indent=1) + "\n"
+        return json.dumps({"version": 1, "ports": self.ports, "peers": peers}, indent=1) + "\n"
 
     def _sorted(self) -> list[tuple[str, Acquaintance]]:
         return sorted(self._peers.items(), key=lambda entry: entry[1].seen, reverse=True)[:MAX_PEERS]
@@ -101,7 +100,7 @@ class Acquaintances:
     def _load(self, path: Path) -> None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["version"] != VERSION:
+            if content["version"] != 1:
                 return
             ports = {str(host): port for host, port in content["ports"].items() if type(port) is int}
             self.ports = {host: port for host, port in ports.items() if 0 < port < 2**16}

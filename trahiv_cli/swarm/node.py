@@ -48,12 +48,8 @@ from trahiv_cli.swarm.reconnector import Reunion, known_peers
 
 logger = logging.getLogger(__name__)
 
-MET_TRIED = 8  # known peers that a node tries when it starts; it calls the others later
-RETRY_WITHIN_S = 12.0  # p2pd waits 5 s for an address of this machine or its network, longer for others
-LIFE_EVERY_S = 0.1  # between checks of an event loop that does not answer: it may have ended
 REACH_KNOWN_S = 10.0  # by then it should be known how others reach this peer
 GRACE_S = 3.0  # for the DHT's process to end by itself
-CHORES_EVERY_S = 2.0
 
 
 class Node(Dht, contextlib.AbstractContextManager["Node"]):
@@ -147,12 +143,14 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         If something listens at an initial peer's address but does not answer, try up to three times: p2pd
         waits 5 s, and a ping 3 s, for a peer whose machine or link may be slow at that moment.
         """
-        met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
+        # A few known peers; the others are called later.
+        met = [maddr for maddrs in list(self._met.addresses.values())[:8] for maddr in maddrs]
         # p2pd spends minutes on the first address that does not answer, so it gets no such address. A single
         # address needs no knock, because it must answer anyway.
         is_certain = must_reach and not met and len(initial_peers) < 2
         needs_one = must_reach and bool(initial_peers)
-        may_retry_until = time.monotonic() + RETRY_WITHIN_S
+        # p2pd waits 5 s for an address of this machine or its network, longer for others.
+        may_retry_until = time.monotonic() + 12.0
         for is_last in (False, False, True):
             answering = [*initial_peers] if is_certain else addresses.answering_of([*initial_peers, *met])
             try:
@@ -234,9 +232,9 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         self._finder.is_known.wait(within_s)
         return self.reach
 
-    def only_dials(self) -> bool:
-        """Return whether this peer averages only with peers that it can dial."""
-        return bool(self.dht.client_mode) or self.known_reach(REACH_KNOWN_S).only_dials
+    def only_dials(self, within_s: float = REACH_KNOWN_S) -> bool:
+        """Return whether this peer averages only with peers that it can dial; see `known_reach`."""
+        return bool(self.dht.client_mode) or self.known_reach(within_s).only_dials
 
     def entrances(self) -> list[str]:
         """Return multiaddrs by which others can join: of up to two members if they can't dial this peer."""
@@ -297,13 +295,13 @@ async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
     for loop in tuple(dht.loops):  # a service may be shut down meanwhile
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
         while loop.is_running() and not answer.done():
-            await asyncio.wait([answer], timeout=LIFE_EVERY_S)
+            await asyncio.wait([answer], timeout=0.1)  # the loop may end without an answer
         if not answer.done() and loop in dht.loops:
             raise RuntimeError("the thread of a service has ended")
 
 
 def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:
-    """Do chores every `CHORES_EVERY_S`; log an error of a chore once, and try again."""
+    """Do chores every two seconds; log an error of a chore once, and try again."""
     troubles = dict.fromkeys(chores, "")
     while True:
         for chore, trouble_before in troubles.items():
@@ -315,5 +313,5 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
                 troubles[chore] = f"A chore of this peer's node was not done: {said}"
                 if troubles[chore] != trouble_before and not is_over.is_set():
                     logger.warning(troubles[chore])
-        if is_over.wait(CHORES_EVERY_S):
+        if is_over.wait(2.0):
             return

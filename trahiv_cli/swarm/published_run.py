@@ -22,8 +22,6 @@ from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
 
-RECORD_TTL_S = 120.0
-MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)  # of one peer's recipe
 UNREADABLE = "the recipe that it publishes can't be read"
 
 
@@ -46,7 +44,7 @@ def publish_recipe(node: Node, run: AgreedRun) -> None:
     # In reverse, so that a reader that finds the first part finds all.
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
+        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, ttl_s=120.0)
 
 
 def fetch_offer(
@@ -95,8 +93,7 @@ def fetch_offer(
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     """Join each peer's records, up to the first one that is missing or invalid."""
     packed: dict[str, bytes] = {}
-    for number in range(MAX_RECORDS):
-        before = number * MAX_RECORD_BYTES
+    for number, before in enumerate(range(0, MAX_PACKED_BYTES, MAX_RECORD_BYTES)):
         if number and not any(len(whole) == before for whole in packed.values()):
             break
         for peer, part in node.fetch(recipe_key(run_id, number)).items():

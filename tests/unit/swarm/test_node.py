@@ -29,18 +29,22 @@ from trahiv_cli.net import addresses
 from trahiv_cli.reach.hole_punching import Seen
 from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import dht, node
+from trahiv_cli.swarm import node
 from trahiv_cli.swarm import watchdog as alive
 from trahiv_cli.swarm.corrections.processes import effort_of
 from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node, do_chores
 from trahiv_cli.swarm.owner import visiting
-from trahiv_cli.swarm.watchdog import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
+from trahiv_cli.swarm.watchdog import Alive
 from trahiv_cli.telemetry.events import Events
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 ADDRESSES = tuple(f"/ip4/127.0.0.1/udp/{port}/quic-v1/p2p/{PEER}" for port in (1, 2))
 LISTEN = "/ip4/127.0.0.1/tcp/0"
+LOOK_EVERY_S = 0.5
+PULSE_EVERY_S = 1.5
+STILL_AFTER_LOOKS = 8
+SLOW_AFTER_S = 60.0
 
 
 def done(value):
@@ -174,12 +178,11 @@ def test_undialable_peer_names_members_as_entrances(start, kind, num_known, by):
         ("direct", False, True, True),
     ],
 )
-def test_unrelayed_peer_only_dials(monkeypatch, start, kind, carries, client_mode, only_dials):
-    monkeypatch.setattr(node, "REACH_KNOWN_S", 0.0)
+def test_unrelayed_peer_only_dials(start, kind, carries, client_mode, only_dials):
     one = start(dht_of(client_mode=client_mode))
     one.dht.client_mode = client_mode
     one._finder.reach = Reach(kind, "why", looks=(Seen((), (), carries),))
-    assert one.only_dials() is only_dials
+    assert one.only_dials(within_s=0.0) is only_dials
 
 
 def test_visit_ends_with_visitor(monkeypatch, start):
@@ -203,9 +206,9 @@ def test_records_are_read_by_owner(start):
 
 
 @pytest.mark.parametrize("answer", [concurrent.futures.Future(), done(ConnectionRefusedError("refused"))])
-def test_silent_dht_raises_error(monkeypatch, start, answer):
-    monkeypatch.setattr(dht, "RECORD_TIMEOUT_S", 0.0)
+def test_silent_dht_raises_error(start, answer):
     one = start(dht_of(answer))
+    one.answer_s = 0.0
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
         with pytest.raises(SwarmError, match="does not answer"):
             ask()
