@@ -379,48 +379,45 @@ class Meeting:
         is_full = self._answered.total() >= self._limits.answered_at_once
         if is_full or self._answered[middle] >= self._limits.answered_for_one:
             raise NotMet("too many other meetings")
-        self._answered[middle] += 1
+        opened: list[End] = []
         try:
-            found = await self._met_by(peer, places, token, through)
-        finally:
-            self._answered -= Counter([middle])  # removes a middle that has none left
-        if found is not None:
-            (end, chunk), opened = found
+            self._answered[middle] += 1
             try:
+                first = await self._met_by(peer, places, token, through, opened)
+            finally:
+                self._answered -= Counter([middle])  # removes a middle that has none left
+            if first is not None:
+                end, chunk = first
                 near = End(*await asyncio.open_connection(*self._listens[0]))
                 near.writer.write(chunk)
                 port = near.writer.get_extra_info("sockname")[1]
                 await self._carry(near, port, end, "relayed" if end is through else "punched")
-            finally:
-                close(opened)
+        finally:
+            close(opened)
 
     async def _met_by(
-        self, peer: PeerID, places: Sequence[Place], token: bytes, through: End
-    ) -> tuple[tuple[End, bytes], list[End]] | None:
-        """Wait for the caller's first bytes on its chosen connection; return them, and all connections."""
+        self, peer: PeerID, places: Sequence[Place], token: bytes, through: End, opened: list[End]
+    ) -> tuple[End, bytes] | None:
+        """Wait for the caller's first bytes on its chosen connection; list each connection in `opened`."""
         more = secrets.token_bytes(TOKEN_BYTES)
         await through.send(await self._own_places(), self.may_be_relayed, more)
         await through.hear(PING)
         through.writer.write(PING)
         await through.hear(GO)
-        opened: list[End] = []
-        try:
-            tries = [first_said(one) for one in self._knocks(peer, places, token + more, opened)]
-            first = await first_of([*tries, through.first()], self._limits.punch_s + ANSWER_S)
-        except BaseException:
-            close(opened)
-            raise
-        if first is None:
-            close(opened)
-            return None
-        return first, opened
+        tries = [first_said(one) for one in self._knocks(peer, places, token + more, opened)]
+        first: tuple[End, bytes] | None = await first_of(
+            [*tries, through.first()], self._limits.punch_s + ANSWER_S
+        )
+        return first
 
     def _knocks(self, peer: PeerID, places: Sequence[Place], token: bytes, opened: list[End]) -> list[Any]:
         """Dial places that others named, and send a word there that neither of the two can choose alone."""
         word = hashlib.sha256(b"trahiv meeting " + token).digest()[:TOKEN_BYTES]
-        asked = [place for place in places if is_elsewhere(place) and is_ipv6(place) in self._ports]
-        dialled = asked if self._punches else []
-        return [self._knock(peer, place, word, opened) for place in dialled]
+        return [
+            self._knock(peer, place, word, opened)
+            for place in places
+            if self._punches and is_elsewhere(place) and is_ipv6(place) in self._ports
+        ]
 
     async def _knock(self, peer: PeerID, place: Place, word: bytes, opened: list[End]) -> End:
         async with asyncio.timeout(self._limits.punch_s + 1.0):

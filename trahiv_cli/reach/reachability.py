@@ -160,10 +160,10 @@ async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> 
     near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
     UPLOAD.set_rate(bytes_per_second(rules.upload_mbit))
     DOWNLOAD.set_rate(bytes_per_second(rules.download_mbit))
-    rate = bytes_per_second(rules.relay_mbit)
-    punches = rules.wanted != "relay"
-    node.meeting = Meeting(node.protocol.p2p, near, rate, punches=punches) if near else None
-    if node.meeting is not None:
+    node.meeting = None
+    if near:
+        rate = bytes_per_second(rules.relay_mbit)
+        node.meeting = Meeting(node.protocol.p2p, near, rate, punches=rules.wanted != "relay")
         await node.meeting.open()
 
 
@@ -202,7 +202,7 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
 
     A visitor is never listed: others would miss it when it is gone.
     """
-    meeting: Meeting | None = node.meeting
+    meeting = node.meeting
     servers = servers_of(node)
     connected = [one.peer_id for one in await node.protocol.p2p.list_peers()]
     if node.protocol.client_mode:
@@ -210,29 +210,23 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
     if wanted == "direct":
         await list_node(node, servers, is_listed=True)
         return Reach("direct", "It was started with --reach direct.")
-    asked = (servers or connected)[:3]  # one answer is enough; without a listed node: any connected peers
-    looks: list[Any] = (
-        await asyncio.gather(*map(meeting.look, asked), return_exceptions=True) if meeting else []
-    )
-    seen = [look for look in looks if isinstance(look, Seen)]
+    # One answer is enough. Without a listed node, any connected peers are asked.
+    asks = map(meeting.look, (servers or connected)[:3]) if meeting else ()
+    looks = await asyncio.gather(*asks, return_exceptions=True)
+    seen = tuple(look for look in looks if isinstance(look, Seen))
     dialled = believed(seen, await visible_maddrs(dht, node)) if wanted == "auto" else ()
     await list_node(node, servers, is_listed=(bool(dialled) or not seen) and not is_visitor)
     if dialled:
-        return Reach("direct", "A member has dialled this peer.", dialled, tuple(seen))
+        return Reach("direct", "A member has dialled this peer.", dialled, seen)
     if not seen:
         return Reach("alone", "No other peer is there to dial this one.")
-    ways = set((await meeting.ways()).values()) if meeting is not None else set()
-    kind: Kind
+    ways = (await meeting.ways()).values()
     if "relayed" in ways:
-        why = "Some peers reach this one through a relaying member."
-        kind = "relayed"
-    elif ways:
-        why = "Hole punching through the routers works."
-        kind = "punched"
-    else:
-        why = f"Of the members, {len(seen)} tried to dial this peer, and could not."
-        kind = "dials-out"
-    reach = Reach(kind, why, looks=tuple(seen))
+        return Reach("relayed", "Some peers reach this one through a relaying member.", looks=seen)
+    if ways:
+        return Reach("punched", "Hole punching through the routers works.", looks=seen)
+    why = f"Of the members, {len(seen)} tried to dial this peer, and could not."
+    reach = Reach("dials-out", why, looks=seen)
     if reach.only_dials:
         more = "No member relays for it, so it averages only with peers that it can dial."
         reach = reach._replace(why=f"{why} {more}")

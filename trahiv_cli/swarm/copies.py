@@ -113,9 +113,7 @@ class Copies:
                     yield Record(key, place, value, ends_at)
 
     def _ends(self, key: DHTID) -> dict[bytes, float]:
-        found = self._protocol.storage.get(key)
-        entries = found.value.items() if found and isinstance(found.value, DictionaryDHTValue) else ()
-        return {place: ends_at for place, (_, ends_at) in entries}
+        return {record.place: record.ends_at for record in self._kept() if record.key == key}
 
     async def put(self, key: DHTID, place: bytes, value: bytes, ends_at: float) -> bool:
         """Sign and keep a record (MessagePack), and send it to all connected peers, waiting for each.
@@ -128,9 +126,8 @@ class Copies:
             await self._protocol.serve_always()
         parts = key.to_bytes(), packed(place)
         signed = self._protocol.record_validator.sign_value(DHTRecord(*parts, value, ends_at))
-        if not self._protocol._validate_record(*parts, signed, ends_at):
-            return False
-        if not self._protocol.storage.store_subkey(key, place, signed, ends_at):
+        is_valid = self._protocol._validate_record(*parts, signed, ends_at)
+        if not (is_valid and self._protocol.storage.store_subkey(key, place, signed, ends_at)):
             return False
         await self._look_who_is_connected()
         record = Record(key, place, signed, ends_at)

@@ -41,12 +41,18 @@ class Acquaintances:
     """The peers that this one knows, and its own ports, in a file (None: only in memory).
 
     A file that is missing, damaged or of another version counts as empty. `clock` returns Unix seconds.
+    `peers` are known from elsewhere.
     """
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        clock: Callable[[], float] = time.time,
+        peers: dict[str, Acquaintance] | None = None,
+    ) -> None:
         self._path = path
         self._clock = clock
-        self._peers: dict[str, Acquaintance] = {}
+        self._peers = peers or {}
         self.ports: dict[str, int] = {}  # on which this peer last listened, by the multiaddr in its settings
         if path is not None:
             self._load(path)
@@ -55,9 +61,7 @@ class Acquaintances:
     @classmethod
     def remembered(cls, path: Path | None) -> Self:
         """Read a file for a visitor, which writes neither new peers nor its own ports there."""
-        met = cls(None)
-        met._peers = cls(path)._peers
-        return met
+        return cls(None, peers=cls(path)._peers)
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
