@@ -151,9 +151,9 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         return None
     owner = read_owner(folder)
     standing = passing_standing(folder, invitation)
-    if standing is None and invitation.addresses:
-        return None
     if standing is None:
+        if invitation.addresses:
+            return None
         if owner is None:
             owner = Owner(key := secrets.token_bytes(KEY_BYTES))
             _keep(folder / OWNER_FILE, key.hex())

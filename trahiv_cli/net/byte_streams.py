@@ -17,8 +17,8 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.net.addresses import reach_of, socket_of
 from trahiv_cli.wire import unpacked
 
-ANSWER_S = 15.0  # for a message to arrive
-CHUNK_BYTES = 2**16
+MESSAGE_S = 15.0  # for a message to arrive
+PIECE_BYTES = 2**16  # of a stream, which are read and sent at once
 MAX_PLACES = 8  # that a stranger may name
 HELLO = b"\x13/multistream/1.0.0\n"  # the first bytes of either side of a libp2p connection
 
@@ -46,7 +46,7 @@ class End(NamedTuple):
 
     async def receive(self) -> list[Any]:
         """Receive a message; NotMet if it has only the reason of a failure, or can't be read."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(MESSAGE_S):
             packed = await P2P.receive_raw_data(self.reader)
         with contextlib.suppress(ValueError):
             match unpacked(packed):
@@ -58,13 +58,13 @@ class End(NamedTuple):
 
     async def hear(self, word: bytes) -> None:
         """Wait for a word; NotMet if another one comes."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(MESSAGE_S):
             if await self.reader.readexactly(len(word)) != word:
                 raise NotMet("a word that was not expected")
 
     async def first(self) -> tuple[End, bytes]:
         """Wait for the first bytes; return this end and the bytes. NotMet if the stream is closed."""
-        if not (chunk := await self.reader.read(CHUNK_BYTES)):
+        if not (chunk := await self.reader.read(PIECE_BYTES)):
             raise NotMet("it was closed")
         return self, chunk
 
@@ -117,7 +117,7 @@ async def join(one: End, other: End, *paces: Pace, idle_s: float = 60.0) -> None
     now = asyncio.get_running_loop().time
 
     async def carry(source: End, target: End) -> None:
-        while chunk := await source.reader.read(CHUNK_BYTES):
+        while chunk := await source.reader.read(PIECE_BYTES):
             idle.reschedule(now() + idle_s)
             await asyncio.gather(*(pace.take(len(chunk)) for pace in paces))
             target.writer.write(chunk)

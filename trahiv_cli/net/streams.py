@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
 from hivemind.proto.p2pd_pb2 import RPCError
 
-from trahiv_cli.net.byte_streams import CHUNK_BYTES, DOWNLOAD, UPLOAD
+from trahiv_cli.net.byte_streams import DOWNLOAD, PIECE_BYTES, UPLOAD
 
 # The errors of a call to a peer that is gone or hangs.
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
@@ -33,14 +33,14 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     if DOWNLOAD.rate is None:
         return await reader.readexactly(length)
     chunks = []
-    for start in range(0, length, CHUNK_BYTES):
-        size = min(CHUNK_BYTES, length - start)
+    for start in range(0, length, PIECE_BYTES):
+        size = min(PIECE_BYTES, length - start)
         await DOWNLOAD.take(size, is_urgent=length <= URGENT_BYTES)
         chunks.append(await reader.readexactly(size))
     return b"".join(chunks)
 
 
-async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:
+async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = PIECE_BYTES) -> None:
     """Send the bytes of a message, no faster than the limit of this peer's user (`pipes.UPLOAD`).
 
     p2p/p2p_daemon.py:369 writes all of them at once.

@@ -35,9 +35,9 @@ from trahiv_cli.members.door import GuardedP2P
 from trahiv_cli.members.records import peer_from
 from trahiv_cli.net.addresses import socket_of
 from trahiv_cli.net.byte_streams import (
-    ANSWER_S,
     DOWNLOAD,
     MAX_PLACES,
+    MESSAGE_S,
     UPLOAD,
     End,
     Listens,
@@ -363,7 +363,7 @@ class Meeting:
         server = await asyncio.start_server(carry, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(MESSAGE_S):
                 await self._p2p._client.connect(peer, [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
         finally:
             server.close()
@@ -406,7 +406,7 @@ class Meeting:
         await through.hear(GO)
         tries = [first_said(one) for one in self._knocks(peer, places, token + more, opened)]
         first: tuple[End, bytes] | None = await first_of(
-            [*tries, through.first()], self._limits.punch_s + ANSWER_S
+            [*tries, through.first()], self._limits.punch_s + MESSAGE_S
         )
         return first
 

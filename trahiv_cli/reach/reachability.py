@@ -141,9 +141,8 @@ class ReachFinder:
         self._router.close()
 
 
-async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
+async def visible_maddrs(_: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
     """Return the addresses that p2pd reports, none in client mode; in the DHT's process."""
-    del dht
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
@@ -152,19 +151,19 @@ def bytes_per_second(mbit: float | None) -> float | None:
     return None if mbit is None else mbit * 1e6 / 8
 
 
-async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> None:
+async def open_meetings(rules: ReachRules, _: hivemind.DHT, node: DHTNode) -> None:
     """Set the rate limits, and serve meetings if p2pd listens on TCP; in the DHT's process."""
-    del dht
     listens = listening_places(node.protocol.p2p._child.pid)
     # IPv4 first, and of each kind loopback first: other addresses may be gone after a change of network.
     near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
     UPLOAD.set_rate(bytes_per_second(rules.upload_mbit))
     DOWNLOAD.set_rate(bytes_per_second(rules.download_mbit))
-    node.meeting = None
+    meeting = None
     if near:
         rate = bytes_per_second(rules.relay_mbit)
-        node.meeting = Meeting(node.protocol.p2p, near, rate, punches=rules.wanted != "relay")
-        await node.meeting.open()
+        meeting = Meeting(node.protocol.p2p, near, rate, punches=rules.wanted != "relay")
+        await meeting.open()
+    node.meeting = meeting
 
 
 def listening_places(p2pd: int) -> list[Place]:
@@ -184,9 +183,8 @@ def listening_places(p2pd: int) -> list[Place]:
     ]
 
 
-async def let_relay(dht: hivemind.DHT, node: DHTNode) -> None:
+async def let_relay(_: hivemind.DHT, node: DHTNode) -> None:
     """Allow relayed meetings, once it is known whether others can dial this peer; in the DHT's process."""
-    del dht
     if node.meeting is not None:
         node.meeting.let_relay()
 

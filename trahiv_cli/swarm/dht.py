@@ -52,8 +52,11 @@ class Dht:
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
-        entries = [entry for entry in found.value.items() if isinstance(entry[1], ValueWithExpiration)]
-        records = {owner_of(place): entry.value for place, entry in entries}
+        records = {
+            owner_of(place): entry.value
+            for place, entry in found.value.items()
+            if isinstance(entry, ValueWithExpiration)
+        }
         return {owner: value for owner, value in records.items() if owner and not self.is_out(owner)}
 
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:

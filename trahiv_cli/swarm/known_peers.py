@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -87,6 +87,10 @@ class Acquaintances:
             del self._peers[longest_away]
         if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
             self._peers[peer_id] = now
+
+    def note_ports(self, ports: Mapping[str, int | None]) -> None:
+        """Note the ports on which this peer listens, as far as they are known; see `ports`."""
+        self.ports = {maddr: port for maddr, port in ports.items() if port is not None}
 
     def save(self) -> None:
         """Write the file if its content has changed; OSError if that fails, and the old file stays."""

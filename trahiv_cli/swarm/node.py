@@ -189,8 +189,7 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
 
         near = [Multiaddr(own) for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
         here = {transport(maddr): named.port for maddr in near if (named := addresses.socket_of(maddr))}
-        ports = {maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs}
-        self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
+        self._met.note_ports({maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs})
 
     def notes(self) -> list[str]:
         """Return sentences about addresses that the user gave and that are not used as written."""
@@ -239,11 +238,9 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
     def entrances(self) -> list[str]:
         """Return multiaddrs by which others can join: of up to two members if they can't dial this peer."""
         there = self.run(known_peers) if self.reach.kind not in ("direct", "alone") else []
-        known = {peer: self._met.addresses[peer] for peer in there if peer in self._met.addresses}
-        return [places[0] for places in list(known.values())[:2]] or [
-            *self._entered_by,
-            *self.own_addresses(),
-        ]
+        known = self._met.addresses
+        others = [known[peer][0] for peer in there if peer in known]
+        return others[:2] or [*self._entered_by, *self.own_addresses()]
 
     def pulse(self) -> Any:
         """Run `show_life` in the DHT's process; return its future."""

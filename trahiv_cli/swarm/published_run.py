@@ -22,8 +22,6 @@ from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
 
-UNREADABLE = "the recipe that it publishes can't be read"
-
 
 @dataclass(frozen=True)
 class PublishedRun:
@@ -92,6 +90,7 @@ def fetch_offer(
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     """Join each peer's records, up to the first one that is missing or invalid."""
+    unreadable = "the recipe that it publishes can't be read"
     packed: dict[str, bytes] = {}
     for number, before in enumerate(range(0, MAX_PACKED_BYTES, MAX_RECORD_BYTES)):
         if number and not any(len(whole) == before for whole in packed.values()):
@@ -101,14 +100,14 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
             if is_next and isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
                 packed[peer] = packed.get(peer, b"") + part
             elif is_next:
-                disbelieve(peer, UNREADABLE)
+                disbelieve(peer, unreadable)
     wires: dict[str, dict[str, Any]] = {}
     for peer, whole in packed.items():
         try:
             wires[peer] = unpack(whole)
         except RecipeError:  # a stranger's garbage must not keep a newcomer out
             if len(whole) % MAX_RECORD_BYTES:  # else only its last record may be missing
-                disbelieve(peer, UNREADABLE)
+                disbelieve(peer, unreadable)
     return wires
 
 

@@ -29,8 +29,6 @@ from trahiv_cli.swarm.known_peers import Acquaintances, read_addresses
 
 logger = get_logger(__name__)
 
-_calling: set[asyncio.Task[None]] = set()
-
 
 class Reunion:
     """Keeps a node, which creates it, in touch with the peers that it knows.
@@ -103,9 +101,8 @@ class Reunion:
             self._dht.run(partial(greet, due, self._is_visitor))
 
 
-async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
+async def known_peers(_: hivemind.DHT, node: DHTNode) -> list[str]:
     """Return the ids, base58, of the peers in the routing table; for `DHT.run_coroutine`."""
-    del dht
     return [peer.to_base58() for peer in servers_of(node)]
 
 
@@ -115,20 +112,16 @@ async def peers_there(dht: hivemind.DHT, node: DHTNode) -> tuple[list[str], list
     return await known_peers(dht, node), connected
 
 
-async def greet(
-    peers: Mapping[str, Sequence[str]], is_visitor: bool, dht: hivemind.DHT, node: DHTNode
-) -> None:
+async def greet(peers: Mapping[str, Sequence[str]], is_visitor: bool, _: hivemind.DHT, node: DHTNode) -> None:
     """Call peers (multiaddrs by id, base58) in tasks; the listed nodes that answer enter the routing table.
 
     dht/node.py drops a node that did not answer, and never asks it again by itself. If two peers can't dial
     each other, the one with the lower id asks for a meeting, or the one that visits.
     """
-    del dht
-    for peer in map(PeerID.from_base58, peers):
+    for id_, maddrs in peers.items():
+        peer = PeerID.from_base58(id_)
         asks = is_visitor or node.peer_id.to_bytes() < peer.to_bytes()
-        task = asyncio.create_task(call_on(node, peer, peers[peer.to_base58()], asks=asks))
-        _calling.add(task)  # the event loop refers to it weakly
-        task.add_done_callback(_calling.discard)
+        asyncio.create_task(call_on(node, peer, maddrs, asks=asks))  # kept by `processes.keep_tasks`
 
 
 async def call_on(node: DHTNode, peer: PeerID, maddrs: Sequence[str], *, asks: bool) -> None:

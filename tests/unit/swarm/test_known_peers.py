@@ -260,7 +260,7 @@ def call(own, dial=TimeoutError, is_visitor=False, **behaviour):
 
     async def scene():
         await acq.greet({PEER: [address()]}, is_visitor, None, node)
-        while acq._calling:
+        while len(asyncio.all_tasks()) > 1:
             await asyncio.sleep(0)
 
     asyncio.run(scene())

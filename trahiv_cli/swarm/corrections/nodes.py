@@ -187,8 +187,9 @@ class CorrectedProtocol(DHTProtocol):
                 disbelieve(str(peer), "it answers with ids that are none")
                 raise P2PHandlerError(f"peer {peer} answered with ids that are none")
 
-        others = {name: getattr(stub, name) for name in ("rpc_store", "rpc_compare")}
-        return SimpleNamespace(rpc_ping=rpc_ping, rpc_find=rpc_find, **others)
+        return SimpleNamespace(
+            rpc_ping=rpc_ping, rpc_find=rpc_find, rpc_store=stub.rpc_store, rpc_compare=stub.rpc_compare
+        )
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Answer with the records under keys, as far as they fit into a message; see `DHTProtocol`."""

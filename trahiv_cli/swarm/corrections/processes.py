@@ -229,7 +229,7 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
             times = process.cpu_times()
             status = process.status()
             used += times.user + times.system
-            standing = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE
-            is_stopped = is_stopped or status in standing
-            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
+            if status == psutil.STATUS_DISK_SLEEP:
+                used += time.monotonic()
+            is_stopped |= status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
     return used, is_stopped
