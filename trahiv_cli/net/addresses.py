@@ -42,12 +42,13 @@ def reach_of(maddr: str) -> Reach:
     return "this machine" if address.is_loopback else "local network"
 
 
-def socket_of(maddr: Multiaddr) -> Socket | None:
-    """Return the socket of a multiaddr; None if it is neither TCP nor UDP on a host."""
-    host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
+def socket_of(maddr: object) -> Socket | None:
+    """Return the socket of a multiaddr, or of its text; None if it is neither TCP nor UDP on a host."""
+    read = Multiaddr(str(maddr))
+    host = next((read[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in read), None)
     for protocol, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
-        if host is not None and protocol in maddr:
-            return Socket(host, int(maddr[protocol]), kind)
+        if host is not None and protocol in read:
+            return Socket(host, int(read[protocol]), kind)
     return None
 
 
@@ -84,7 +85,7 @@ class Listening(NamedTuple):
     @property
     def is_everywhere(self) -> bool:
         """Whether p2pd listens on all addresses of this machine, and its user announces no others."""
-        places = (socket_of(Multiaddr(text)) for text in self.hosts)
+        places = map(socket_of, self.hosts)
         return not self.announced and any(place and place.is_everywhere for place in places)
 
 
@@ -99,7 +100,7 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
             on which this peer does not listen.
     """
     notes: list[str] = []
-    hosts: list[str] = []
+    hosts = []
     announced = [_read(text, "to announce", notes) for text in announce_maddrs]
     for text in host_maddrs:
         maddr = _read(text, "to listen on", notes)
@@ -111,9 +112,9 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
             said = f"{announced[-1]} is not an address of this machine"
             notes.append(f"{said}: this peer listens on {maddr}, and announces that one to others.")
         hosts.append(maddr)
-    kinds = {place.kind for text in hosts if (place := socket_of(Multiaddr(text)))}
+    kinds = {place.kind for text in hosts if (place := socket_of(text))}
     for text in announced:
-        place = socket_of(Multiaddr(text))
+        place = socket_of(text)
         assert place is not None
         if place.port == 0 or place.is_everywhere:
             raise SetupError(
@@ -192,7 +193,7 @@ def require_free_ports(host_maddrs: Iterable[str]) -> None:
     kernel distributes the connections of both among them.
     """
     for text in host_maddrs:
-        named = socket_of(Multiaddr(text))
+        named = socket_of(text)
         if named is None or named.port == 0:
             continue
         try:
@@ -249,7 +250,7 @@ def unreachable(troubles: Mapping[str, OSError | None]) -> Unreachable:
 
 def what_answers(address: str, trouble: OSError | None) -> str:
     """Explain why p2pd could not reach an address, from the result of `knock`."""
-    named = socket_of(Multiaddr(address))
+    named = socket_of(address)
     if named is None or named.kind is not socket.SOCK_STREAM:
         return f"{address}: no answer"
     match trouble:
@@ -265,7 +266,7 @@ def what_answers(address: str, trouble: OSError | None) -> str:
 
 def knock(address: str) -> OSError | None:
     """Connect to an address over TCP; return the error, if any. Return None for an address without TCP."""
-    named = socket_of(Multiaddr(address))
+    named = socket_of(address)
     if named is not None and named.kind is socket.SOCK_STREAM:
         try:
             socket.create_connection((named.host, named.port), timeout=3.0).close()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.net.addresses import reach_of, socket_of
 from trahiv_cli.wire import unpacked
@@ -170,9 +169,9 @@ def is_ipv6(place: Place) -> bool:
 
 def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
     """Return the TCP places of several multiaddrs, without this machine's unless `is_near`."""
-    places: list[Place] = []
+    places = []
     for maddr in maddrs:
-        named = socket_of(Multiaddr(maddr))
+        named = socket_of(maddr)
         if named is None or named.kind is not socket.SOCK_STREAM or not is_ip(named.host):
             continue
         if is_near or reach_of(maddr) != "this machine":
@@ -195,7 +194,7 @@ def places_at(seen: Sequence[Place], own: Sequence[Place], others: Sequence[Plac
 
 def read_places(sent: Iterable[Any]) -> tuple[Place, ...]:
     """Read the first `MAX_PLACES` places that a stranger sent; ValueError if one is invalid, as a name is."""
-    places: list[Place] = []
+    places = []
     for one in list(sent)[:MAX_PLACES]:
         match one:
             case [str(host), int(port)] if 0 < port < 2**16 and is_ip(host) and "%" not in host:

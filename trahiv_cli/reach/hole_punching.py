@@ -172,8 +172,8 @@ class Meeting:
         return {one.peer_id: way for one in connections if (way := self._way_of(one)) is not None}
 
     def _way_of(self, connection: Any) -> Way | None:
-        named = [socket_of(addr) for addr in connection.addrs]
-        ports = [one.port for one in named if one is not None and one.host == "127.0.0.1"]
+        named = map(socket_of, connection.addrs)
+        ports = [one.port for one in named if one and one.host == "127.0.0.1"]
         return next((self._met[port] for port in ports if port in self._met), None)
 
     async def _serve(self, handler: Any, info: Any, reader: asyncio.StreamReader, writer: Any) -> None:

@@ -184,12 +184,12 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
     def _note_ports(self, host_maddrs: Sequence[str]) -> None:
         """Note the ports on which this node listens, for its next start."""
 
-        def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without the peer id
-            return tuple(one.name for one in maddr.protocols() if one.name != "p2p")
+        def transport(maddr: str) -> tuple[str, ...]:  # without the peer id
+            return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
 
-        near = [Multiaddr(own) for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
+        near = [own for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
         here = {transport(maddr): named.port for maddr in near if (named := addresses.socket_of(maddr))}
-        self._met.note_ports({maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs})
+        self._met.note_ports({maddr: here.get(transport(maddr)) for maddr in host_maddrs})
 
     def notes(self) -> list[str]:
         """Return sentences about addresses that the user gave and that are not used as written."""
@@ -199,7 +199,7 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
             found = [one for pid in self.pids() for one in psutil.Process(pid).net_connections("inet")]
             used = {(one.type, one.laddr.ip) for one in found if one.laddr}
             for text in hosts if hosts != DhtSection().host_maddrs else ():  # the default may lack IPv6
-                named = addresses.socket_of(Multiaddr(text))
+                named = addresses.socket_of(text)
                 if named and named.host != "localhost" and (named.kind, named.host) not in used:
                     notes.append(f"p2pd does not listen on {text}: does this machine have such addresses?")
         return notes
