@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import write_private
@@ -144,7 +144,7 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 
 def read_members(dht: Dht, owner: bytes) -> dict[str, Grant]:
     """Fetch the grants, by peer id, of members that were present within the last ten minutes."""
-    grants: dict[str, Grant] = {}
+    grants = {}
     for peer, entry in dht.fetch(MEMBERS_KEY).items():
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
         grant = certified(owner, id_bytes(peer), shown)
@@ -160,7 +160,7 @@ def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
     before = read_roll(folder)
     known = {peer: grant for peer, grant in before.items() if there.get(peer, grant) == grant}
     names: Counter[bytes] = Counter()
-    roll: dict[str, Grant] = {}
+    roll = {}
     for peer, grant in {**known, **there}.items():
         names[grant.key] += 1
         if names[grant.key] <= 1000:  # ids that a member makes up displace no peer of another invitation
@@ -175,7 +175,7 @@ def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
 def read_roll(folder: Path) -> Roll:
     """Read the owner's member list; a missing or damaged file counts as an empty list."""
     try:
-        content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
+        content = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
         entries = content["members"].items() if content["version"] == 1 else ()
         return {peer: Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries if id_bytes(peer)}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):

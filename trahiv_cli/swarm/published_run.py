@@ -42,7 +42,7 @@ def publish_recipe(node: Node, run: AgreedRun) -> None:
     # In reverse, so that a reader that finds the first part finds all.
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, ttl_s=120.0)
+        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, 120.0)
 
 
 def fetch_offer(
@@ -101,7 +101,7 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
                 packed[peer] = packed.get(peer, b"") + part
             elif is_next:
                 disbelieve(peer, unreadable)
-    wires: dict[str, dict[str, Any]] = {}
+    wires = {}
     for peer, whole in packed.items():
         try:
             wires[peer] = unpack(whole)

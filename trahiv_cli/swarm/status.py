@@ -76,7 +76,7 @@ class Statuses(NamedTuple):
 
 def publish_status(node: Node, status: Status) -> None:
     """Store a peer's status in the DHT's list of runs, for two minutes."""
-    node.publish(RUNS_KEY, status.model_dump(), ttl_s=120.0)
+    node.publish(RUNS_KEY, status.model_dump(), 120.0)
 
 
 def fetch_statuses(node: Node) -> Statuses:
