@@ -243,10 +243,9 @@ class Meeting:
     async def measure(self, member: PeerID) -> tuple[float, float]:
         """Measure the bytes a second to a member and back, with `MEASURED_BYTES`; raises one of `FAILED`."""
         clock = asyncio.get_running_loop().time
-        load = bytes(MEASURED_BYTES)
         async with self._calling(member, MEASURE) as [end]:
             began = clock()
-            await end.send(load)
+            await end.send(bytes(MEASURED_BYTES))
             await end.receive()
             turned = clock()
             await end.send()
@@ -335,15 +334,18 @@ class Meeting:
             limits = self._limits
             punch_s = limits.punch_again_s if peer in self._tried_in_vain else limits.punch_s
             end = await first_of(self._knocks(peer, places, token + more, opened), punch_s)
-            if end is None and peer in await self._seen():
-                return None
-            if end is None and not is_relayed:
-                self._tried_in_vain ^= {peer}
-                raise NotMet("the routers let neither of the two in, and nothing is relayed, or not yet")
+            way: Way = "punched"
+            if end is None:
+                if peer in await self._seen():
+                    return None
+                if not is_relayed:
+                    self._tried_in_vain ^= {peer}
+                    raise NotMet("the routers let neither of the two in, and nothing is relayed, or not yet")
+                end = through
+                way = "relayed"
             self._tried_in_vain.discard(peer)
-            way: Way = "relayed" if end is None else "punched"
-            if await self._dial(peer, end or through, way):
-                opened.remove(end or through)
+            if await self._dial(peer, end, way):
+                opened.remove(end)
             return way
 
     async def _dial(self, peer: PeerID, end: End, way: Way) -> bool:

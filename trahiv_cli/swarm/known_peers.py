@@ -110,11 +110,11 @@ class Acquaintances:
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["version"] != 1:
                 return
-            ports = {str(host): port for host, port in content["ports"].items() if type(port) is int}
-            self.ports = {host: port for host, port in ports.items() if 0 < port < 2**16}
+            for maddr, port in content["ports"].items():
+                if type(port) is int and 0 < port < 2**16:
+                    self.ports[maddr] = port
             for peer_id, entry in content["peers"].items():
-                maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
-                if maddrs:
+                if maddrs := read_addresses(peer_id, entry["maddrs"]):
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             self._peers = {}
