@@ -86,9 +86,9 @@ class ReachFinder:
     ) -> None:
         self._run = run
         self._wanted = rules.wanted
+        self._look = partial(find_reach, rules.wanted, is_visitor)
         self._router = router
         self._clock = clock
-        self._is_visitor = is_visitor
         self.reach = Reach("alone", "This peer has just started.")
         self.is_known = threading.Event()
         self._own: list[Multiaddr] = []
@@ -106,15 +106,14 @@ class ReachFinder:
             self._ask_at = now
         if now < self._look_at:
             return
-        look = partial(find_reach, self._wanted, self._is_visitor)
-        reach: Reach = self._run(look)
+        reach: Reach = self._run(self._look)
         port = self._port_behind_router() if self._wanted == "auto" else None
         is_lost = self.reach.kind == "direct" != reach.kind  # the router may have been restarted
         if port and (now >= self._ask_at or is_lost) and (reach.kind != "direct" or self._forwarded.host):
             self._ask_at = now + LEASE_S / 2
             self._forwarded = self._router.forward(port)
             if self._forwarded.host:
-                reach = self._run(look)
+                reach = self._run(self._look)
         if reach.kind != "direct":
             said = self._forwarded.why
             if self._forwarded.host and reach.looks:

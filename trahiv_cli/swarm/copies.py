@@ -100,10 +100,6 @@ class Copies:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    @property
-    def _own_id(self) -> PeerID:
-        return self._protocol.p2p.peer_id
-
     # -- this node's records -------------------------------------------------------------------------
 
     def _kept(self) -> Iterator[Record]:
@@ -182,8 +178,7 @@ class Copies:
                 await self._ask(peer)
         there = self._ends(key)
         ended = {place: at for place, at in self._read.get(key, {}).items() if place not in there}
-        if unasked := self._unasked_owners(ended):
-            await asyncio.gather(*map(self._ask, unasked))
+        await asyncio.gather(*map(self._ask, self._unasked_owners(ended)))
         self._read[key] = self._ends(key)
         return bool(self._answered)
 
@@ -223,7 +218,7 @@ class Copies:
         answer = StoreRequest()
         size = 0
         now = asyncio.get_running_loop().time()
-        own_id = self._own_id.to_base58()
+        own_id = self._protocol.p2p.peer_id.to_base58()
         gives_all = self._may_ask_at.get(peer, 0.0) <= now
         for record in self._kept():
             if not (gives_all or owner_of(record.place) == own_id) or record.digest in digests:

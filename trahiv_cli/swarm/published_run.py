@@ -96,10 +96,12 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
         if number and not any(len(whole) == before for whole in packed.values()):
             break
         for peer, part in node.fetch(recipe_key(run_id, number)).items():
-            is_next = len(packed.get(peer, b"")) == before
-            if is_next and isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
-                packed[peer] = packed.get(peer, b"") + part
-            elif is_next:
+            whole = packed.get(peer, b"")
+            if len(whole) != before:
+                continue
+            if isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
+                packed[peer] = whole + part
+            else:
                 disbelieve(peer, unreadable)
     wires = {}
     for peer, whole in packed.items():

@@ -83,20 +83,20 @@ class Reunion:
 
     def _call(self, nodes: set[str], now: float) -> None:
         known: dict[str, Sequence[str]] = {**self._also, **self._told, **self._met.addresses}
+        # The missing peers; the first call to a new one is due at once.
         self._calls = {
-            peer: call for peer, call in self._calls.items() if peer in known and peer not in nodes
+            peer: self._calls.get(peer, (-math.inf, 0.0))
+            for peer in known
+            if peer not in nodes and peer != self._dht.peer_id
         }
         soon = self._met.lately if nodes else known.keys()
         due: dict[str, Sequence[str]] = {}
-        # Each pause between calls to a peer is 1.25 times the last one. The peer that was called longest ago
-        # comes first, so made-up ids delay no real peer.
-        calls = {peer: self._calls.get(peer, (-math.inf, 1.6)) for peer in known}
-        for peer, (called_at, pause) in sorted(calls.items(), key=lambda call: call[1][0]):
-            is_missing = peer not in nodes and peer != self._dht.peer_id
+        # The peer that was called longest ago comes first, so made-up ids delay no real peer.
+        for peer, (called_at, pause) in sorted(self._calls.items(), key=lambda call: call[1][0]):
             longest = 10.0 if peer in soon else 300.0
-            if is_missing and now - called_at >= min(pause, longest) and len(due) < 8:
+            if now - called_at >= min(pause, longest) and len(due) < 8:
                 due[peer] = known[peer]
-                self._calls[peer] = now, 1.25 * pause  # after the first call: 2 s
+                self._calls[peer] = now, max(2.0, 1.25 * pause)
         if due:
             self._dht.run(partial(greet, due, self._is_visitor))
 
