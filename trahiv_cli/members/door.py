@@ -72,7 +72,6 @@ class CallLimits:
     streams_at_once: int = 64
     given_at_once: int = 4  # to each handler in `GIVING`: streams of an aborted download may not have ended
     introduction_s: float = 10.0  # for a peer to answer `INTRODUCE`, and to present a certificate in a stream
-    take_s: float = 60.0  # the callee closes a stream if the caller reads nothing for this long
     linger_s: float = 3.0  # for callers that don't close their stream
     peers_remembered: int = 4096
     strangers_named: int = 64  # in the log: ids are free, and the log must not fill the disk
@@ -305,16 +304,15 @@ class HandlersWriter:
     Handlers close their stream right after sending, when the last bytes may still be lost.
     """
 
-    def __init__(self, writer: Any, take_s: float) -> None:
+    def __init__(self, writer: Any) -> None:
         self._writer = writer
-        self._take_s = take_s
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
     async def drain(self) -> None:
-        """Wait for the caller to read; TimeoutError if it takes too long."""
-        async with asyncio.timeout(self._take_s):
+        """Wait for the caller to read; TimeoutError if it reads nothing for a minute."""
+        async with asyncio.timeout(60.0):
             await self._writer.drain()
 
     def close(self) -> None:
@@ -348,7 +346,7 @@ class GuardedP2P(P2P):
 
         async def guarded(stream_info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
             limits = self.door.limits
-            handed = HandlersWriter(writer, limits.take_s)
+            handed = HandlersWriter(writer)
             peer = stream_info.peer_id
             with contextlib.ExitStack() as stack, contextlib.closing(writer):
                 try:

@@ -148,14 +148,12 @@ class Quota:
     """Counts a node's records by owner, and their owners by invitation; each `CorrectedProtocol` has one.
 
     Args:
-        max_records: of one peer at a time. Our peers have a dozen; five are a long recipe.
         max_owners: peers by one invitation that have records at a time: twice the size for which a swarm is
             made.
         max_remembered: owners whose records are counted.
     """
 
-    def __init__(self, max_records: int = 32, max_owners: int = 200, max_remembered: int = 4096) -> None:
-        self._max_records = max_records
+    def __init__(self, max_owners: int = 200, max_remembered: int = 4096) -> None:
         self._max_owners = max_owners
         self._max_remembered = max_remembered
         # The place of each record, and when it ends; by owner and key.
@@ -172,7 +170,7 @@ class Quota:
         held = {key: other for key, (other, until) in self._held.get(place.owner, {}).items() if until > now}
         if record.key in held:
             return held[record.key] == place.written
-        if len(held) >= self._max_records:
+        if len(held) >= 32:  # our peers have a dozen; five are a long recipe
             return False
         owners = self._owners.get(place.certificate[:KEY_BYTES], {})
         return place.owner in owners or sum(until > now for until in owners.values()) < self._max_owners

@@ -174,7 +174,7 @@ class Copies:
         """
         if not (self._is_member and self._answered):  # peers send nothing to a node that only visits
             await self._look_who_is_connected()
-            for peer in self._in_turn()[: 1 if self._answered else 3]:
+            for peer in self._in_turn()[: 1 if self._answered else 3]:  # more before the first answer
                 await self._ask(peer)
         there = self._ends(key)
         ended = {place: at for place, at in self._read.get(key, {}).items() if place not in there}

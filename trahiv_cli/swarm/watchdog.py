@@ -88,7 +88,7 @@ class Alive:
         if not node.is_alive():
             return "has ended"
         now = time.monotonic()
-        if self._answer is None and now >= self._asked_at + 1.5:
+        if self._answer is None and now >= self._asked_at + 1.5:  # ask for the next sign of life
             self._asked_at = now
             self._still_looks = 0
             try:

@@ -229,7 +229,7 @@ class CorrectedProtocol(DHTProtocol):
             return False
         num_bad = 0
         records = zip(found.keys, found.subkeys, found.values, found.expiration_time, strict=False)
-        for record in islice(records, 2**12):
+        for record in islice(records, 2**12):  # the most that one node may answer at once
             if not self._keep(*record):
                 num_bad += self.quota.has_room(DHTRecord(*record))  # the validators refused it
             if num_bad >= MOST_FORGED:
