@@ -109,8 +109,10 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
             announced.append(maddr)
             everywhere = "/ip6/::" if protocol in ("ip6", "dns6") else "/ip4/0.0.0.0"
             maddr = f"{everywhere}/{transport}"
-            said = f"{announced[-1]} is not an address of this machine"
-            notes.append(f"{said}: this peer listens on {maddr}, and announces that one to others.")
+            notes.append(
+                f"{announced[-1]} is not an address of this machine: this peer listens on {maddr}, and "
+                "announces that one to others."
+            )
         hosts.append(maddr)
     kinds = {place.kind for text in hosts if (place := socket_of(text))}
     for text in announced:

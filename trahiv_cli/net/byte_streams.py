@@ -216,8 +216,9 @@ def is_ip(host: str) -> bool:
 def is_elsewhere(place: Place) -> bool:
     """Return whether a place is on another machine, and on one machine only."""
     address = ipaddress.ip_address(place[0])
-    here = address.is_loopback or address.is_link_local or address.is_unspecified
-    return not (here or address.is_multicast)
+    return not (
+        address.is_loopback or address.is_link_local or address.is_unspecified or address.is_multicast
+    )
 
 
 def is_global(place: Place) -> bool:

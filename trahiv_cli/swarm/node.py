@@ -96,7 +96,7 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         peer_id = ensure_identity(identity)
         self._id = id_bytes(peer_id)
         signing_key = read_signing_key(identity)
-        certificate = standing.membership.certify(self._id) if standing else b""
+        door = Door(standing.membership, standing.book, self._id) if standing else Door()
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately  # ids of the peers that were present in this peer's last run
         corrections.apply()
@@ -106,9 +106,9 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
             host_maddrs=[self._as_before(maddr) for maddr in self._listening.hosts],
             announce_maddrs=self._listening.announced or None,
             start=True,
-            door=Door(standing.membership, standing.book, self._id) if standing else Door(),
+            door=door,
             signing_key=signing_key,
-            place=own_place(signing_key, certificate),
+            place=own_place(signing_key, door.certificate),
             node_id=node_id_of(self._id),
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
@@ -196,8 +196,12 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         hosts, _, said = self._listening
         notes = [*said]
         with contextlib.suppress(psutil.Error):  # the sockets in use are unknown
-            found = [one for pid in self.pids() for one in psutil.Process(pid).net_connections("inet")]
-            used = {(one.type, one.laddr.ip) for one in found if one.laddr}
+            used = {
+                (one.type, one.laddr.ip)
+                for pid in self.pids()
+                for one in psutil.Process(pid).net_connections("inet")
+                if one.laddr
+            }
             for text in hosts if hosts != DhtSection().host_maddrs else ():  # the default may lack IPv6
                 named = addresses.socket_of(text)
                 if named and named.host != "localhost" and (named.kind, named.host) not in used:
@@ -214,12 +218,13 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer: the furthest reach first, TCP before QUIC."""
         maddrs = {str(maddr) for maddr in self.run(visible_maddrs)}
-        reaches = get_args(addresses.Reach)
         if self._listening.is_everywhere:
             maddrs |= addresses.of_all_interfaces(maddrs)
         maddrs |= {f"{place}/p2p/{self.peer_id}" for place in self._finder.addresses()}
-        order = {maddr: reaches.index(addresses.reach_of(maddr)) for maddr in maddrs}
-        return sorted(maddrs, key=lambda maddr: (order[maddr], "/tcp/" not in maddr, maddr))
+        nearness = get_args(addresses.Reach).index
+        return sorted(
+            maddrs, key=lambda maddr: (nearness(addresses.reach_of(maddr)), "/tcp/" not in maddr, maddr)
+        )
 
     @property
     def reach(self) -> Reach:
