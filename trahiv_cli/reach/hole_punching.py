@@ -76,7 +76,7 @@ GO = b"g"
 
 @dataclass(frozen=True)
 class MeetingLimits:
-    """Times and limits of a `Meeting`."""
+    """The times and limits of a `Meeting`."""
 
     punch_s: float = 4.0  # both peers dial for this time: the kernel sends a SYN again after 1 s and 3 s
     punch_again_s: float = 2.0  # the same after a failure
