@@ -11,7 +11,7 @@ from hivemind.proto.dht_pb2 import StoreRequest
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.nodes import Member, Traffic, virtual_time
 from trahiv_cli.progress.tracker import REPORT_EVERY_S_A_PEER
-from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S, LOOK_EVERY_S
+from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S
 
 KEY = "key"
 LIFE_S = 20.0
@@ -44,7 +44,7 @@ async def swarm(network, num_members, **options):
     for number in range(1, num_members):
         members.append(await Member(network, f"{number}", **options).enter(members[0]))
     await put_numbers(members)
-    await asyncio.sleep(2 * LOOK_EVERY_S)  # so each has compared its copies with another member
+    await asyncio.sleep(2.0)  # so each has compared its copies with another member
     return members
 
 
@@ -121,7 +121,7 @@ async def test_client_receives_stored_records(network):
     members.append(await Member(network, "1", client_mode=True).enter(members[0]))
     members.append(await Member(network, "2").enter(members[0]))
     await put_numbers(members)
-    await asyncio.sleep(3 * LOOK_EVERY_S)
+    await asyncio.sleep(3.0)
     network.tamper = traffic = Traffic()
     await members[2].put(KEY, "new")
     assert (await members[1].read(KEY))[members[2].id] == "new"

@@ -22,7 +22,7 @@ from tests.simulation.network import Network, altered, edited, run_virtually
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.membership import mark_of
 from trahiv_cli.members.policy_book import Credentials, PolicyBook
-from trahiv_cli.members.records import MAX_RECORD_BYTES, disbelieve
+from trahiv_cli.members.records import disbelieve
 from trahiv_cli.net.addresses import is_address_of
 from trahiv_cli.net.keys import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.progress import leases as leasing
@@ -210,7 +210,7 @@ def test_false_reports_are_harmless(swarm, caplog):
         caplog.clear()
         disbelieve.cache_clear()
         # A record that is too long with its 370-byte signature is refused unread; a goodbye is not a lie.
-        is_silent = lie is None or len(packed) > MAX_RECORD_BYTES - 370
+        is_silent = lie is None or len(packed) > 3230
         try:
             swarm.liar.dht.put(KEY, packed)
             is_taken = swarm.refresh()

@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from functools import partial
 from multiprocessing.sharedctypes import RawValue
 
 import psutil
@@ -26,7 +27,8 @@ from trahiv_cli.errors import SetupError, SwarmError, Unreachable
 from trahiv_cli.members.door import Door
 from trahiv_cli.net.addresses import socket_of
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.corrections import dht, processes
+from trahiv_cli.swarm.corrections import dht
+from trahiv_cli.swarm.corrections.processes import require_start
 from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reconnector import known_peers
@@ -215,7 +217,7 @@ def test_stalled_member_still_admits_joiner(node, which):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_dht_failure_at_start_is_reported(node, monkeypatch, how):
-    monkeypatch.setattr(processes, "START_S", 2.0)
+    monkeypatch.setattr(dht, "require_start", partial(require_start, timeout_s=2.0))
     monkeypatch.setattr(dht, "become_child", lambda parent: os.kill(os.getpid(), how))
     with pytest.raises(SwarmError, match="while it started"):
         node("first")

@@ -18,6 +18,7 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -45,7 +46,6 @@ from trahiv_cli.net.streams import and_end, caller_is_gone, until_end
 logger = get_logger(__name__)
 
 INTRODUCE = "introduce"  # a handler of each service: it takes a caller's certificate and answers its own
-INTRODUCTION_S = 10.0  # for a peer to answer that, and for a caller to present it in a stream
 
 # Handlers that a watcher may call.
 WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find", "rpc_compare"})
@@ -53,26 +53,28 @@ WATCHED = frozenset({INTRODUCE, "rpc_ping", "rpc_find", "rpc_compare"})
 # and so does `trahiv doctor`.
 LOOKED = WATCHED | {"rpc_look", "rpc_measure", "rpc_seek", "rpc_answer"}
 
-# Calls of one peer to one process, or of all strangers together. In a round, a peer makes four calls to
-# another one; checking a certificate takes 0.26 ms.
-CALLS_A_SECOND = 300.0
-CALLS_AT_ONCE = 3000
-# A call counts once more for each `CALL_BYTES` of its request: checking a signed record takes 0.3 ms, and
-# records are hardly shorter than this.
-CALL_BYTES = 1024
-# A round needs two streams, a download one. Each stream is an open file; a stranger's may stay open for
-# `INTRODUCTION_S`.
-STREAMS_AT_ONCE = 64
 GIVING = frozenset({"rpc_send_state", "rpc_replay", "rpc_measure"})  # handlers that send many bytes
-GIVEN_AT_ONCE = 4  # open streams to each of these: streams of an aborted download may not have ended
-TAKE_S = 60.0  # the callee closes a stream if the caller reads nothing for this long
-PEERS_REMEMBERED = 4096
-STRANGERS_NAMED = 64  # per process, in the log: ids are free, and the log must not fill the disk
-STRANGERS = b""  # the account of all peers that have presented no valid grant or certificate
-
 REFUSAL = "trahiv: not a member of this swarm"  # the answer to a stranger
-OPEN = "it is open, and this peer belongs to a closed one"
-POLICY_IN_REFUSAL = re.compile(r"\[policy ([A-Za-z0-9+/=]+)\]")
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """Limits of a process on the calls and streams of one peer, or of all strangers together."""
+
+    # In a round, a peer makes four calls to another one; checking a certificate takes 0.26 ms.
+    calls_a_second: float = 300.0
+    calls_at_once: int = 3000
+    # A call counts once more for each `call_bytes` of its request: checking a signed record takes 0.3 ms, and
+    # records are hardly shorter than this.
+    call_bytes: int = 1024
+    # A round needs two streams, a download one. Each stream is an open file; a stranger's may stay open for
+    # `introduction_s`.
+    streams_at_once: int = 64
+    given_at_once: int = 4  # to each handler in `GIVING`: streams of an aborted download may not have ended
+    introduction_s: float = 10.0  # for a peer to answer `INTRODUCE`, and to present a certificate in a stream
+    linger_s: float = 3.0  # for callers that don't close their stream
+    peers_remembered: int = 4096
+    strangers_named: int = 64  # in the log: ids are free, and the log must not fill the disk
 
 
 class Refused(PermissionError):
@@ -108,9 +110,14 @@ class Door:
     """
 
     def __init__(
-        self, membership: Membership | None = None, book: PolicyBook | None = None, own: bytes = b""
+        self,
+        membership: Membership | None = None,
+        book: PolicyBook | None = None,
+        own: bytes = b"",
+        limits: CallLimits = CallLimits(),  # noqa: B008
     ) -> None:
         self._membership = membership
+        self.limits = limits
         self._own = own  # the id of this peer
         self._book = book or PolicyBook(membership.owner if membership else b"")
         self.certificate = membership.certify(own) if membership else b""  # sent before each request
@@ -131,7 +138,7 @@ class Door:
 
     def another(self) -> Door:
         """Make a door to the same swarm for another event loop."""
-        return Door(self._membership, self._book, self._own)
+        return Door(self._membership, self._book, self._own, self.limits)
 
     def guarded(self) -> type[GuardedP2P]:
         """Return a class of P2P instances behind this door."""
@@ -165,7 +172,8 @@ class Door:
             self._came_by[grant.key] = peer
         self._known[peer] = certificate
         self._known.move_to_end(peer)
-        if len(self._known) > PEERS_REMEMBERED:  # made-up ids of one invitation displace none of another
+        if len(self._known) > self.limits.peers_remembered:
+            # Made-up ids of one invitation displace none of another.
             [(key, _)] = Counter(known[:KEY_BYTES] for known in self._known.values()).most_common(1)
             del self._known[next(one for one, known in self._known.items() if known[:KEY_BYTES] == key)]
 
@@ -181,31 +189,32 @@ class Door:
         raise NotAMember(why, policy)
 
     def _name(self, peer: PeerID, why: str) -> None:
-        if (peer, why) not in self._named and len(self._named) < STRANGERS_NAMED:
+        if (peer, why) not in self._named and len(self._named) < self.limits.strangers_named:
             self._named.add((peer, why))
             logger.warning(f"Peer {peer} was refused: {why}.")
 
     # -- limits on calls and streams ---------------------------------------------------------------
 
     def _account(self, peer: PeerID, certificate: bytes = b"") -> bytes:
-        """Return the account of a call: a known peer's, its invitation's, or the one of all strangers.
+        """Return the account of a call: a known peer's, its invitation's, or b"", the one of all strangers.
 
         A peer that shows a known grant of the owner is no stranger, even before its certificate is checked.
         """
         if self.is_open or peer in self._known:
             return peer.to_bytes()
         grant = certificate[:GRANT_BYTES]
-        return grant if grant in self._grants else STRANGERS
+        return grant if grant in self._grants else b""
 
     def count(self, peer: PeerID, certificate: bytes = b"", num_bytes: int = 0) -> None:
         """Count a call before its certificate is checked; raise Refused if there are too many."""
         now = time.monotonic()
         account = self._account(peer, certificate)
-        left, then = self._calls_left.pop(account, (float(CALLS_AT_ONCE), now))
-        left = min(CALLS_AT_ONCE, left + (now - then) * CALLS_A_SECOND)
-        cost = 1 + num_bytes // CALL_BYTES
+        limits = self.limits
+        left, then = self._calls_left.pop(account, (float(limits.calls_at_once), now))
+        left = min(limits.calls_at_once, left + (now - then) * limits.calls_a_second)
+        cost = 1 + num_bytes // limits.call_bytes
         self._calls_left[account] = max(0.0, left - cost), now
-        while len(self._calls_left) > PEERS_REMEMBERED:
+        while len(self._calls_left) > limits.peers_remembered:
             self._calls_left.popitem(last=False)
         if left < cost:
             self._refuse_more(peer, account, "it calls too often", "calls")
@@ -214,9 +223,9 @@ class Door:
     def stream(self, peer: PeerID, handler: str) -> Iterator[None]:
         """Count a peer's stream to a handler as open within the block; raise Refused if it has too many."""
         account = self._account(peer)
-        limits = {(account, ""): STREAMS_AT_ONCE}
+        limits = {(account, ""): self.limits.streams_at_once}
         if (called := handler.rpartition(".")[2]) in GIVING:
-            limits[account, called] = GIVEN_AT_ONCE
+            limits[account, called] = self.limits.given_at_once
         if any(self._streams[counted] >= most for counted, most in limits.items()):
             self._refuse_more(peer, account, "it has too many streams open", "streams")
         self._streams.update(limits.keys())
@@ -227,7 +236,7 @@ class Door:
             self._streams += Counter()  # removes counts of 0
 
     def _refuse_more(self, peer: PeerID, account: bytes, why: str, what: str) -> NoReturn:
-        if account != STRANGERS:  # this stranger may have called only once
+        if account:  # a stranger may have called only once
             self._name(peer, why)
         raise Refused(f"trahiv: too many {what}")
 
@@ -239,7 +248,7 @@ class Door:
             return
         self.was_refused = True
         self._why_refused = next((why for why in UNSIGNED if why in refusal), "")
-        if (found := POLICY_IN_REFUSAL.search(refusal)) is not None:
+        if found := re.search(r"\[policy ([A-Za-z0-9+/=]+)\]", refusal):
             with contextlib.suppress(ValueError, OSError):  # not base64, or the disk is full
                 self._book.offer(base64.b64decode(found[1], validate=True))
 
@@ -276,11 +285,11 @@ class Door:
 
     async def _introduced(self, p2p: GuardedP2P, peer: PeerID, service: str) -> bytes:
         try:
-            async with asyncio.timeout(INTRODUCTION_S):
+            async with asyncio.timeout(self.limits.introduction_s):
                 answer = await p2p.call_unary(peer, f"{service}.{INTRODUCE}", b"")
             if not answer:
                 self.was_refused = True
-                self._why_refused = OPEN
+                self._why_refused = "it is open, and this peer belongs to a closed one"
             self.admit(peer, answer, INTRODUCE)
             return answer
         except (TimeoutError, NotAMember) as error:
@@ -289,7 +298,25 @@ class Door:
             del self._introductions[peer]
 
 
-UNPARSED = SimpleNamespace(FromString=bytes)  # the request type of handlers that parse only after the check
+class HandlersWriter:
+    """The writer of a stream as its handler sees it: the caller must read in time, and closing does nothing.
+
+    Handlers close their stream right after sending, when the last bytes may still be lost.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    async def drain(self) -> None:
+        """Wait for the caller to read; TimeoutError if it reads nothing for a minute."""
+        async with asyncio.timeout(60.0):
+            await self._writer.drain()
+
+    def close(self) -> None:
+        """Leave the stream open."""
 
 
 class GuardedP2P(P2P):
@@ -310,42 +337,33 @@ class GuardedP2P(P2P):
             content = self.door.admit_request(context.remote_id, request, handle_name)
             return await handler(input_protobuf_type.FromString(content), context)
 
-        await super()._add_protobuf_unary_handler(handle_name, guarded, UNPARSED, balanced)
+        unparsed = SimpleNamespace(FromString=bytes)  # a request is parsed only after the check
+        await super()._add_protobuf_unary_handler(handle_name, guarded, unparsed, balanced)
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         """Add a stream handler; see `P2P`. Of a stranger's stream it reads only the certificate."""
         await self._receive(name)
 
         async def guarded(stream_info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
-            drain = writer.drain
-
-            async def drain_in_time() -> None:
-                async with asyncio.timeout(TAKE_S):
-                    await drain()
-
-            writer.drain = drain_in_time
-            with contextlib.ExitStack() as stack:
+            limits = self.door.limits
+            handed = HandlersWriter(writer)
+            peer = stream_info.peer_id
+            with contextlib.ExitStack() as stack, contextlib.closing(writer):
                 try:
-                    peer = stream_info.peer_id
                     certificate = b""
                     with self.door.stream(peer, INTRODUCE):
                         if not self.door.is_open:
-                            async with asyncio.timeout(INTRODUCTION_S):
+                            async with asyncio.timeout(limits.introduction_s):
                                 certificate = await reader.readexactly(CERTIFICATE_BYTES)
                         self.door.admit_request(peer, certificate, name)
                     stack.enter_context(self.door.stream(peer, name))
                 except (Refused, TimeoutError, asyncio.IncompleteReadError, OSError) as error:
-                    with contextlib.closing(writer), contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError):
                         words = str(error if isinstance(error, Refused) else NotAMember("no certificate"))
-                        await P2P.send_protobuf(RPCError(message=words), writer)
+                        await P2P.send_protobuf(RPCError(message=words), handed)
                     return
-                close = writer.close
-                writer.close = lambda: None  # handlers close the stream right after sending
-                try:
-                    await handler(stream_info, reader, writer)
-                    await caller_is_gone(reader)
-                finally:
-                    close()
+                await handler(stream_info, reader, handed)
+                await caller_is_gone(reader, limits.linger_s)
 
         await super().add_binary_stream_handler(name, guarded, balanced)
 

@@ -14,7 +14,6 @@ from trahiv_cli.files import require_private, write_private
 from trahiv_cli.net.borrowed.crypto import RSAPrivateKey
 
 IDENTITY_FILE = "identity.key"  # in a run's folder
-SHA2_256 = b"\x12\x20"  # before such a digest, in a multihash
 
 
 def ensure_identity(path: Path) -> str:
@@ -64,7 +63,8 @@ def _protobuf(der: bytes) -> bytes:
 def id_of(public_key: Any) -> str:
     """Return the id (base58) of the peer with a public key (RSA, of `cryptography`)."""
     der = public_key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
-    return base58.b58encode(SHA2_256 + hashlib.sha256(_protobuf(der)).digest()).decode()
+    digest = hashlib.sha256(_protobuf(der)).digest()
+    return base58.b58encode(b"\x12\x20" + digest).decode()  # a multihash: its kind, its length, the digest
 
 
 def id_bytes(peer_id: str) -> bytes:

@@ -27,10 +27,6 @@ from trahiv_cli.wire import packed, unpacked
 Secret = TypeVar("Secret")
 
 MAX_CHARS = 2048
-MAX_ADDRESSES = 4  # per peer, the furthest-reaching ones; the line must be short enough to paste
-UNUSABLE = "The file of a secret, {}, can't be used: {}."
-OTHER_FOLDER = "choose another place with --output-dir DIR"
-FINGERPRINT_CHARS = 16  # enough to tell runs apart, and to notice a changed recipe
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Invitation:
     addresses: tuple[str, ...] = ()  # multiaddrs that end in `/p2p/<peer id>`
     membership: Membership | None = field(default=None, repr=False)  # None: the swarm is open
     run_id: str = ""  # empty: any run
-    fingerprint: str = ""  # the first `FINGERPRINT_CHARS` of the run's; empty: any recipe
+    fingerprint: str = ""  # of the run, or its beginning; empty: any recipe
 
     def to_text(self) -> str:
         """Return the invitation as one line; `parse` reads it."""
@@ -49,8 +45,10 @@ class Invitation:
             place, _, peer = address.rpartition("/p2p/")
             places.setdefault(peer, []).append(Multiaddr(place).to_bytes())
         parts = self.membership.to_parts() if self.membership is not None else []
-        found = [[id_bytes(peer), some[:MAX_ADDRESSES]] for peer, some in places.items()]
-        fingerprint = bytes.fromhex(self.fingerprint[:FINGERPRINT_CHARS])
+        # The line must be short enough to paste: it has the four furthest-reaching addresses of each peer.
+        found = [[id_bytes(peer), some[:4]] for peer, some in places.items()]
+        # These characters tell runs apart, and show a changed recipe.
+        fingerprint = bytes.fromhex(self.fingerprint[:16])
         return invitation_of(packed([found, parts, self.run_id, fingerprint]))
 
     @classmethod
@@ -153,9 +151,9 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
         return None
     owner = read_owner(folder)
     standing = passing_standing(folder, invitation)
-    if standing is None and invitation.addresses:
-        return None
     if standing is None:
+        if invitation.addresses:
+            return None
         if owner is None:
             owner = Owner(key := secrets.token_bytes(KEY_BYTES))
             _keep(folder / OWNER_FILE, key.hex())
@@ -182,7 +180,7 @@ def _read_secret(path: Path, what: str, parse: Callable[[str], Secret | None]) -
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise SetupError(UNUSABLE.format(path, error.strerror or error), hint=OTHER_FOLDER) from error
+        raise _unusable(path, error) from error
     except (ValueError, Unreachable) as error:
         raise SetupError(
             f"{path} does not hold {what}.",
@@ -190,11 +188,18 @@ def _read_secret(path: Path, what: str, parse: Callable[[str], Secret | None]) -
         ) from error
 
 
+def _unusable(path: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"The file of a secret, {path}, can't be used: {error.strerror or error}.",
+        hint="choose another place with --output-dir DIR",
+    )
+
+
 def _keep(path: Path, text: str) -> None:
     try:
         write_private(path, text.encode() + b"\n")
     except OSError as error:
-        raise SetupError(UNUSABLE.format(path, error.strerror or error), hint=OTHER_FOLDER) from error
+        raise _unusable(path, error) from error
 
 
 def write_invitation(

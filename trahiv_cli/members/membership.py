@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import SetupError
+from trahiv_cli.net.keys import MAX_RECORD_BYTES
 from trahiv_cli.wire import packed, unpacked
 
 SECRET_BYTES = 16
@@ -41,8 +42,7 @@ GRANT_BYTES = TERMS.size + SIGNATURE_BYTES
 CERTIFICATE_BYTES = GRANT_BYTES + SIGNATURE_BYTES
 
 MARK_BYTES = 8  # making a key whose id has a given mark takes some 2^64 RSA keys
-MAX_POLICY_BYTES = 3200  # a policy is one record in the DHT (`node.MAX_RECORD_BYTES`)
-MAX_MARKS = 380  # in one policy
+MAX_MARKS = 380  # in one policy, which is one record in the DHT
 
 TAKEN_OUT = "the owner has taken it out"
 USED = "its invitation was used before"
@@ -50,7 +50,6 @@ CLOSED = "its invitation was closed"
 OVER = "its invitation is over"
 UNSIGNED = USED, CLOSED, OVER  # reasons that a peer may give without the owner's policy
 
-_GRANTED = b"trahiv: the owner grants "
 _CERTIFIED = b"trahiv: a member is "
 _DECIDED = b"trahiv: the owner decides "
 
@@ -71,7 +70,7 @@ class Grant:
     is_once: bool = False  # only one peer can join with it
     expires: int = 0  # swarm time, in seconds since 1970; 0: never. Peers seen before that stay
     era: int = 0  # the policy's era when the grant was made; a later era closes it
-    signature: bytes = b""  # the owner's, of `terms`
+    signature: bytes = b""  # the owner's, of `statement`
 
     @property
     def id(self) -> str:
@@ -80,8 +79,13 @@ class Grant:
 
     @property
     def terms(self) -> bytes:
-        """The bytes that the owner signs, `TERMS.size` long."""
+        """The terms, `TERMS.size` bytes long."""
         return TERMS.pack(self.key, self.role | self.is_once << 1, self.era, self.expires)
+
+    @property
+    def statement(self) -> bytes:
+        """The bytes that the owner signs."""
+        return b"trahiv: the owner grants " + self.terms
 
     def to_bytes(self) -> bytes:
         """Return `GRANT_BYTES` bytes that `parse` reads."""
@@ -99,7 +103,7 @@ class Grant:
 
     def is_by(self, owner: bytes) -> bool:
         """Whether the owner with this public key signed the grant."""
-        return is_signed(owner, self.signature, _GRANTED + self.terms)
+        return is_signed(owner, self.signature, self.statement)
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Owner:
         """Make an invitation with these terms; see `Grant`."""
         secret = secrets.token_bytes(SECRET_BYTES)
         grant = Grant(_public(_key_of(secret)), role, is_once, expires, era)
-        return Membership(self.public, secret, replace(grant, signature=self.sign(_GRANTED + grant.terms)))
+        return Membership(self.public, secret, replace(grant, signature=self.sign(grant.statement)))
 
     def sign(self, content: bytes) -> bytes:
         """Return a signature that `is_signed` checks."""
@@ -246,9 +250,9 @@ class Policy:
         """Pack and sign the policy; raise SetupError if it is too long."""
         marks = (b"".join(sorted(one)) for one in (self.out, self.closed, self.stay))
         content = packed([self.serial, self.era, *marks])
-        if SIGNATURE_BYTES + len(content) > MAX_POLICY_BYTES:
+        if SIGNATURE_BYTES + len(content) > MAX_RECORD_BYTES:
             raise SetupError(
-                f"The swarm's policy would be longer than {MAX_POLICY_BYTES} bytes; nothing was changed.",
+                f"The swarm's policy would be longer than {MAX_RECORD_BYTES} bytes; nothing was changed.",
                 hint="start the swarm anew in another folder: --output-dir DIR",
             )
         return owner.sign(_DECIDED + content) + content
@@ -256,7 +260,7 @@ class Policy:
     @classmethod
     def parse(cls, wire: object, owner: bytes) -> Self:
         """Parse the bytes of `to_bytes`; raise ValueError if malformed, or not signed by this owner."""
-        if not isinstance(wire, bytes) or len(wire) > MAX_POLICY_BYTES:
+        if not isinstance(wire, bytes) or len(wire) > MAX_RECORD_BYTES:
             raise ValueError("not a policy")
         content = wire[SIGNATURE_BYTES:]
         if not is_signed(owner, wire[:SIGNATURE_BYTES], _DECIDED + content):

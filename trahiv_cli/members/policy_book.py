@@ -15,7 +15,6 @@ from trahiv_cli.files import write_private
 from trahiv_cli.members.membership import Membership, Owner, Policy
 
 POLICY_FILE = "policy"  # in a run's folder
-POLICY_LOOK_EVERY_S = 0.5  # a process reads that file again at this interval
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,15 @@ class Credentials:
 class PolicyBook:
     """The newest policy that this peer knows.
 
-    All processes of the peer share its file; without a file, the policy is only in memory.
+    All processes of the peer share its file, and read it again every `look_every_s` seconds; without a file,
+    the policy is only in memory.
     """
 
-    def __init__(self, owner: bytes, path: Path | None = None) -> None:
+    def __init__(self, owner: bytes, path: Path | None = None, look_every_s: float = 0.5) -> None:
         self._owner = owner
         self._path = path
-        self._looked_at = -POLICY_LOOK_EVERY_S
+        self._look_every_s = look_every_s
+        self._looked_at = -look_every_s
         self._policy = Policy()
         self._wire = b""
         self._kept = b""  # the file's content when it was last read
@@ -102,7 +103,7 @@ class PolicyBook:
     def _look(self, *, at_once: bool = False) -> None:
         """Reread the file if due, or `at_once`: another process of this peer may have changed it."""
         now = time.monotonic()
-        if self._path is None or (now < self._looked_at + POLICY_LOOK_EVERY_S and not at_once):
+        if self._path is None or (now < self._looked_at + self._look_every_s and not at_once):
             return
         self._looked_at = now
         with contextlib.suppress(OSError):

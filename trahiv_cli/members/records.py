@@ -4,7 +4,7 @@ Every node checks each record that it receives or reads. A record is stored unde
 (`own_place`), which has the owner's public key and, in a closed swarm, the certificate: a peer that is not a
 member has no records. hivemind's `RSASignatureValidator` signs a record and checks the signature.
 
-Under a key each owner has one record, and by one invitation at most `MAX_OWNERS` peers have any (`Quota`):
+Under a key each owner has one record, and by one invitation at most 200 peers have any (`Quota`):
 all records under a key travel in one answer. In an open swarm, an answer leaves out records that do not fit.
 
 A statement is a message in which a peer describes itself, signed by the same key: a peer that passes it on
@@ -38,27 +38,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIGNATURE_PRIORITY = 10  # of hivemind's `RSASignatureValidator`: validators below it see no signatures
-MAX_RECORD_BYTES = 3600  # of a signed value: `node.MAX_RECORD_BYTES`, and some 370 of signature
-MAX_TTL_S = 2 * 3600.0  # twice the longest lifetime of our own records
-MAX_RECORDS = 32  # of one peer at a node at a time. Our peers have a dozen; five are a long recipe
-# Peers by one invitation that have records at a node at a time: twice the size for which a swarm is made.
-MAX_OWNERS = 200
-OWNERS_REMEMBERED = 4096
 # Of a peer's id; the id of an RSA key has 34. The time to write an id in base58, as `PeerID` does, grows with
 # the square of its length: hours for the longest message.
 MAX_ID_BYTES = 64
 
-# A public key, and perhaps a certificate in base64url, without padding.
-PLACE = re.compile(rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?")
-MAX_PLACE_BYTES = 1300  # of a valid place, as MessagePack
 
-KIND = b"ssh-rsa "
-# Of a statement: enough for RSA with 4096 bits, ours have 2048. A much longer key takes long to check.
-MOST_KEY_BYTES = 600
-MOST_SIGNATURE_BYTES = 512
-
-
-@lru_cache(OWNERS_REMEMBERED)
+@lru_cache(4096)
 def disbelieve(peer: str, why: str) -> None:
     """Log, once per peer (id, base58) and reason, why its messages are ignored; `why` has no full stop."""
     logger.warning(f"Peer {peer} is not believed: {why}.")
@@ -82,7 +67,9 @@ def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
 
 @lru_cache(1024)
 def _read_place(written: bytes) -> Place | None:
-    found = PLACE.fullmatch(written)
+    # A public key, and perhaps a certificate in base64url, without padding.
+    pattern = rb"\[owner:(ssh-rsa [A-Za-z0-9+/=]{300,1000})\](?:~([A-Za-z0-9_-]{231}))?"
+    found = re.fullmatch(pattern, written)
     if found is None or (owner := peer_of(found[1])) is None:
         return None
     shown = found[2] or b""
@@ -133,9 +120,11 @@ class OwnersOnly(RecordValidatorBase):
 
     def validate(self, record: DHTRecord) -> bool:
         """Return whether a record may be kept; its signature has not been checked."""
-        lives = 0 < record.expiration_time <= swarm_time() + MAX_TTL_S  # False for NaN, which never expires
+        # Twice the longest lifetime of our own records. False for NaN, which never expires.
+        lives = 0 < record.expiration_time <= swarm_time() + 7200.0
+        is_short = len(record.value) <= 3600  # `keys.MAX_RECORD_BYTES`, and some 370 of signature
         place = _place_in(record.subkey)
-        if len(record.value) > MAX_RECORD_BYTES or not lives or place is None:
+        if not (lives and is_short) or place is None:
             return False
         if self._swarm is None:
             return not place.certificate
@@ -156,9 +145,17 @@ class Readable(RecordValidatorBase):
 
 
 class Quota:
-    """Counts a node's records by owner, and their owners by invitation; each `CorrectedProtocol` has one."""
+    """Counts a node's records by owner, and their owners by invitation; each `CorrectedProtocol` has one.
 
-    def __init__(self) -> None:
+    Args:
+        max_owners: peers by one invitation that have records at a time: twice the size for which a swarm is
+            made.
+        max_remembered: owners whose records are counted.
+    """
+
+    def __init__(self, max_owners: int = 200, max_remembered: int = 4096) -> None:
+        self._max_owners = max_owners
+        self._max_remembered = max_remembered
         # The place of each record, and when it ends; by owner and key.
         self._held: OrderedDict[str, dict[bytes, tuple[bytes, float]]] = OrderedDict()
         # When the last of an owner's records ends; by invitation (its public key) and owner.
@@ -166,17 +163,17 @@ class Quota:
 
     def has_room(self, record: DHTRecord) -> bool:
         """Return whether a record may be kept; its signature, whose check costs more, may be unchecked."""
-        place = _place_in(record.subkey) if len(record.subkey) <= MAX_PLACE_BYTES else None
+        place = _place_in(record.subkey) if len(record.subkey) <= 1300 else None  # no valid one is longer
         if place is None:
             return False
         now = swarm_time()
         held = {key: other for key, (other, until) in self._held.get(place.owner, {}).items() if until > now}
         if record.key in held:
             return held[record.key] == place.written
-        if len(held) >= MAX_RECORDS:
+        if len(held) >= 32:  # our peers have a dozen; five are a long recipe
             return False
         owners = self._owners.get(place.certificate[:KEY_BYTES], {})
-        return place.owner in owners or sum(until > now for until in owners.values()) < MAX_OWNERS
+        return place.owner in owners or sum(until > now for until in owners.values()) < self._max_owners
 
     def count(self, record: DHTRecord) -> None:
         """Count a valid record for which there is room."""
@@ -186,7 +183,7 @@ class Quota:
         held = {key: other for key, other in self._held.pop(place.owner, {}).items() if other[1] > now}
         until = max(record.expiration_time, held.get(record.key, (b"", 0.0))[1])
         self._held[place.owner] = held | {record.key: (place.written, until)}
-        if len(self._held) > OWNERS_REMEMBERED:
+        if len(self._held) > self._max_remembered:
             self._held.popitem(last=False)
         if place.certificate:
             owners = self._owners.get(place.certificate[:KEY_BYTES], {})
@@ -201,9 +198,9 @@ def sign(key: RSAPrivateKey, about: bytes, content: bytes, *, has_key: bool = Tr
 
     `verified` accepts it only with the same `about`.
     """
-    public_key = base64.b64decode(key.get_public_key().to_bytes().removeprefix(KIND)) if has_key else b""
+    written = key.get_public_key().to_bytes().removeprefix(b"ssh-rsa ") if has_key else b""
     signature = base64.b64decode(key.sign(_signed(about, content)))
-    return packed([public_key, signature, content])
+    return packed([base64.b64decode(written), signature, content])
 
 
 def content_of(statement: bytes) -> bytes:
@@ -218,7 +215,7 @@ def verified(statement: bytes, peer: PeerID, about: bytes, earlier: bytes = b"")
     """
     public_key, signature, content = _parts(statement)
     public_key = _parts(earlier)[0] if earlier else public_key
-    readable = KIND + base64.b64encode(public_key)
+    readable = b"ssh-rsa " + base64.b64encode(public_key)
     if peer_of(readable) != peer.to_base58():
         raise ValueError(f"not a statement of peer {peer}")
     key = RSAPublicKey.from_bytes(readable)
@@ -231,7 +228,8 @@ def verified(statement: bytes, peer: PeerID, about: bytes, earlier: bytes = b"")
 def _parts(statement: bytes) -> tuple[bytes, bytes, bytes]:
     match unpacked(statement):
         case [bytes(public_key), bytes(signature), bytes(content)] if (
-            len(public_key) <= MOST_KEY_BYTES and len(signature) <= MOST_SIGNATURE_BYTES
+            # Enough for RSA with 4096 bits; ours have 2048. A much longer key takes long to check.
+            len(public_key) <= 600 and len(signature) <= 512
         ):
             return public_key, signature, content
     raise ValueError("not a statement")

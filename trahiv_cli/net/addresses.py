@@ -18,13 +18,6 @@ from trahiv_cli.net.borrowed.multiaddr import Multiaddr
 
 Reach = Literal["internet", "local network", "this machine"]  # the farthest first
 NOT_A_MULTIADDR = (ValueError, TypeError, LookupError)  # errors of `Multiaddr` for an invalid text
-PROBE_TIMEOUT_S = 3.0
-MAX_ADDRESS_CHARS = 256
-TRANSPORTS = (("tcp",), ("tcp", "ws"), ("udp", "quic-v1"))
-"""The protocols on which p2pd listens, behind an IP address or a name."""
-
-
-EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Socket(NamedTuple):
@@ -33,6 +26,11 @@ class Socket(NamedTuple):
     host: str
     port: int
     kind: socket.SocketKind
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it stands for all addresses of this machine."""
+        return self.host in ("0.0.0.0", "::")
 
 
 def reach_of(maddr: str) -> Reach:
@@ -44,12 +42,13 @@ def reach_of(maddr: str) -> Reach:
     return "this machine" if address.is_loopback else "local network"
 
 
-def socket_of(maddr: Multiaddr) -> Socket | None:
-    """Return the socket of a multiaddr; None if it is neither TCP nor UDP on a host."""
-    host = next((maddr[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in maddr), None)
+def socket_of(maddr: object) -> Socket | None:
+    """Return the socket of a multiaddr, or of its text; None if it is neither TCP nor UDP on a host."""
+    read = Multiaddr(str(maddr))
+    host = next((read[p] for p in ("ip4", "ip6", "dns4", "dns6", "dns") if p in read), None)
     for protocol, kind in (("tcp", socket.SOCK_STREAM), ("udp", socket.SOCK_DGRAM)):
-        if host is not None and protocol in maddr:
-            return Socket(host, int(maddr[protocol]), kind)
+        if host is not None and protocol in read:
+            return Socket(host, int(read[protocol]), kind)
     return None
 
 
@@ -70,8 +69,8 @@ def require_peer_address(address: str) -> None:
 
 
 def is_address_of(peer_id: str, text: object) -> bool:
-    """Return whether a text is a multiaddr of at most `MAX_ADDRESS_CHARS` that ends with this peer's id."""
-    if not isinstance(text, str) or len(text) > MAX_ADDRESS_CHARS:
+    """Return whether a text is a multiaddr of at most 256 characters that ends with this peer's id."""
+    if not isinstance(text, str) or len(text) > 256:
         return False
     return text.endswith(f"/p2p/{peer_id}") and _names_a_peer(text)
 
@@ -86,8 +85,8 @@ class Listening(NamedTuple):
     @property
     def is_everywhere(self) -> bool:
         """Whether p2pd listens on all addresses of this machine, and its user announces no others."""
-        places = (socket_of(Multiaddr(text)) for text in self.hosts)
-        return not self.announced and any(place and place.host in EVERYWHERE for place in places)
+        places = map(socket_of, self.hosts)
+        return not self.announced and any(place and place.is_everywhere for place in places)
 
 
 def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -> Listening:
@@ -101,7 +100,7 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
             on which this peer does not listen.
     """
     notes: list[str] = []
-    hosts: list[str] = []
+    hosts = []
     announced = [_read(text, "to announce", notes) for text in announce_maddrs]
     for text in host_maddrs:
         maddr = _read(text, "to listen on", notes)
@@ -110,14 +109,16 @@ def read_listening(host_maddrs: Sequence[str], announce_maddrs: Sequence[str]) -
             announced.append(maddr)
             everywhere = "/ip6/::" if protocol in ("ip6", "dns6") else "/ip4/0.0.0.0"
             maddr = f"{everywhere}/{transport}"
-            said = f"{announced[-1]} is not an address of this machine"
-            notes.append(f"{said}: this peer listens on {maddr}, and announces that one to others.")
+            notes.append(
+                f"{announced[-1]} is not an address of this machine: this peer listens on {maddr}, and "
+                "announces that one to others."
+            )
         hosts.append(maddr)
-    kinds = {place.kind for text in hosts if (place := socket_of(Multiaddr(text)))}
+    kinds = {place.kind for text in hosts if (place := socket_of(text))}
     for text in announced:
-        place = socket_of(Multiaddr(text))
+        place = socket_of(text)
         assert place is not None
-        if place.port == 0 or place.host in EVERYWHERE:
+        if place.port == 0 or place.is_everywhere:
             raise SetupError(
                 f"{text} can't be announced: others need the address and the port that lead to this machine.",
                 hint="name the port that the router forwards, as in /ip4/203.0.113.7/tcp/31337",
@@ -135,7 +136,9 @@ def _read(text: str, purpose: str, notes: list[str]) -> str:
     modern = re.sub("/quic(?=/|$)", "/quic-v1", text)
     try:
         host, *transport = (protocol.name for protocol in Multiaddr(modern).protocols())
-        if host not in ("ip4", "ip6", "dns", "dns4", "dns6") or tuple(transport) not in TRANSPORTS:
+        # p2pd listens on these transports alone.
+        is_known = transport in (["tcp"], ["tcp", "ws"], ["udp", "quic-v1"])
+        if host not in ("ip4", "ip6", "dns", "dns4", "dns6") or not is_known:
             raise ValueError
     except NOT_A_MULTIADDR as error:
         raise SetupError(
@@ -192,7 +195,7 @@ def require_free_ports(host_maddrs: Iterable[str]) -> None:
     kernel distributes the connections of both among them.
     """
     for text in host_maddrs:
-        named = socket_of(Multiaddr(text))
+        named = socket_of(text)
         if named is None or named.port == 0:
             continue
         try:
@@ -249,7 +252,7 @@ def unreachable(troubles: Mapping[str, OSError | None]) -> Unreachable:
 
 def what_answers(address: str, trouble: OSError | None) -> str:
     """Explain why p2pd could not reach an address, from the result of `knock`."""
-    named = socket_of(Multiaddr(address))
+    named = socket_of(address)
     if named is None or named.kind is not socket.SOCK_STREAM:
         return f"{address}: no answer"
     match trouble:
@@ -265,10 +268,10 @@ def what_answers(address: str, trouble: OSError | None) -> str:
 
 def knock(address: str) -> OSError | None:
     """Connect to an address over TCP; return the error, if any. Return None for an address without TCP."""
-    named = socket_of(Multiaddr(address))
+    named = socket_of(address)
     if named is not None and named.kind is socket.SOCK_STREAM:
         try:
-            socket.create_connection((named.host, named.port), timeout=PROBE_TIMEOUT_S).close()
+            socket.create_connection((named.host, named.port), timeout=3.0).close()
         except OSError as error:
             return error
     return None

@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 from hivemind.p2p import P2P
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.multiaddr import Multiaddr
 
 from trahiv_cli.net.addresses import reach_of, socket_of
 from trahiv_cli.wire import unpacked
 
-ANSWER_S = 15.0  # for a message to arrive
-AGAIN_S = 0.1  # between two tries to dial a place that refuses
-IDLE_S = 60.0  # idle streams are closed after this time: libp2p sends something every 30 s
-HEARD = 3  # answers of libp2p to knocks that prove that it listens: fewer may come from its own dials
-CHUNK_BYTES = 2**16
+MESSAGE_S = 15.0  # for a message to arrive
+PIECE_BYTES = 2**16  # of a stream, which are read and sent at once
 MAX_PLACES = 8  # that a stranger may name
 HELLO = b"\x13/multistream/1.0.0\n"  # the first bytes of either side of a libp2p connection
 
@@ -49,7 +45,7 @@ class End(NamedTuple):
 
     async def receive(self) -> list[Any]:
         """Receive a message; NotMet if it has only the reason of a failure, or can't be read."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(MESSAGE_S):
             packed = await P2P.receive_raw_data(self.reader)
         with contextlib.suppress(ValueError):
             match unpacked(packed):
@@ -61,13 +57,13 @@ class End(NamedTuple):
 
     async def hear(self, word: bytes) -> None:
         """Wait for a word; NotMet if another one comes."""
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(MESSAGE_S):
             if await self.reader.readexactly(len(word)) != word:
                 raise NotMet("a word that was not expected")
 
     async def first(self) -> tuple[End, bytes]:
         """Wait for the first bytes; return this end and the bytes. NotMet if the stream is closed."""
-        if not (chunk := await self.reader.read(CHUNK_BYTES)):
+        if not (chunk := await self.reader.read(PIECE_BYTES)):
             raise NotMet("it was closed")
         return self, chunk
 
@@ -85,6 +81,10 @@ class Pace:
         self._left = most
         self._free_at = 0.0
         self._lock = threading.Lock()
+
+    def set_rate(self, rate: float | None) -> None:
+        """Limit the bytes a second from now on; None: no limit."""
+        self.rate = rate
 
     async def take(self, num_bytes: int, *, is_urgent: bool = False) -> None:
         """Wait until `num_bytes` more may pass; NotMet if they exceed the total.
@@ -108,16 +108,16 @@ UPLOAD = Pace()
 DOWNLOAD = Pace()
 
 
-async def join(one: End, other: End, *paces: Pace) -> None:
+async def join(one: End, other: End, *paces: Pace, idle_s: float = 60.0) -> None:
     """Pass bytes on between two streams, no faster than each pace, until one ends or both are idle.
 
-    Then both are closed.
+    Then both are closed. libp2p sends something every 30 s, so a stream that is silent for `idle_s` is idle.
     """
     now = asyncio.get_running_loop().time
 
     async def carry(source: End, target: End) -> None:
-        while chunk := await source.reader.read(CHUNK_BYTES):
-            idle.reschedule(now() + IDLE_S)
+        while chunk := await source.reader.read(PIECE_BYTES):
+            idle.reschedule(now() + idle_s)
             await asyncio.gather(*(pace.take(len(chunk)) for pace in paces))
             target.writer.write(chunk)
             await target.writer.drain()
@@ -125,7 +125,7 @@ async def join(one: End, other: End, *paces: Pace) -> None:
     both: list[asyncio.Task[None]] = []
     try:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(IDLE_S) as idle:
+            async with asyncio.timeout(idle_s) as idle:
                 both += map(asyncio.create_task, (carry(one, other), carry(other, one)))
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -169,9 +169,9 @@ def is_ipv6(place: Place) -> bool:
 
 def places_of(maddrs: Iterable[str], *, is_near: bool) -> tuple[Place, ...]:
     """Return the TCP places of several multiaddrs, without this machine's unless `is_near`."""
-    places: list[Place] = []
+    places = []
     for maddr in maddrs:
-        named = socket_of(Multiaddr(maddr))
+        named = socket_of(maddr)
         if named is None or named.kind is not socket.SOCK_STREAM or not is_ip(named.host):
             continue
         if is_near or reach_of(maddr) != "this machine":
@@ -194,7 +194,7 @@ def places_at(seen: Sequence[Place], own: Sequence[Place], others: Sequence[Plac
 
 def read_places(sent: Iterable[Any]) -> tuple[Place, ...]:
     """Read the first `MAX_PLACES` places that a stranger sent; ValueError if one is invalid, as a name is."""
-    places: list[Place] = []
+    places = []
     for one in list(sent)[:MAX_PLACES]:
         match one:
             case [str(host), int(port)] if 0 < port < 2**16 and is_ip(host) and "%" not in host:
@@ -216,8 +216,9 @@ def is_ip(host: str) -> bool:
 def is_elsewhere(place: Place) -> bool:
     """Return whether a place is on another machine, and on one machine only."""
     address = ipaddress.ip_address(place[0])
-    here = address.is_loopback or address.is_link_local or address.is_unspecified
-    return not (here or address.is_multicast)
+    return not (
+        address.is_loopback or address.is_link_local or address.is_unspecified or address.is_multicast
+    )
 
 
 def is_global(place: Place) -> bool:
@@ -242,13 +243,14 @@ async def dial_from(port: int, place: Place) -> End:
         return End(*await asyncio.open_connection(sock=dialling.dup()))
 
 
-async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End:
+async def knock(port: int, place: Place, token: bytes, opened: list[End], again_s: float) -> End:
     """Dial a place from a port until the other side sends the token, too; list each connection in `opened`.
 
-    libp2p, which dials from the same ports, may answer instead; raises `Listens` if it does so `HEARD` times.
+    A place that refuses is dialled again after `again_s` seconds. libp2p, which dials from the same ports,
+    may answer instead; raises `Listens` if it does so three times: fewer answers may be to its own dials.
     """
     heard = 0
-    while heard < HEARD:
+    while heard < 3:
         with contextlib.suppress(OSError, EOFError):
             end = await dial_from(port, place)
             opened.append(end)
@@ -257,7 +259,7 @@ async def knock(port: int, place: Place, token: bytes, opened: list[End]) -> End
                 return end
             end.writer.close()
             heard += HELLO.startswith(answer)
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(again_s)
     raise Listens("it can be dialled")
 
 

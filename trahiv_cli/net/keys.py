@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# The longest value of a record. With its signature it fits into `records.MAX_RECORD_BYTES`.
+# The longest value of a record. With its signature it fits into a signed one (`records.OwnersOnly`).
 MAX_RECORD_BYTES = 3200
 
 RUNS_KEY = "trahiv_runs"  # under it each peer of a DHT publishes a `status.Status` of its run

@@ -20,11 +20,6 @@ from trahiv_cli.net.byte_streams import Place, places_of
 
 logger = get_logger(__name__)
 
-ESTABLISHED = "01"  # include/net/tcp_states.h
-
-# Of the same bytes without an acknowledgement. The wait doubles each time: together at least 3 s (RFC 6298).
-MOST_RETRANSMISSIONS = 4
-
 
 def dead_places(folder: Path = Path("/proc/self/net")) -> set[Place]:
     """Return the remote ends of dead TCP connections; none if there is no such folder.
@@ -40,10 +35,11 @@ def _connections(table: Path) -> Iterator[tuple[Place, bool]]:
     with contextlib.suppress(OSError):
         for line in table.read_text().splitlines()[1:]:
             _, local, remote, state, queues, _, retransmissions, *_ = line.split()
-            if state != ESTABLISHED:  # it is being closed, and its last bytes are still sent
+            if state != "01":  # TCP_ESTABLISHED; otherwise it is being closed, and its last bytes are sent
                 continue
             is_sending = int(queues.partition(":")[0], 16) > 0
-            is_repeating = int(retransmissions, 16) >= MOST_RETRANSMISSIONS
+            # The wait doubles with each retransmission: together at least 3 s (RFC 6298).
+            is_repeating = int(retransmissions, 16) >= 4
             is_lost = is_sending and not is_of_this_machine(_place(local)[0])
             yield _place(remote), is_repeating or is_lost
 

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, P2PDaemonError, P2PHandlerError
 from hivemind.proto.p2pd_pb2 import RPCError
 
-from trahiv_cli.net.byte_streams import CHUNK_BYTES, DOWNLOAD, UPLOAD
+from trahiv_cli.net.byte_streams import DOWNLOAD, PIECE_BYTES, UPLOAD
 
 # The errors of a call to a peer that is gone or hangs.
 UNREACHABLE = (P2PDaemonError, P2PHandlerError, ConnectionError, TimeoutError)
@@ -33,15 +33,15 @@ async def receive_raw_data(reader: asyncio.StreamReader) -> bytes:
     if DOWNLOAD.rate is None:
         return await reader.readexactly(length)
     chunks = []
-    for start in range(0, length, CHUNK_BYTES):
-        size = min(CHUNK_BYTES, length - start)
+    for start in range(0, length, PIECE_BYTES):
+        size = min(PIECE_BYTES, length - start)
         await DOWNLOAD.take(size, is_urgent=length <= URGENT_BYTES)
         chunks.append(await reader.readexactly(size))
     return b"".join(chunks)
 
 
-async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = CHUNK_BYTES) -> None:
-    """Send the bytes of a message, no faster than the limit of this peer's user (`byte_streams.UPLOAD`).
+async def send_raw_data(data: bytes, writer: asyncio.StreamWriter, *, chunk_size: int = PIECE_BYTES) -> None:
+    """Send the bytes of a message, no faster than the limit of this peer's user (`pipes.UPLOAD`).
 
     p2p/p2p_daemon.py:369 writes all of them at once.
     """
@@ -69,7 +69,6 @@ async def receive_protobuf(kind: type[Any], reader: asyncio.StreamReader) -> tup
 # bytes come in bursts, as through a relay: measured, 7 of 3,000 replies; none if it is closed 0.2 s later. So
 # a handler reports that it has sent all, and its stream is closed after the caller has closed its own.
 ALL_IS_SENT = RPCError(message="trahiv: all is sent")
-LINGER_S = 3.0  # for callers that don't close their stream
 
 
 async def and_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -91,13 +90,13 @@ async def until_end(responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any,
                 raise
 
 
-async def caller_is_gone(reader: asyncio.StreamReader) -> None:
-    """Wait until a caller has closed its stream, for at most `LINGER_S`; not in a task that was cancelled."""
+async def caller_is_gone(reader: asyncio.StreamReader, within_s: float) -> None:
+    """Wait until a caller has closed its stream, for at most `within_s`; not in a task that was cancelled."""
     await asyncio.sleep(0)  # hivemind's cancelled read task still uses the reader until then
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         return
     with contextlib.suppress(TimeoutError, OSError):
-        async with asyncio.timeout(LINGER_S):
+        async with asyncio.timeout(within_s):
             while await reader.read(MAX_MESSAGE_BYTES):
                 pass

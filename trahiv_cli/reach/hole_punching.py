@@ -5,7 +5,7 @@
 2. Both dial these places at the same moment, each from the port on which it listens. A router takes a packet
    from there for an answer to the packet that it has just let out, and the two SYNs make one connection
    (simultaneous open: RFC 9293 section 3.5, RFC 5128 section 3.4). The peers are then `punched`.
-3. If the routers do not let that happen within `PUNCH_S`, the streams through the middle stay, provided that
+3. If the routers do not let that happen within 4 s, the streams through the middle stay, provided that
    the middle relays for others. The peers are then `relayed`.
 4. The caller's p2pd dials a local port of this process, which passes the bytes on to the other peer's process
    and p2pd. So libp2p proves to each peer the identity of the other, and encrypts their traffic; the middle
@@ -23,6 +23,7 @@ import hashlib
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -34,9 +35,9 @@ from trahiv_cli.members.door import GuardedP2P
 from trahiv_cli.members.records import peer_from
 from trahiv_cli.net.addresses import socket_of
 from trahiv_cli.net.byte_streams import (
-    ANSWER_S,
     DOWNLOAD,
     MAX_PLACES,
+    MESSAGE_S,
     UPLOAD,
     End,
     Listens,
@@ -66,25 +67,28 @@ Way = Literal["punched", "relayed"]
 LOOK, MEASURE, SEEK, ANSWER = (f"Meeting.rpc_{name}" for name in ("look", "measure", "seek", "answer"))
 FAILED = (*UNREACHABLE, OSError, ValueError, EOFError)  # the errors of a failed conversation
 
-# Both peers dial for this time: the kernel sends a SYN again after 1 s and 3 s. `AGAIN` is after a failure.
-PUNCH_S = 4.0
-PUNCH_AGAIN_S = 2.0
-DIAL_BACK_S = 2.0
 # Of the random part that each peer contributes to the token by which they recognize each other.
 TOKEN_BYTES = 16
-MIDDLES_TRIED = 3
 MEASURED_BYTES = 2**20
-OPEN_S = 5.0  # for a stream to open: libp2p would spend minutes on dialling a machine that is gone
-LOOK_S = 5.0
-RELAYED_AT_ONCE = 64
-RELAYED_FOR_ONE = 8  # circuits through one member: of all callers, and of one
-# Callers that one peer dials at the same time, at `MAX_PLACES` each: from all middles, and from one.
-ANSWERED_AT_ONCE = 16
-ANSWERED_FOR_ONE = 4
-# Bytes that a pair may exchange through a member that does not relay, to agree on when it dials.
-TALK_BYTES = 1024
 PING = b"p"
 GO = b"g"
+
+
+@dataclass(frozen=True)
+class MeetingLimits:
+    """The times and limits of a `Meeting`."""
+
+    punch_s: float = 4.0  # both peers dial for this time: the kernel sends a SYN again after 1 s and 3 s
+    punch_again_s: float = 2.0  # the same after a failure
+    again_s: float = 0.1  # between two tries to dial a place that refuses
+    # Circuits through this member: of all callers, and of one.
+    relayed_at_once: int = 64
+    relayed_for_one: int = 8
+    # Callers that this peer dials at the same time, at `MAX_PLACES` each: from all middles, and from one.
+    answered_at_once: int = 16
+    answered_for_one: int = 4
+    # Bytes that a pair may exchange through a member that does not relay, to agree on when it dials.
+    talk_bytes: int = 1024
 
 
 class Seen(NamedTuple):
@@ -103,12 +107,20 @@ class Meeting:
         listens: the places at which this machine can dial this peer's p2pd, IPv4 first.
         relay_rate: bytes a second that this peer relays for others; 0: it relays nothing, None: no limit.
         punches: whether to try hole punching; if not, all meetings are relayed.
+        limits: times and limits.
     """
 
     def __init__(
-        self, p2p: GuardedP2P, listens: Sequence[Place], relay_rate: float | None, *, punches: bool = True
+        self,
+        p2p: GuardedP2P,
+        listens: Sequence[Place],
+        relay_rate: float | None,
+        *,
+        punches: bool = True,
+        limits: MeetingLimits = MeetingLimits(),  # noqa: B008
     ) -> None:
         self._p2p = p2p
+        self._limits = limits
         self._listens = listens
         self._punches = punches
         self._ports = {is_ipv6(place): place[1] for place in reversed(listens)}
@@ -129,12 +141,16 @@ class Meeting:
         for name, handler in served.items():
             await self._p2p.add_binary_stream_handler(name, partial(self._serve, handler))
 
+    def let_relay(self) -> None:
+        """Allow relayed meetings with this peer from now on."""
+        self.may_be_relayed = True
+
     async def close(self) -> None:
         """Cancel all tasks that serve or relay, before the event loop is closed."""
-        self._is_closed, tasks = True, tuple(self._tasks)
-        for task in tasks:
+        self._is_closed = True
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
@@ -156,8 +172,8 @@ class Meeting:
         return {one.peer_id: way for one in connections if (way := self._way_of(one)) is not None}
 
     def _way_of(self, connection: Any) -> Way | None:
-        named = [socket_of(addr) for addr in connection.addrs]
-        ports = [one.port for one in named if one is not None and one.host == "127.0.0.1"]
+        named = map(socket_of, connection.addrs)
+        ports = [one.port for one in named if one and one.host == "127.0.0.1"]
         return next((self._met[port] for port in ports if port in self._met), None)
 
     async def _serve(self, handler: Any, info: Any, reader: asyncio.StreamReader, writer: Any) -> None:
@@ -174,7 +190,7 @@ class Meeting:
     @contextlib.asynccontextmanager
     async def _calling(self, member: PeerID, handler: str) -> AsyncIterator[list[End]]:
         """Open a stream; when the block ends, close all streams that are then in the list."""
-        async with asyncio.timeout(OPEN_S):
+        async with asyncio.timeout(5.0):  # libp2p would spend minutes on dialling a machine that is gone
             _, reader, writer = await self._p2p.call_binary_stream_handler(member, handler)
         opened = [End(reader, writer)]
         try:
@@ -186,7 +202,7 @@ class Meeting:
 
     async def look(self, member: PeerID) -> Seen:
         """Ask a member how it sees this peer, and whether it can dial it; one of `FAILED` if that fails."""
-        async with asyncio.timeout(LOOK_S), self._calling(member, LOOK) as [end]:
+        async with asyncio.timeout(5.0), self._calling(member, LOOK) as [end]:
             await end.send(self._listens)
             match await end.receive():
                 case [[*places], [*dialled], bool(carries)]:
@@ -202,7 +218,7 @@ class Meeting:
                 ports = {is_ipv6(place): place[1] for place in reversed(read_places(listens))}
                 places = (await self._seen(is_near=True)).get(caller, ())
                 own = [(place[0], ports[is_ipv6(place)]) for place in places if is_ipv6(place) in ports]
-                dialled = await first_of(map(dial_back, dict.fromkeys(own)), DIAL_BACK_S)
+                dialled = await first_of(map(dial_back, dict.fromkeys(own)), within_s=2.0)
                 await end.send(places, [dialled] if dialled else [], self._has_room)
             case _:
                 raise NotMet("a request that can't be read")
@@ -227,10 +243,9 @@ class Meeting:
     async def measure(self, member: PeerID) -> tuple[float, float]:
         """Measure the bytes a second to a member and back, with `MEASURED_BYTES`; raises one of `FAILED`."""
         clock = asyncio.get_running_loop().time
-        load = bytes(MEASURED_BYTES)
         async with self._calling(member, MEASURE) as [end]:
             began = clock()
-            await end.send(load)
+            await end.send(bytes(MEASURED_BYTES))
             await end.receive()
             turned = clock()
             await end.send()
@@ -247,7 +262,7 @@ class Meeting:
 
     @property
     def _has_room(self) -> bool:
-        return self._carries and self._circuits.total() < RELAYED_AT_ONCE
+        return self._carries and self._circuits.total() < self._limits.relayed_at_once
 
     async def _pass_on(self, caller: PeerID, end: End) -> None:
         match await end.receive():
@@ -259,7 +274,7 @@ class Meeting:
             raise NotMet("that peer is not connected here")
         here = seen.get(caller, ())
         there = seen[peer]
-        has_room = self._has_room and self._circuits[caller] < RELAYED_FOR_ONE
+        has_room = self._has_room and self._circuits[caller] < self._limits.relayed_for_one
         self._circuits[caller] += has_room  # reserved before the other peer answers
         try:
             async with self._calling(peer, ANSWER) as [other]:
@@ -270,7 +285,7 @@ class Meeting:
                         await end.send(places_at(there, read_places(theirs), here), carries, more)
                     case _:
                         raise NotMet("that peer's answer can't be read")
-                limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=TALK_BYTES),)
+                limits = (self._pace, DOWNLOAD, UPLOAD) if carries else (Pace(most=self._limits.talk_bytes),)
                 await join(end, other, *limits)
         finally:
             self._circuits -= Counter({caller: has_room})  # removes a caller that has none left
@@ -287,7 +302,7 @@ class Meeting:
         self._sought.add(peer)
         reasons = []
         try:
-            for middle in middles[:MIDDLES_TRIED]:
+            for middle in middles[:3]:
                 try:
                     return await self._meet_through(peer, middle)
                 except FAILED as error:
@@ -316,17 +331,21 @@ class Meeting:
             through.writer.write(GO)
             await through.writer.drain()
             await asyncio.sleep(half_s)
-            punch_s = PUNCH_AGAIN_S if peer in self._tried_in_vain else PUNCH_S
+            limits = self._limits
+            punch_s = limits.punch_again_s if peer in self._tried_in_vain else limits.punch_s
             end = await first_of(self._knocks(peer, places, token + more, opened), punch_s)
-            if end is None and peer in await self._seen():
-                return None
-            if end is None and not is_relayed:
-                self._tried_in_vain ^= {peer}
-                raise NotMet("the routers let neither of the two in, and nothing is relayed, or not yet")
+            way: Way = "punched"
+            if end is None:
+                if peer in await self._seen():
+                    return None
+                if not is_relayed:
+                    self._tried_in_vain ^= {peer}
+                    raise NotMet("the routers let neither of the two in, and nothing is relayed, or not yet")
+                end = through
+                way = "relayed"
             self._tried_in_vain.discard(peer)
-            way: Way = "relayed" if end is None else "punched"
-            if await self._dial(peer, end or through, way):
-                opened.remove(end or through)
+            if await self._dial(peer, end, way):
+                opened.remove(end)
             return way
 
     async def _dial(self, peer: PeerID, end: End, way: Way) -> bool:
@@ -346,7 +365,7 @@ class Meeting:
         server = await asyncio.start_server(carry, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(MESSAGE_S):
                 await self._p2p._client.connect(peer, [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
         finally:
             server.close()
@@ -359,55 +378,54 @@ class Meeting:
                 places = read_places(theirs)
             case _:
                 raise NotMet("a request that can't be read")
-        if self._answered[middle] >= ANSWERED_FOR_ONE or self._answered.total() >= ANSWERED_AT_ONCE:
+        is_full = self._answered.total() >= self._limits.answered_at_once
+        if is_full or self._answered[middle] >= self._limits.answered_for_one:
             raise NotMet("too many other meetings")
-        self._answered[middle] += 1
+        opened: list[End] = []
         try:
-            found = await self._met_by(peer, places, token, through)
-        finally:
-            self._answered -= Counter([middle])  # removes a middle that has none left
-        if found is not None:
-            (end, chunk), opened = found
+            self._answered[middle] += 1
             try:
+                first = await self._met_by(peer, places, token, through, opened)
+            finally:
+                self._answered -= Counter([middle])  # removes a middle that has none left
+            if first is not None:
+                end, chunk = first
                 near = End(*await asyncio.open_connection(*self._listens[0]))
                 near.writer.write(chunk)
                 port = near.writer.get_extra_info("sockname")[1]
                 await self._carry(near, port, end, "relayed" if end is through else "punched")
-            finally:
-                close(opened)
+        finally:
+            close(opened)
 
     async def _met_by(
-        self, peer: PeerID, places: Sequence[Place], token: bytes, through: End
-    ) -> tuple[tuple[End, bytes], list[End]] | None:
-        """Wait for the caller's first bytes on its chosen connection; return them, and all connections."""
+        self, peer: PeerID, places: Sequence[Place], token: bytes, through: End, opened: list[End]
+    ) -> tuple[End, bytes] | None:
+        """Wait for the caller's first bytes on its chosen connection; list each connection in `opened`."""
         more = secrets.token_bytes(TOKEN_BYTES)
         await through.send(await self._own_places(), self.may_be_relayed, more)
         await through.hear(PING)
         through.writer.write(PING)
         await through.hear(GO)
-        opened: list[End] = []
-        try:
-            tries = [first_said(one) for one in self._knocks(peer, places, token + more, opened)]
-            first = await first_of([*tries, through.first()], PUNCH_S + ANSWER_S)
-        except BaseException:
-            close(opened)
-            raise
-        if first is None:
-            close(opened)
-            return None
-        return first, opened
+        tries = [first_said(one) for one in self._knocks(peer, places, token + more, opened)]
+        first: tuple[End, bytes] | None = await first_of(
+            [*tries, through.first()], self._limits.punch_s + MESSAGE_S
+        )
+        return first
 
     def _knocks(self, peer: PeerID, places: Sequence[Place], token: bytes, opened: list[End]) -> list[Any]:
         """Dial places that others named, and send a word there that neither of the two can choose alone."""
         word = hashlib.sha256(b"trahiv meeting " + token).digest()[:TOKEN_BYTES]
-        asked = [place for place in places if is_elsewhere(place) and is_ipv6(place) in self._ports]
-        dialled = asked if self._punches else []
-        return [self._knock(peer, place, word, opened) for place in dialled]
+        return [
+            self._knock(peer, place, word, opened)
+            for place in places
+            if self._punches and is_elsewhere(place) and is_ipv6(place) in self._ports
+        ]
 
     async def _knock(self, peer: PeerID, place: Place, word: bytes, opened: list[End]) -> End:
-        async with asyncio.timeout(PUNCH_S + 1.0):
+        async with asyncio.timeout(self._limits.punch_s + 1.0):
             try:
-                return await knock(self._ports[is_ipv6(place)], place, word, opened)
+                port = self._ports[is_ipv6(place)]
+                return await knock(port, place, word, opened, self._limits.again_s)
             except Listens:
                 await self._p2p._client.connect(peer, [Multiaddr(maddr_of(place))])
                 raise

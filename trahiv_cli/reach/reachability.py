@@ -43,10 +43,6 @@ from trahiv_cli.reach.upnp import LEASE_S, Forwarded, Router
 Kind = Literal["direct", "punched", "relayed", "dials-out", "alone"]
 Wanted = Literal["auto", "direct", "relay", "dial-out"]
 
-LOOKS = 3  # members that a peer asks at once; one answer is enough
-LOOK_EVERY_S = 30.0
-LOOK_EVERY_ALONE_S = 4.0
-
 
 class Reach(NamedTuple):
     """A peer's reachability, and the reasons for the result."""
@@ -90,9 +86,9 @@ class ReachFinder:
     ) -> None:
         self._run = run
         self._wanted = rules.wanted
+        self._look = partial(find_reach, rules.wanted, is_visitor)
         self._router = router
         self._clock = clock
-        self._is_visitor = is_visitor
         self.reach = Reach("alone", "This peer has just started.")
         self.is_known = threading.Event()
         self._own: list[Multiaddr] = []
@@ -101,7 +97,7 @@ class ReachFinder:
         run(partial(open_meetings, rules))
 
     def turn(self) -> None:
-        """Look every `LOOK_EVERY_S`, more often while no member answers, and when own addresses change."""
+        """Look if that is due, and at once when own addresses have changed."""
         now = self._clock()
         own = self._run(visible_maddrs)
         if own != self._own:
@@ -110,15 +106,14 @@ class ReachFinder:
             self._ask_at = now
         if now < self._look_at:
             return
-        look = partial(find_reach, self._wanted, self._is_visitor)
-        reach: Reach = self._run(look)
+        reach: Reach = self._run(self._look)
         port = self._port_behind_router() if self._wanted == "auto" else None
         is_lost = self.reach.kind == "direct" != reach.kind  # the router may have been restarted
         if port and (now >= self._ask_at or is_lost) and (reach.kind != "direct" or self._forwarded.host):
             self._ask_at = now + LEASE_S / 2
             self._forwarded = self._router.forward(port)
             if self._forwarded.host:
-                reach = self._run(look)
+                reach = self._run(self._look)
         if reach.kind != "direct":
             said = self._forwarded.why
             if self._forwarded.host and reach.looks:
@@ -127,7 +122,7 @@ class ReachFinder:
         if port and reach.kind == "alone" and self._forwarded.host:  # no member can test the address
             reach = reach._replace(places=((self._forwarded.host, port),))
         self.reach = reach
-        self._look_at = now + (LOOK_EVERY_ALONE_S if reach.kind == "alone" else LOOK_EVERY_S)
+        self._look_at = now + (4.0 if reach.kind == "alone" else 30.0)
         if not self.is_known.is_set():
             self._run(let_relay)
             self.is_known.set()
@@ -145,9 +140,8 @@ class ReachFinder:
         self._router.close()
 
 
-async def visible_maddrs(dht: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
+async def visible_maddrs(_: hivemind.DHT, node: DHTNode) -> list[Multiaddr]:
     """Return the addresses that p2pd reports, none in client mode; in the DHT's process."""
-    del dht
     return [] if node.protocol.client_mode else list(await node.get_visible_maddrs(latest=True))
 
 
@@ -156,18 +150,19 @@ def bytes_per_second(mbit: float | None) -> float | None:
     return None if mbit is None else mbit * 1e6 / 8
 
 
-async def open_meetings(rules: ReachRules, dht: hivemind.DHT, node: DHTNode) -> None:
+async def open_meetings(rules: ReachRules, _: hivemind.DHT, node: DHTNode) -> None:
     """Set the rate limits, and serve meetings if p2pd listens on TCP; in the DHT's process."""
-    del dht
     listens = listening_places(node.protocol.p2p._child.pid)
     # IPv4 first, and of each kind loopback first: other addresses may be gone after a change of network.
     near = sorted(listens, key=lambda one: (is_ipv6(one), is_elsewhere(one)))
-    UPLOAD.rate, DOWNLOAD.rate = bytes_per_second(rules.upload_mbit), bytes_per_second(rules.download_mbit)
-    rate = bytes_per_second(rules.relay_mbit)
-    punches = rules.wanted != "relay"
-    node.meeting = Meeting(node.protocol.p2p, near, rate, punches=punches) if near else None
-    if node.meeting is not None:
-        await node.meeting.open()
+    UPLOAD.set_rate(bytes_per_second(rules.upload_mbit))
+    DOWNLOAD.set_rate(bytes_per_second(rules.download_mbit))
+    meeting = None
+    if near:
+        rate = bytes_per_second(rules.relay_mbit)
+        meeting = Meeting(node.protocol.p2p, near, rate, punches=rules.wanted != "relay")
+        await meeting.open()
+    node.meeting = meeting
 
 
 def listening_places(p2pd: int) -> list[Place]:
@@ -187,11 +182,10 @@ def listening_places(p2pd: int) -> list[Place]:
     ]
 
 
-async def let_relay(dht: hivemind.DHT, node: DHTNode) -> None:
+async def let_relay(_: hivemind.DHT, node: DHTNode) -> None:
     """Allow relayed meetings, once it is known whether others can dial this peer; in the DHT's process."""
-    del dht
     if node.meeting is not None:
-        node.meeting.may_be_relayed = True
+        node.meeting.let_relay()
 
 
 def servers_of(node: DHTNode) -> list[PeerID]:
@@ -205,7 +199,7 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
 
     A visitor is never listed: others would miss it when it is gone.
     """
-    meeting: Meeting | None = node.meeting
+    meeting = node.meeting
     servers = servers_of(node)
     connected = [one.peer_id for one in await node.protocol.p2p.list_peers()]
     if node.protocol.client_mode:
@@ -213,29 +207,23 @@ async def find_reach(wanted: Wanted, is_visitor: bool, dht: hivemind.DHT, node: 
     if wanted == "direct":
         await list_node(node, servers, is_listed=True)
         return Reach("direct", "It was started with --reach direct.")
-    asked = (servers or connected)[:LOOKS]  # without a listed node: any connected peers
-    looks: list[Any] = (
-        await asyncio.gather(*map(meeting.look, asked), return_exceptions=True) if meeting else []
-    )
-    seen = [look for look in looks if isinstance(look, Seen)]
+    # One answer is enough. Without a listed node, any connected peers are asked.
+    asks = map(meeting.look, (servers or connected)[:3]) if meeting else ()
+    looks = await asyncio.gather(*asks, return_exceptions=True)
+    seen = tuple(look for look in looks if isinstance(look, Seen))
     dialled = believed(seen, await visible_maddrs(dht, node)) if wanted == "auto" else ()
     await list_node(node, servers, is_listed=(bool(dialled) or not seen) and not is_visitor)
     if dialled:
-        return Reach("direct", "A member has dialled this peer.", dialled, tuple(seen))
+        return Reach("direct", "A member has dialled this peer.", dialled, seen)
     if not seen:
         return Reach("alone", "No other peer is there to dial this one.")
-    ways = set((await meeting.ways()).values()) if meeting is not None else set()
-    kind: Kind
+    ways = (await meeting.ways()).values()
     if "relayed" in ways:
-        why = "Some peers reach this one through a relaying member."
-        kind = "relayed"
-    elif ways:
-        why = "Hole punching through the routers works."
-        kind = "punched"
-    else:
-        why = f"Of the members, {len(seen)} tried to dial this peer, and could not."
-        kind = "dials-out"
-    reach = Reach(kind, why, looks=tuple(seen))
+        return Reach("relayed", "Some peers reach this one through a relaying member.", looks=seen)
+    if ways:
+        return Reach("punched", "Hole punching through the routers works.", looks=seen)
+    why = f"Of the members, {len(seen)} tried to dial this peer, and could not."
+    reach = Reach("dials-out", why, looks=seen)
     if reach.only_dials:
         more = "No member relays for it, so it averages only with peers that it can dial."
         reach = reach._replace(why=f"{why} {more}")

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import miniupnpc
 
-ANSWER_MS = 400  # after each of four discovery requests; home routers answer within a second
 LEASE_S = 3600  # then the router ends the forwarding by itself, if this peer was killed
-NAME = "trahiv"  # of the forwarding, on the router's own page
 
 
 class Forwarded(NamedTuple):
@@ -29,7 +27,8 @@ class Router:
 
     def forward(self, port: int) -> Forwarded:
         """Ask the router to forward a port, the same outside, for another `LEASE_S` seconds."""
-        gateway = miniupnpc.UPnP(discoverdelay=ANSWER_MS)
+        # Milliseconds after each of four discovery requests; home routers answer within a second.
+        gateway = miniupnpc.UPnP(discoverdelay=400)
         try:
             gateway.discover()
             gateway.selectigd()
@@ -37,7 +36,7 @@ class Router:
             return Forwarded("", "No router answers here that could forward a port (UPnP).")
         try:
             host = gateway.externalipaddress()
-            gateway.addportmapping(port, "TCP", gateway.lanaddr, port, NAME, "", LEASE_S)
+            gateway.addportmapping(port, "TCP", gateway.lanaddr, port, "trahiv", "", LEASE_S)
         except Exception as error:  # noqa: BLE001 - as above
             return Forwarded("", f"The router does not forward port {port}: {error}.")
         self._gateway = gateway

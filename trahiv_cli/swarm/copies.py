@@ -32,17 +32,13 @@ from trahiv_cli.members.records import owner_of
 from trahiv_cli.net.links import close_dead
 from trahiv_cli.wire import packed
 
-LOOK_EVERY_S = 1.0  # between checks of the connected peers, and of records that end soon
 COMPARE_EVERY_S = 5.0  # between comparisons in rotation, and between tries with a silent peer
-ASKED_FIRST = 3  # connected peers that a node compares with before its first answer
 # A node asks an owner for a new record when its last one ends within this time: by then the owner should have
 # published another one.
 ENDS_SOON_S = 6.0
-DIGEST_BYTES = 8
 # The most bytes of records in one message: an uplink of 5 Mbit/s sends them in the 3 s that hivemind waits
-# for an answer. `GIVEN_BYTES_A_SECOND` limits the average for each peer.
+# for an answer. `Copies.lacking` limits the average for each peer.
 MAX_ANSWER_BYTES = 3 * 2**19
-GIVEN_BYTES_A_SECOND = 2**18
 
 
 class Record(NamedTuple):
@@ -57,7 +53,7 @@ class Record(NamedTuple):
     def digest(self) -> bytes:
         """Hash of this version of the record, which two peers compare."""
         version = packed([self.key.to_bytes(), self.place, self.ends_at])
-        return hashlib.sha256(version).digest()[:DIGEST_BYTES]
+        return hashlib.sha256(version).digest()[:8]
 
 
 def _owners(places: Iterable[bytes]) -> set[PeerID]:
@@ -104,10 +100,6 @@ class Copies:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    @property
-    def _own_id(self) -> PeerID:
-        return self._protocol.p2p.peer_id
-
     # -- this node's records -------------------------------------------------------------------------
 
     def _kept(self) -> Iterator[Record]:
@@ -117,9 +109,7 @@ class Copies:
                     yield Record(key, place, value, ends_at)
 
     def _ends(self, key: DHTID) -> dict[bytes, float]:
-        found = self._protocol.storage.get(key)
-        entries = found.value.items() if found and isinstance(found.value, DictionaryDHTValue) else ()
-        return {place: ends_at for place, (_, ends_at) in entries}
+        return {record.place: record.ends_at for record in self._kept() if record.key == key}
 
     async def put(self, key: DHTID, place: bytes, value: bytes, ends_at: float) -> bool:
         """Sign and keep a record (MessagePack), and send it to all connected peers, waiting for each.
@@ -132,9 +122,8 @@ class Copies:
             await self._protocol.serve_always()
         parts = key.to_bytes(), packed(place)
         signed = self._protocol.record_validator.sign_value(DHTRecord(*parts, value, ends_at))
-        if not self._protocol._validate_record(*parts, signed, ends_at):
-            return False
-        if not self._protocol.storage.store_subkey(key, place, signed, ends_at):
+        is_valid = self._protocol._validate_record(*parts, signed, ends_at)
+        if not (is_valid and self._protocol.storage.store_subkey(key, place, signed, ends_at)):
             return False
         await self._look_who_is_connected()
         record = Record(key, place, signed, ends_at)
@@ -185,12 +174,11 @@ class Copies:
         """
         if not (self._is_member and self._answered):  # peers send nothing to a node that only visits
             await self._look_who_is_connected()
-            for peer in self._in_turn()[: 1 if self._answered else ASKED_FIRST]:
+            for peer in self._in_turn()[: 1 if self._answered else 3]:  # more before the first answer
                 await self._ask(peer)
         there = self._ends(key)
         ended = {place: at for place, at in self._read.get(key, {}).items() if place not in there}
-        if unasked := self._unasked_owners(ended):
-            await asyncio.gather(*map(self._ask, unasked))
+        await asyncio.gather(*map(self._ask, self._unasked_owners(ended)))
         self._read[key] = self._ends(key)
         return bool(self._answered)
 
@@ -230,7 +218,7 @@ class Copies:
         answer = StoreRequest()
         size = 0
         now = asyncio.get_running_loop().time()
-        own_id = self._own_id.to_base58()
+        own_id = self._protocol.p2p.peer_id.to_base58()
         gives_all = self._may_ask_at.get(peer, 0.0) <= now
         for record in self._kept():
             if not (gives_all or owner_of(record.place) == own_id) or record.digest in digests:
@@ -243,7 +231,7 @@ class Copies:
             answer.values.append(record.value)
             answer.expiration_time.append(record.ends_at)
         if gives_all:
-            self._may_ask_at[peer] = now + size / GIVEN_BYTES_A_SECOND
+            self._may_ask_at[peer] = now + size / 2**18  # bytes a second
         return answer
 
     # -- in the background ---------------------------------------------------------------------------
@@ -263,7 +251,7 @@ class Copies:
         """Ask the owners of records that end soon, silent peers, and all peers in rotation."""
         compare_at = 0.0
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(1.0)
             with contextlib.suppress(P2PDaemonError, OSError, EOFError):
                 connections = await self._look_who_is_connected()
                 for peer in await close_dead(self._protocol.p2p, connections):

@@ -19,15 +19,15 @@ from trahiv_cli.members.policy_book import Credentials
 from trahiv_cli.members.records import owner_of
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 
-RECORD_TIMEOUT_S = 10.0
-
 
 class Dht:
     """Publishes and fetches records as one peer. Each `Node` is one, and owns the process.
 
-    `publish`, `fetch` and `run` raise SwarmError if the DHT's process does not answer within 10 s, or if p2pd
+    `publish`, `fetch` and `run` raise SwarmError if the DHT's process does not answer in time, or if p2pd
     has ended; nothing was changed then.
     """
+
+    answer_s = 10.0  # for the DHT's process to answer
 
     def __init__(self, peer_id: str, dht: CorrectedDHT, standing: Credentials | None) -> None:
         self.peer_id = peer_id  # base58
@@ -41,7 +41,8 @@ class Dht:
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store a value (MessagePack) under a key, signed by this peer, for `ttl_s` seconds.
 
-        Return whether this node keeps it. Nodes refuse records that live longer than `records.MAX_TTL_S`.
+        Return whether this node keeps it. Nodes refuse records that live longer than two hours
+        (`records.OwnersOnly`).
         """
         options = {"expiration_time": swarm_time() + ttl_s, "subkey": self.dht.place, "return_future": True}
         return bool(self._wait(self.dht.store(key, value, **options)))
@@ -51,8 +52,11 @@ class Dht:
         found = self._wait(self.dht.get(key, latest=True, return_future=True))
         if found is None or not isinstance(found.value, dict):
             return {}
-        entries = [entry for entry in found.value.items() if isinstance(entry[1], ValueWithExpiration)]
-        records = {owner_of(place): entry.value for place, entry in entries}
+        records = {
+            owner_of(place): entry.value
+            for place, entry in found.value.items()
+            if isinstance(entry, ValueWithExpiration)
+        }
         return {owner: value for owner, value in records.items() if owner and not self.is_out(owner)}
 
     def run(self, coroutine: Callable[[hivemind.DHT, DHTNode], Awaitable[Any]]) -> Any:
@@ -61,7 +65,7 @@ class Dht:
 
     def _wait(self, future: Any) -> Any:
         try:
-            return future.result(timeout=RECORD_TIMEOUT_S)
+            return future.result(timeout=self.answer_s)
         except (OSError, EOFError, P2PDaemonError) as error:  # from p2pd's socket, or a `TimeoutError`
             raise SwarmError(
                 f"This peer's DHT process, or p2pd, does not answer ({error!r}); nothing was changed.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -16,11 +16,9 @@ from trahiv_cli.files import write_whole
 from trahiv_cli.net.addresses import is_address_of
 
 FILE = "peers.json"  # in a run's folder
-VERSION = 1
 # A new peer replaces only the peer that has been absent for longest, and only if that is `LATELY_S` or more:
 # ids that a member makes up can't displace peers that are present.
 MAX_PEERS = 64
-MAX_ADDRESSES = 12  # of one peer: records of others must not fill a disk
 # Peers seen within this time of each other were present together. Times are precise to a tenth of it.
 LATELY_S = 600.0
 
@@ -34,7 +32,8 @@ class Acquaintance(NamedTuple):
 
 def read_addresses(peer_id: str, record: object) -> tuple[str, ...]:
     """Return the multiaddrs in a peer's record (untrusted) that end in `/p2p/<peer_id>`."""
-    addresses = record[:MAX_ADDRESSES] if isinstance(record, (list, tuple)) else ()
+    # At most twelve: records of others must not fill a disk.
+    addresses = record[:12] if isinstance(record, (list, tuple)) else ()
     return tuple(one for one in addresses if is_address_of(peer_id, one))
 
 
@@ -42,12 +41,18 @@ class Acquaintances:
     """The peers that this one knows, and its own ports, in a file (None: only in memory).
 
     A file that is missing, damaged or of another version counts as empty. `clock` returns Unix seconds.
+    `peers` are known from elsewhere.
     """
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        clock: Callable[[], float] = time.time,
+        peers: dict[str, Acquaintance] | None = None,
+    ) -> None:
         self._path = path
         self._clock = clock
-        self._peers: dict[str, Acquaintance] = {}
+        self._peers = peers or {}
         self.ports: dict[str, int] = {}  # on which this peer last listened, by the multiaddr in its settings
         if path is not None:
             self._load(path)
@@ -56,9 +61,7 @@ class Acquaintances:
     @classmethod
     def remembered(cls, path: Path | None) -> Self:
         """Read a file for a visitor, which writes neither new peers nor its own ports there."""
-        met = cls(None)
-        met._peers = cls(path)._peers
-        return met
+        return cls(None, peers=cls(path)._peers)
 
     @property
     def addresses(self) -> dict[str, tuple[str, ...]]:
@@ -85,6 +88,10 @@ class Acquaintances:
         if before is None or before.maddrs != maddrs or now.seen >= before.seen + LATELY_S / 10:
             self._peers[peer_id] = now
 
+    def note_ports(self, ports: Mapping[str, int | None]) -> None:
+        """Note the ports on which this peer listens, as far as they are known; see `ports`."""
+        self.ports = {maddr: port for maddr, port in ports.items() if port is not None}
+
     def save(self) -> None:
         """Write the file if its content has changed; OSError if that fails, and the old file stays."""
         if self._path is not None and (text := self._text()) != self._saved:
@@ -93,7 +100,7 @@ class Acquaintances:
 
     def _text(self) -> str:
         peers = {peer: {"maddrs": one.maddrs, "seen": int(one.seen)} for peer, one in self._sorted()}
-        return json.dumps({"version": VERSION, "ports": self.ports, "peers": peers}, indent=1) + "\n"
+        return json.dumps({"version": 1, "ports": self.ports, "peers": peers}, indent=1) + "\n"
 
     def _sorted(self) -> list[tuple[str, Acquaintance]]:
         return sorted(self._peers.items(), key=lambda entry: entry[1].seen, reverse=True)[:MAX_PEERS]
@@ -101,13 +108,13 @@ class Acquaintances:
     def _load(self, path: Path) -> None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["version"] != VERSION:
+            if content["version"] != 1:
                 return
-            ports = {str(host): port for host, port in content["ports"].items() if type(port) is int}
-            self.ports = {host: port for host, port in ports.items() if 0 < port < 2**16}
+            for maddr, port in content["ports"].items():
+                if type(port) is int and 0 < port < 2**16:
+                    self.ports[maddr] = port
             for peer_id, entry in content["peers"].items():
-                maddrs = tuple(one for one in entry["maddrs"] if is_address_of(peer_id, one))
-                if maddrs:
+                if maddrs := read_addresses(peer_id, entry["maddrs"]):
                     self._peers[peer_id] = Acquaintance(maddrs, float(entry["seen"]))
         except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
             self._peers = {}

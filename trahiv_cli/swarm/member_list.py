@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import write_private
@@ -39,16 +39,6 @@ if TYPE_CHECKING:
 MEMBERS_KEY = "trahiv_members"  # where members publish their certificates
 POLICY_KEY = "trahiv_policy"  # where they publish the owner's policy
 ROLL_FILE = "members.json"  # in the owner's folder
-VERSION = 1
-# Peers of one invitation that stay when it expires: ids that a member makes up must leave room for peers with
-# other invitations.
-MAX_STAYING = MAX_MARKS // 2
-MAX_MEMBERS = 1000  # per invitation: ids that a member makes up displace no peer of another one
-LOOK_EVERY_S = 5.0  # for the policy, and on the owner's peer for members
-PUBLISH_EVERY_S = 60.0  # this peer's certificate
-CERTIFICATE_TTL_S = 600.0
-POLICY_TTL_S = 120.0  # a member that finds no record of its policy stores one
-
 # The owner's list: the grants with which peers (ids in base58) joined, in order of arrival. So ids that a
 # member makes up later displace no peer.
 Roll = Mapping[str, Grant]
@@ -74,10 +64,10 @@ class MemberList:
         now = self._now()
         if now >= self._publish_at:
             certificate = self._standing.membership.certify(id_bytes(self._dht.peer_id))
-            self._dht.publish(MEMBERS_KEY, certificate, CERTIFICATE_TTL_S)
-            self._publish_at = now + PUBLISH_EVERY_S
+            self._dht.publish(MEMBERS_KEY, certificate, ttl_s=600.0)
+            self._publish_at = now + 60.0
         if now >= self._look_at:
-            self._look_at = now + LOOK_EVERY_S
+            self._look_at = now + 5.0
             synchronize(self._dht, self._standing)
 
 
@@ -94,7 +84,7 @@ def synchronize(dht: Dht, standing: Credentials) -> bool:
     if standing.owner is not None and standing.folder is not None:
         roll = write_down(standing.folder, read_members(dht, standing.owner.public))
         book.decide(standing.owner, partial(_with_those_who_came, roll))
-    return not book.wire or book.wire in found or dht.publish(POLICY_KEY, book.wire, POLICY_TTL_S)
+    return not book.wire or book.wire in found or dht.publish(POLICY_KEY, book.wire, ttl_s=120.0)
 
 
 # -- decisions of the owner ------------------------------------------------------------------------
@@ -105,7 +95,8 @@ def _with_those_who_came(roll: Roll, policy: Policy) -> Policy:
     staying = Counter(grant.key for peer, grant in roll.items() if policy.keeps(id_bytes(peer), grant))
     for peer, grant in roll.items():
         id_ = id_bytes(peer)
-        has_room = staying[grant.key] < MAX_STAYING and policy.room >= 2
+        # Ids that a member makes up must leave room for peers with other invitations.
+        has_room = staying[grant.key] < MAX_MARKS // 2 and policy.room >= 2
         is_for_ever = not grant.is_once and not grant.expires
         if is_for_ever or not has_room or policy.keeps(id_, grant) or policy.objection(id_, grant):
             continue
@@ -153,7 +144,7 @@ def without(peer: str, roll: Roll, policy: Policy) -> Policy:
 
 def read_members(dht: Dht, owner: bytes) -> dict[str, Grant]:
     """Fetch the grants, by peer id, of members that were present within the last ten minutes."""
-    grants: dict[str, Grant] = {}
+    grants = {}
     for peer, entry in dht.fetch(MEMBERS_KEY).items():
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
         grant = certified(owner, id_bytes(peer), shown)
@@ -169,14 +160,14 @@ def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
     before = read_roll(folder)
     known = {peer: grant for peer, grant in before.items() if there.get(peer, grant) == grant}
     names: Counter[bytes] = Counter()
-    roll: dict[str, Grant] = {}
+    roll = {}
     for peer, grant in {**known, **there}.items():
         names[grant.key] += 1
-        if names[grant.key] <= MAX_MEMBERS:
+        if names[grant.key] <= 1000:  # ids that a member makes up displace no peer of another invitation
             roll[peer] = grant
     if roll != before:
         entries = {peer: {"grant": grant.to_bytes().hex()} for peer, grant in roll.items()}
-        text = json.dumps({"version": VERSION, "members": entries}, indent=1) + "\n"
+        text = json.dumps({"version": 1, "members": entries}, indent=1) + "\n"
         write_private(folder / ROLL_FILE, text.encode())
     return roll
 
@@ -184,8 +175,8 @@ def write_down(folder: Path, there: Mapping[str, Grant]) -> Roll:
 def read_roll(folder: Path) -> Roll:
     """Read the owner's member list; a missing or damaged file counts as an empty list."""
     try:
-        content: Any = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
-        entries = content["members"].items() if content["version"] == VERSION else ()
+        content = json.loads((folder / ROLL_FILE).read_text(encoding="utf-8"))
+        entries = content["members"].items() if content["version"] == 1 else ()
         return {peer: Grant.parse(bytes.fromhex(one["grant"])) for peer, one in entries if id_bytes(peer)}
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return {}

@@ -48,12 +48,8 @@ from trahiv_cli.swarm.reconnector import Reunion, known_peers
 
 logger = logging.getLogger(__name__)
 
-MET_TRIED = 8  # known peers that a node tries when it starts; it calls the others later
-RETRY_WITHIN_S = 12.0  # p2pd waits 5 s for an address of this machine or its network, longer for others
-LIFE_EVERY_S = 0.1  # between checks of an event loop that does not answer: it may have ended
 REACH_KNOWN_S = 10.0  # by then it should be known how others reach this peer
 GRACE_S = 3.0  # for the DHT's process to end by itself
-CHORES_EVERY_S = 2.0
 
 
 class Node(Dht, contextlib.AbstractContextManager["Node"]):
@@ -100,7 +96,7 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         peer_id = ensure_identity(identity)
         self._id = id_bytes(peer_id)
         signing_key = read_signing_key(identity)
-        certificate = standing.membership.certify(self._id) if standing else b""
+        door = Door(standing.membership, standing.book, self._id) if standing else Door()
         self._met = met or Acquaintances(None)
         self.met_lately = self._met.lately  # ids of the peers that were present in this peer's last run
         corrections.apply()
@@ -110,9 +106,9 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
             host_maddrs=[self._as_before(maddr) for maddr in self._listening.hosts],
             announce_maddrs=self._listening.announced or None,
             start=True,
-            door=Door(standing.membership, standing.book, self._id) if standing else Door(),
+            door=door,
             signing_key=signing_key,
-            place=own_place(signing_key, certificate),
+            place=own_place(signing_key, door.certificate),
             node_id=node_id_of(self._id),
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
@@ -147,12 +143,14 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         If something listens at an initial peer's address but does not answer, try up to three times: p2pd
         waits 5 s, and a ping 3 s, for a peer whose machine or link may be slow at that moment.
         """
-        met = [maddr for maddrs in list(self._met.addresses.values())[:MET_TRIED] for maddr in maddrs]
+        # A few known peers; the others are called later.
+        met = [maddr for maddrs in list(self._met.addresses.values())[:8] for maddr in maddrs]
         # p2pd spends minutes on the first address that does not answer, so it gets no such address. A single
         # address needs no knock, because it must answer anyway.
         is_certain = must_reach and not met and len(initial_peers) < 2
         needs_one = must_reach and bool(initial_peers)
-        may_retry_until = time.monotonic() + RETRY_WITHIN_S
+        # p2pd waits 5 s for an address of this machine or its network, longer for others.
+        may_retry_until = time.monotonic() + 12.0
         for is_last in (False, False, True):
             answering = [*initial_peers] if is_certain else addresses.answering_of([*initial_peers, *met])
             try:
@@ -186,23 +184,26 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
     def _note_ports(self, host_maddrs: Sequence[str]) -> None:
         """Note the ports on which this node listens, for its next start."""
 
-        def transport(maddr: Multiaddr) -> tuple[str, ...]:  # without the peer id
-            return tuple(one.name for one in maddr.protocols() if one.name != "p2p")
+        def transport(maddr: str) -> tuple[str, ...]:  # without the peer id
+            return tuple(one.name for one in Multiaddr(maddr).protocols() if one.name != "p2p")
 
-        near = [Multiaddr(own) for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
+        near = [own for own in self.own_addresses() if addresses.reach_of(own) != "internet"]
         here = {transport(maddr): named.port for maddr in near if (named := addresses.socket_of(maddr))}
-        ports = {maddr: here.get(transport(Multiaddr(maddr))) for maddr in host_maddrs}
-        self._met.ports = {maddr: port for maddr, port in ports.items() if port is not None}
+        self._met.note_ports({maddr: here.get(transport(maddr)) for maddr in host_maddrs})
 
     def notes(self) -> list[str]:
         """Return sentences about addresses that the user gave and that are not used as written."""
         hosts, _, said = self._listening
         notes = [*said]
         with contextlib.suppress(psutil.Error):  # the sockets in use are unknown
-            found = [one for pid in self.pids() for one in psutil.Process(pid).net_connections("inet")]
-            used = {(one.type, one.laddr.ip) for one in found if one.laddr}
+            used = {
+                (one.type, one.laddr.ip)
+                for pid in self.pids()
+                for one in psutil.Process(pid).net_connections("inet")
+                if one.laddr
+            }
             for text in hosts if hosts != DhtSection().host_maddrs else ():  # the default may lack IPv6
-                named = addresses.socket_of(Multiaddr(text))
+                named = addresses.socket_of(text)
                 if named and named.host != "localhost" and (named.kind, named.host) not in used:
                     notes.append(f"p2pd does not listen on {text}: does this machine have such addresses?")
         return notes
@@ -217,12 +218,13 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
     def own_addresses(self) -> list[str]:
         """Return the multiaddrs of this peer: the furthest reach first, TCP before QUIC."""
         maddrs = {str(maddr) for maddr in self.run(visible_maddrs)}
-        reaches = get_args(addresses.Reach)
         if self._listening.is_everywhere:
             maddrs |= addresses.of_all_interfaces(maddrs)
         maddrs |= {f"{place}/p2p/{self.peer_id}" for place in self._finder.addresses()}
-        order = {maddr: reaches.index(addresses.reach_of(maddr)) for maddr in maddrs}
-        return sorted(maddrs, key=lambda maddr: (order[maddr], "/tcp/" not in maddr, maddr))
+        nearness = get_args(addresses.Reach).index
+        return sorted(
+            maddrs, key=lambda maddr: (nearness(addresses.reach_of(maddr)), "/tcp/" not in maddr, maddr)
+        )
 
     @property
     def reach(self) -> Reach:
@@ -234,18 +236,16 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         self._finder.is_known.wait(within_s)
         return self.reach
 
-    def only_dials(self) -> bool:
-        """Return whether this peer averages only with peers that it can dial."""
-        return bool(self.dht.client_mode) or self.known_reach(REACH_KNOWN_S).only_dials
+    def only_dials(self, within_s: float = REACH_KNOWN_S) -> bool:
+        """Return whether this peer averages only with peers that it can dial; see `known_reach`."""
+        return bool(self.dht.client_mode) or self.known_reach(within_s).only_dials
 
     def entrances(self) -> list[str]:
         """Return multiaddrs by which others can join: of up to two members if they can't dial this peer."""
         there = self.run(known_peers) if self.reach.kind not in ("direct", "alone") else []
-        known = {peer: self._met.addresses[peer] for peer in there if peer in self._met.addresses}
-        return [places[0] for places in list(known.values())[:2]] or [
-            *self._entered_by,
-            *self.own_addresses(),
-        ]
+        known = self._met.addresses
+        others = [known[peer][0] for peer in there if peer in known]
+        return others[:2] or [*self._entered_by, *self.own_addresses()]
 
     def pulse(self) -> Any:
         """Run `show_life` in the DHT's process; return its future."""
@@ -297,13 +297,13 @@ async def show_life(dht: CorrectedDHT, node: DHTNode) -> None:
     for loop in tuple(dht.loops):  # a service may be shut down meanwhile
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
         while loop.is_running() and not answer.done():
-            await asyncio.wait([answer], timeout=LIFE_EVERY_S)
+            await asyncio.wait([answer], timeout=0.1)  # the loop may end without an answer
         if not answer.done() and loop in dht.loops:
             raise RuntimeError("the thread of a service has ended")
 
 
 def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) -> None:
-    """Do chores every `CHORES_EVERY_S`; log an error of a chore once, and try again."""
+    """Do chores every two seconds; log an error of a chore once, and try again."""
     troubles = dict.fromkeys(chores, "")
     while True:
         for chore, trouble_before in troubles.items():
@@ -315,5 +315,5 @@ def do_chores(chores: Sequence[Callable[[], None]], is_over: threading.Event) ->
                 troubles[chore] = f"A chore of this peer's node was not done: {said}"
                 if troubles[chore] != trouble_before and not is_over.is_set():
                     logger.warning(troubles[chore])
-        if is_over.wait(CHORES_EVERY_S):
+        if is_over.wait(2.0):
             return

@@ -22,10 +22,6 @@ from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
 
-RECORD_TTL_S = 120.0
-MAX_RECORDS = -(-MAX_PACKED_BYTES // MAX_RECORD_BYTES)  # of one peer's recipe
-UNREADABLE = "the recipe that it publishes can't be read"
-
 
 @dataclass(frozen=True)
 class PublishedRun:
@@ -46,7 +42,7 @@ def publish_recipe(node: Node, run: AgreedRun) -> None:
     # In reverse, so that a reader that finds the first part finds all.
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, RECORD_TTL_S)
+        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, 120.0)
 
 
 def fetch_offer(
@@ -94,24 +90,26 @@ def fetch_offer(
 
 def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
     """Join each peer's records, up to the first one that is missing or invalid."""
+    unreadable = "the recipe that it publishes can't be read"
     packed: dict[str, bytes] = {}
-    for number in range(MAX_RECORDS):
-        before = number * MAX_RECORD_BYTES
+    for number, before in enumerate(range(0, MAX_PACKED_BYTES, MAX_RECORD_BYTES)):
         if number and not any(len(whole) == before for whole in packed.values()):
             break
         for peer, part in node.fetch(recipe_key(run_id, number)).items():
-            is_next = len(packed.get(peer, b"")) == before
-            if is_next and isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
-                packed[peer] = packed.get(peer, b"") + part
-            elif is_next:
-                disbelieve(peer, UNREADABLE)
-    wires: dict[str, dict[str, Any]] = {}
+            whole = packed.get(peer, b"")
+            if len(whole) != before:
+                continue
+            if isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
+                packed[peer] = whole + part
+            else:
+                disbelieve(peer, unreadable)
+    wires = {}
     for peer, whole in packed.items():
         try:
             wires[peer] = unpack(whole)
         except RecipeError:  # a stranger's garbage must not keep a newcomer out
             if len(whole) % MAX_RECORD_BYTES:  # else only its last record may be missing
-                disbelieve(peer, UNREADABLE)
+                disbelieve(peer, unreadable)
     return wires
 
 

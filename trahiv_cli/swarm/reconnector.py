@@ -29,22 +29,6 @@ from trahiv_cli.swarm.known_peers import Acquaintances, read_addresses
 
 logger = get_logger(__name__)
 
-PUBLISH_EVERY_S = 120.0
-ADDRESSES_TTL_S = 600.0
-CALL_S = 5.0  # for a peer to answer: libp2p would spend minutes on dialling an address that is gone
-DIAL_S = 3.0  # the same for a dial
-DIAL_NEAR_S = 1.0  # for a dial if no address is public
-CALLS_AT_ONCE = 8
-# Between two calls to the same peer, each `LONGER` times the last. `LATELY`: to a peer that was present
-# lately, and to all peers while this node's routing table is empty.
-PAUSE_S = 2.0
-LONGER = 1.25
-LONGEST_PAUSE_S = 300.0
-LONGEST_PAUSE_LATELY_S = 10.0
-
-
-_calling: set[asyncio.Task[None]] = set()
-
 
 class Reunion:
     """Keeps a node, which creates it, in touch with the peers that it knows.
@@ -81,8 +65,9 @@ class Reunion:
         now = self._clock()
         own = self._own_addresses()
         if own and not self._is_visitor and (own != self._published or now >= self._publish_at):
-            self._dht.publish(ADDRESSES_KEY, own, ADDRESSES_TTL_S)
-            self._published, self._publish_at = own, now + PUBLISH_EVERY_S
+            self._dht.publish(ADDRESSES_KEY, own, ttl_s=600.0)
+            self._published = own
+            self._publish_at = now + 120.0
         nodes, connected = self._dht.run(peers_there)
         self._read({*nodes, *connected})
         self._call(set(nodes), now)
@@ -98,27 +83,26 @@ class Reunion:
 
     def _call(self, nodes: set[str], now: float) -> None:
         known: dict[str, Sequence[str]] = {**self._also, **self._told, **self._met.addresses}
+        # The missing peers; the first call to a new one is due at once.
         self._calls = {
-            peer: call for peer, call in self._calls.items() if peer in known and peer not in nodes
+            peer: self._calls.get(peer, (-math.inf, 0.0))
+            for peer in known
+            if peer not in nodes and peer != self._dht.peer_id
         }
         soon = self._met.lately if nodes else known.keys()
         due: dict[str, Sequence[str]] = {}
         # The peer that was called longest ago comes first, so made-up ids delay no real peer.
-        for peer in sorted(known, key=lambda peer: self._calls.get(peer, (-math.inf, 0.0))[0]):
-            maddrs = known[peer]
-            called_at, pause = self._calls.get(peer, (-LONGEST_PAUSE_S, PAUSE_S / LONGER))
-            is_missing = peer not in nodes and peer != self._dht.peer_id
-            longest = LONGEST_PAUSE_LATELY_S if peer in soon else LONGEST_PAUSE_S
-            if is_missing and now - called_at >= min(pause, longest) and len(due) < CALLS_AT_ONCE:
-                due[peer] = maddrs
-                self._calls[peer] = now, min(LONGER * pause, LONGEST_PAUSE_S)
+        for peer, (called_at, pause) in sorted(self._calls.items(), key=lambda call: call[1][0]):
+            longest = 10.0 if peer in soon else 300.0
+            if now - called_at >= min(pause, longest) and len(due) < 8:
+                due[peer] = known[peer]
+                self._calls[peer] = now, max(2.0, 1.25 * pause)
         if due:
             self._dht.run(partial(greet, due, self._is_visitor))
 
 
-async def known_peers(dht: hivemind.DHT, node: DHTNode) -> list[str]:
+async def known_peers(_: hivemind.DHT, node: DHTNode) -> list[str]:
     """Return the ids, base58, of the peers in the routing table; for `DHT.run_coroutine`."""
-    del dht
     return [peer.to_base58() for peer in servers_of(node)]
 
 
@@ -128,20 +112,16 @@ async def peers_there(dht: hivemind.DHT, node: DHTNode) -> tuple[list[str], list
     return await known_peers(dht, node), connected
 
 
-async def greet(
-    peers: Mapping[str, Sequence[str]], is_visitor: bool, dht: hivemind.DHT, node: DHTNode
-) -> None:
+async def greet(peers: Mapping[str, Sequence[str]], is_visitor: bool, _: hivemind.DHT, node: DHTNode) -> None:
     """Call peers (multiaddrs by id, base58) in tasks; the listed nodes that answer enter the routing table.
 
     dht/node.py drops a node that did not answer, and never asks it again by itself. If two peers can't dial
     each other, the one with the lower id asks for a meeting, or the one that visits.
     """
-    del dht
-    for peer in map(PeerID.from_base58, peers):
+    for id_, maddrs in peers.items():
+        peer = PeerID.from_base58(id_)
         asks = is_visitor or node.peer_id.to_bytes() < peer.to_bytes()
-        task = asyncio.create_task(call_on(node, peer, peers[peer.to_base58()], asks=asks))
-        _calling.add(task)  # the event loop refers to it weakly
-        task.add_done_callback(_calling.discard)
+        asyncio.create_task(call_on(node, peer, maddrs, asks=asks))  # kept by `processes.keep_tasks`
 
 
 async def call_on(node: DHTNode, peer: PeerID, maddrs: Sequence[str], *, asks: bool) -> None:
@@ -151,14 +131,15 @@ async def call_on(node: DHTNode, peer: PeerID, maddrs: Sequence[str], *, asks: b
     try:
         dialed = [Multiaddr(maddr.rpartition("/p2p/")[0]) for maddr in maddrs]  # the id is passed separately
         try:
-            async with asyncio.timeout(DIAL_S if is_far else DIAL_NEAR_S):
+            # libp2p would spend minutes on dialling an address that is gone.
+            async with asyncio.timeout(3.0 if is_far else 1.0):
                 await p2p._client.connect(peer, dialed)
         except (TimeoutError, OSError, P2PDaemonError):
             if node.meeting is None or not asks:
                 return
             way = await node.meeting.meet(peer, servers_of(node))
             logger.info(f"Peer {peer} was met: {way or 'dialled'}.")
-        async with asyncio.timeout(CALL_S):
+        async with asyncio.timeout(5.0):
             if await node.protocol.call_ping(peer, strict=False) is not None:
                 node.blacklist.register_success(peer)
     except (*NOT_A_MULTIADDR, OSError, EOFError, P2PDaemonError) as error:

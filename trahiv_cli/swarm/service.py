@@ -12,7 +12,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -28,8 +28,6 @@ from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.processes import require_start
 
 logger = logging.getLogger(__name__)
-
-SHUTDOWN = "shutdown"
 
 
 @dataclass(eq=False)
@@ -93,7 +91,7 @@ class ServiceHandle:
     def shutdown(self, timeout_s: float) -> None:
         """End the service; wait for that, but no longer than `timeout_s`. Safe to call twice."""
         if self.is_alive():
-            self._pipe.send((SHUTDOWN, (), None))
+            self._pipe.send(None)
             with contextlib.suppress(TimeoutError):
                 self._ended.result(timeout_s)
 
@@ -135,19 +133,24 @@ async def _work(
         ready.set_exception(error)
         return
     ready.set_result(None)
-    command = ""
-    while command != SHUTDOWN:
-        await has_come.wait()
-        has_come.clear()
-        while command != SHUTDOWN and pipe.poll():
-            command, arguments, future = pipe.recv()
-            if command != SHUTDOWN:
-                asyncio.create_task(_obey(getattr(service, command)(*arguments), future))
+    async for command, arguments, future in _commands(pipe, has_come):
+        asyncio.create_task(_obey(getattr(service, command)(*arguments), future))
     pipe.send(None)  # ends the thread of `answer_requests`
     dht.loops.remove(asyncio.get_running_loop())  # so that `show_life` does not miss it
     if not service.is_client:
         await service.remove_p2p_handlers(p2p, namespace=service.prefix)
     await p2p.shutdown()
+
+
+async def _commands(pipe: Any, has_come: asyncio.Event) -> AsyncIterator[Any]:
+    """Yield the commands of the training process until it sends None."""
+    while True:
+        await has_come.wait()
+        has_come.clear()
+        while pipe.poll():
+            if (command := pipe.recv()) is None:
+                return
+            yield command
 
 
 async def _obey(work: Awaitable[Any], future: MPFuture[Any] | None) -> None:

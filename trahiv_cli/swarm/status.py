@@ -23,9 +23,8 @@ from trahiv_cli.recipe.builtin import how_to_install, version
 from trahiv_cli.swarm.node import Node
 
 PROTOCOL = 3
-STATUS_TTL_S = 120.0
 MAX_TEXT = 60
-VERSION = r"[0-9A-Za-z.+]{1,60}"  # users see it in a command to type
+VERSION_PATTERN = r"[0-9A-Za-z.+]{1,60}"  # users see it in a command to type
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Step = Annotated[int, Field(ge=0, lt=2**31)]
@@ -40,7 +39,7 @@ class Status(BaseModel):
 
     run_id: Annotated[str, Field(max_length=200)]
     protocol: Step = PROTOCOL
-    version: Annotated[str, Field(pattern=f"^{VERSION}$")] = Field(default_factory=version)
+    version: Annotated[str, Field(pattern=f"^{VERSION_PATTERN}$")] = Field(default_factory=version)
     name: Text = ""  # chosen by its user
     state: Literal["loading", "training", "paused"] = "loading"
     at: Number = 0.0  # when this status was made
@@ -77,7 +76,7 @@ class Statuses(NamedTuple):
 
 def publish_status(node: Node, status: Status) -> None:
     """Store a peer's status in the DHT's list of runs, for two minutes."""
-    node.publish(RUNS_KEY, status.model_dump(), STATUS_TTL_S)
+    node.publish(RUNS_KEY, status.model_dump(), 120.0)
 
 
 def fetch_statuses(node: Node) -> Statuses:
@@ -88,7 +87,7 @@ def fetch_statuses(node: Node) -> Statuses:
             case [str(), int(), *_]:
                 found.foreign[peer] = Foreign(1, "")
             case {"protocol": int(protocol), "version": str(theirs)} if protocol != PROTOCOL and re.fullmatch(
-                VERSION, theirs
+                VERSION_PATTERN, theirs
             ):
                 found.foreign[peer] = Foreign(protocol, theirs)
             case _:

@@ -18,12 +18,6 @@ from trahiv_cli.swarm.corrections.processes import effort_of
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 
-LOOK_EVERY_S = 0.5
-PULSE_EVERY_S = 1.5  # between two requests for a sign of life
-# Successive looks that find no answer and no use of processor time. A sleeping machine takes no looks.
-STILL_AFTER_LOOKS = 8
-SLOW_AFTER_S = 60.0  # a process that does not answer within this time has failed, however busy it is
-
 
 class Alive:
     """Watches a peer's processes, its membership, and its user's wish to leave.
@@ -77,7 +71,7 @@ class Alive:
         return is_first
 
     def _run(self) -> None:
-        while not self._is_closed.wait(LOOK_EVERY_S) and not self.ailment:
+        while not self._is_closed.wait(0.5) and not self.ailment:
             self.look()
 
     def look(self) -> None:
@@ -94,7 +88,7 @@ class Alive:
         if not node.is_alive():
             return "has ended"
         now = time.monotonic()
-        if self._answer is None and now >= self._asked_at + PULSE_EVERY_S:
+        if self._answer is None and now >= self._asked_at + 1.5:  # ask for the next sign of life
             self._asked_at = now
             self._still_looks = 0
             try:
@@ -111,7 +105,7 @@ class Alive:
         used_s, is_stopped = effort_of(node.pids())
         self._still_looks = self._still_looks + 1 if is_stopped or used_s == self._used_s else 0
         self._used_s = used_s
-        if self._still_looks >= STILL_AFTER_LOOKS:
+        if self._still_looks >= 8:  # a sleeping machine takes no looks
             return "stands still"
-        is_slow = now >= self._asked_at + SLOW_AFTER_S
-        return f"did not answer for {SLOW_AFTER_S:.0f} s" if is_slow else ""
+        # Then it has failed, however busy it is.
+        return "did not answer for 60 s" if now >= self._asked_at + 60.0 else ""

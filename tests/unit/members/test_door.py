@@ -12,11 +12,11 @@ from hivemind.proto import dht_pb2
 from tests.simulation.network import Network
 from tests.unit.async_tests import peer as made_up
 from trahiv_cli.members import door as doors
-from trahiv_cli.members.door import INTRODUCE, REFUSAL, Door, NotAMember, Refused
+from trahiv_cli.members.door import INTRODUCE, REFUSAL, CallLimits, Door, NotAMember, Refused
 from trahiv_cli.members.membership import CERTIFICATE_BYTES, KEY_BYTES, Owner, Policy, Role, mark_of
 from trahiv_cli.members.policy_book import PolicyBook
-from trahiv_cli.net.streams import LINGER_S
 
+LIMITS = CallLimits()
 OWNER = Owner(bytes(KEY_BYTES))
 OTHER_OWNER = Owner(b"\1" * KEY_BYTES)
 SWARM = OWNER.invite()
@@ -145,9 +145,9 @@ async def test_stranger_is_refused_and_named_once(wire, warnings):
 
 def test_log_names_few_strangers(warnings):
     door = Door(SWARM)
-    for number in range(doors.STRANGERS_NAMED + 9):
+    for number in range(LIMITS.strangers_named + 9):
         assert admit(door, made_up(number), OTHER_SWARM)
-    assert len(warnings) == doors.STRANGERS_NAMED
+    assert len(warnings) == LIMITS.strangers_named
 
 
 def decided(owner=OWNER, **marks):
@@ -188,36 +188,39 @@ def spend(door, peer, membership=SWARM):
     certificate = shown(peer, membership) if membership else b""
     answered = 0
     with pytest.raises(Refused, match="too many calls"):
-        while answered < 2 * doors.CALLS_AT_ONCE:
+        while answered < 2 * LIMITS.calls_at_once:
             door.count(peer, certificate)
             answered += 1
     return answered
 
 
-def test_one_invitation_crowds_out_no_other(monkeypatch, now):
+def test_one_invitation_crowds_out_no_other(now):
     """A remembered peer has its own call limit; all others with the same invitation share one."""
-    monkeypatch.setattr(doors, "PEERS_REMEMBERED", 4)
-    door, other, crowd = Door(SWARM), OWNER.invite(), [made_up(number) for number in range(9)]
+    door, other, crowd = (
+        Door(SWARM, limits=CallLimits(peers_remembered=4)),
+        OWNER.invite(),
+        [made_up(number) for number in range(9)],
+    )
     assert not any(admit(door, peer, other) for peer in (A, B))
     assert not any(admit(door, peer) for peer in crowd)
-    assert [spend(door, peer) for peer in crowd].count(doors.CALLS_AT_ONCE) == 3
-    assert [spend(door, peer, other) for peer in (A, B)] == [doors.CALLS_AT_ONCE] * 2
+    assert [spend(door, peer) for peer in crowd].count(LIMITS.calls_at_once) == 3
+    assert [spend(door, peer, other) for peer in (A, B)] == [LIMITS.calls_at_once] * 2
 
 
 @pytest.mark.parametrize("membership", [SWARM, None], ids=["closed", "open"])
 def test_calls_are_rate_limited_per_peer(now, warnings, membership):
     door = Door(membership)
     admit(door, A)
-    assert spend(door, A, membership) == doors.CALLS_AT_ONCE
+    assert spend(door, A, membership) == LIMITS.calls_at_once
     now.now += 1.0
-    assert spend(door, A, membership) == doors.CALLS_A_SECOND
-    assert spend(door, B, membership) == doors.CALLS_AT_ONCE  # each peer has its own limit
+    assert spend(door, A, membership) == LIMITS.calls_a_second
+    assert spend(door, B, membership) == LIMITS.calls_at_once  # each peer has its own limit
     assert warnings.count(f"Peer {A} was refused: it calls too often.") == 1
 
 
 def test_long_request_counts_as_many_calls(now):
     door = Door()
-    half = doors.CALL_BYTES * doors.CALLS_AT_ONCE // 2  # of the bytes it may send, besides the call
+    half = LIMITS.call_bytes * LIMITS.calls_at_once // 2  # of the bytes it may send, besides the call
     door.count(A, num_bytes=half)
     with pytest.raises(Refused):
         door.count(A, num_bytes=half)
@@ -226,11 +229,11 @@ def test_long_request_counts_as_many_calls(now):
 def test_strangers_share_one_call_limit(now, warnings):
     door = Door(SWARM)
     num_judged = 0
-    for number in range(doors.CALLS_AT_ONCE + 500):
+    for number in range(LIMITS.calls_at_once + 500):
         with pytest.raises(Refused) as refused:
             door.admit_request(made_up(number), bytes(CERTIFICATE_BYTES), PING)
         num_judged += refused.type is NotAMember
-    assert num_judged == doors.CALLS_AT_ONCE
+    assert num_judged == LIMITS.calls_at_once
     assert not any("too often" in said for said in warnings)
     for peer in (A, B):  # have the same invitation as this peer
         assert door.admit_request(peer, shown(peer) + b"ping", PING) == b"ping"
@@ -280,10 +283,10 @@ def test_watcher_only_reads_records(warnings):
 
 
 class Writer(bytearray):
-    """The writing end of a stream; `read` is the content that a handler read at the other end."""
+    """The writing end of a stream; `read` is the content that a handler read, with `handed` to write to."""
 
     write = bytearray.extend
-    read = closed_at = None
+    read = handed = closed_at = None
     is_full = False
 
     async def drain(self):
@@ -295,7 +298,8 @@ class Writer(bytearray):
 
 
 async def read_all(info, reader, writer):
-    writer.read = await reader.read()
+    info.end.handed = writer
+    info.end.read = await reader.read()
 
 
 async def open_stream(door, peer, content=b"", ends_after_s=0.0, handler=read_all):
@@ -305,7 +309,7 @@ async def open_stream(door, peer, content=b"", ends_after_s=0.0, handler=read_al
     reader, writer = asyncio.StreamReader(), Writer()
     reader.feed_data(content)
     asyncio.get_running_loop().call_later(ends_after_s, reader.feed_eof)
-    served = network.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer), reader, writer)
+    served = network.daemons[A][0].handlers[PING](SimpleNamespace(peer_id=peer, end=writer), reader, writer)
     await asyncio.create_task(served)
     return writer
 
@@ -329,12 +333,16 @@ async def test_stream_that_is_not_read_times_out():
     assert end.read == b"content"
     end.is_full = True
     with pytest.raises(TimeoutError):
-        await end.drain()
+        await end.handed.drain()
 
 
 @pytest.mark.parametrize(
     "what, ends_after_s, waited_s",
-    [("hangs up", LINGER_S / 2, LINGER_S / 2), ("waits", LATER_S, LINGER_S), ("cancelled", LATER_S, 0)],
+    [
+        ("hangs up", LIMITS.linger_s / 2, LIMITS.linger_s / 2),
+        ("waits", LATER_S, LIMITS.linger_s),
+        ("cancelled", LATER_S, 0),
+    ],
 )
 async def test_stream_closes_after_caller_or_timeout(what, ends_after_s, waited_s):
     async def handler(info, reader, writer):
@@ -342,7 +350,7 @@ async def test_stream_closes_after_caller_or_timeout(what, ends_after_s, waited_
         if what == "cancelled":  # as when the process ends
             asyncio.current_task().cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(LIMITS.linger_s)
 
     end = await open_stream(Door(), M, ends_after_s=ends_after_s, handler=handler)
     assert end.closed_at == pytest.approx(waited_s, abs=1e-6)
@@ -362,10 +370,10 @@ async def test_failed_response_stream_raises_after_responses(wire):
         await anext(responses)
 
 
-GIVING = dict.fromkeys((STATE, MEETING[1]), doors.GIVEN_AT_ONCE)
+GIVING = dict.fromkeys((STATE, MEETING[1]), LIMITS.given_at_once)
 
 
-@pytest.mark.parametrize("handler, most", [(PART, doors.STREAMS_AT_ONCE), *GIVING.items()])
+@pytest.mark.parametrize("handler, most", [(PART, LIMITS.streams_at_once), *GIVING.items()])
 def test_open_streams_per_peer_are_limited(warnings, handler, most):
     door = Door(SWARM)
     assert not any(admit(door, peer) for peer in (A, M))
@@ -387,10 +395,10 @@ async def test_strangers_share_one_stream_limit():
     for _ in range(2):  # closed streams do not count
         silent = [
             asyncio.create_task(open_stream(door, made_up(number), ends_after_s=LATER_S))
-            for number in range(doors.STREAMS_AT_ONCE + 9)
+            for number in range(LIMITS.streams_at_once + 9)
         ]
         assert (await open_stream(door, A, shown(A) + b"of a member")).read == b"of a member"
-        closed, waiting = await asyncio.wait(silent, timeout=doors.INTRODUCTION_S / 2)
+        closed, waiting = await asyncio.wait(silent, timeout=LIMITS.introduction_s / 2)
         assert len(closed) == 9
         for end in (task.result() for task in closed):
             assert end.read is None

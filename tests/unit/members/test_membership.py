@@ -101,10 +101,9 @@ def also_out(peer):
 
 
 @pytest.fixture
-def books(tmp_path, monkeypatch):
+def books(tmp_path):
     """The policy books of two processes of a peer, which read the file on every access."""
-    monkeypatch.setattr(policy_book, "POLICY_LOOK_EVERY_S", 0.0)
-    return [PolicyBook(OWNER.public, tmp_path / "policy") for _ in range(2)]
+    return [PolicyBook(OWNER.public, tmp_path / "policy", look_every_s=0.0) for _ in range(2)]
 
 
 def test_processes_share_newest_valid_policy(tmp_path, books):

@@ -32,8 +32,8 @@ def place_by(invitation, key=KEY):
 
 
 @pytest.fixture
-def quota():
-    return Quota()
+def quota(request):
+    return Quota(**getattr(request, "param", {}))
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_invalid_place_has_no_records(place):
 
 
 def test_oversized_or_overlong_records_are_refused():
-    longest = bytes(records.MAX_RECORD_BYTES)
-    timeless = (record(ttl_s=ttl_s) for ttl_s in (records.MAX_TTL_S + 60, float("nan"), -1e12))
+    longest = bytes(3600)
+    timeless = (record(ttl_s=ttl_s) for ttl_s in (7260, float("nan"), -1e12))
     placeless = (replace(record(), subkey=subkey) for subkey in (b"", b"\xc1"))
     for wrong in (record(longest + b"x"), *timeless, *placeless):
         assert not OwnersOnly().validate(wrong)
@@ -99,25 +99,25 @@ def test_closed_swarm_refuses_records_of_nonmembers():
 
 def test_quota_limits_records_per_peer(monkeypatch, quota, keeps):
     now = swarm_time()
-    for number in range(records.MAX_RECORDS + 1):
+    for number in range(32 + 1):
         assert quota.has_room(record(key=f"{number}"))  # it counts only once it is found valid
-    found = [keeps(key=f"{number}") for number in range(records.MAX_RECORDS + 9)]
-    assert found == [True] * records.MAX_RECORDS + [False] * 9
+    found = [keeps(key=f"{number}") for number in range(32 + 9)]
+    assert found == [True] * 32 + [False] * 9
     assert keeps(key="0")  # in the place of one that is there
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert keeps(key="another")
 
 
-def test_quota_forgets_oldest_owner(monkeypatch, keeps):
-    monkeypatch.setattr(records, "OWNERS_REMEMBERED", 1)
-    for number in range(records.MAX_RECORDS):
+@pytest.mark.parametrize("quota", [{"max_remembered": 1}], indirect=True)
+def test_quota_forgets_oldest_owner(quota, keeps):
+    for number in range(32):
         keeps(key=f"{number}")
     keeps(place=own_place(OTHER))
     assert keeps(key="more")
 
 
-def test_quota_limits_peers_per_invitation(monkeypatch, keeps):
-    monkeypatch.setattr(records, "MAX_OWNERS", 2)
+@pytest.mark.parametrize("quota", [{"max_owners": 2}], indirect=True)
+def test_quota_limits_peers_per_invitation(monkeypatch, quota, keeps):
     now, shared, other = swarm_time(), OWNER.invite(), OWNER.invite()
     for key in (KEY, OTHER, KEY):
         assert keeps(place=place_by(shared, key))

@@ -7,6 +7,7 @@ listens on a port of 127.0.0.1, and others see it at a public address.
 import asyncio
 import contextlib
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import AsyncMock
 
@@ -16,8 +17,8 @@ from hivemind.utils.multiaddr import Multiaddr
 
 from tests.simulation.network import Network
 from tests.unit.async_tests import peer, with_sockets
+from trahiv_cli.members.door import CallLimits, Door
 from trahiv_cli.net import byte_streams as pipes
-from trahiv_cli.net import streams
 from trahiv_cli.net.byte_streams import HELLO, End, NotMet
 from trahiv_cli.reach import hole_punching as meetings
 from trahiv_cli.reach.hole_punching import (
@@ -26,12 +27,15 @@ from trahiv_cli.reach.hole_punching import (
     MEASURE,
     MEASURED_BYTES,
     SEEK,
-    TALK_BYTES,
     Meeting,
+    MeetingLimits,
     Seen,
 )
 
 pytestmark = with_sockets
+
+LIMITS = MeetingLimits(punch_s=0.1, punch_again_s=0.0, again_s=0.005)
+TALK_BYTES = LIMITS.talk_bytes
 
 HERE = "127.0.0.1"
 HOME = "192.168.1.20"
@@ -150,9 +154,9 @@ class World(dict):
     async def add(self, peer, relay_rate=None, **options):
         daemon = Daemon(self, peer)
         await daemon.listen()
-        p2p = Network().p2p_of(peer)
+        p2p = Network().p2p_of(peer, Door(limits=CallLimits(linger_s=0.1)))
         p2p._client = daemon
-        one = self[peer] = Meeting(p2p, [daemon.place], relay_rate, **options)
+        one = self[peer] = Meeting(p2p, [daemon.place], relay_rate, **{"limits": LIMITS, **options})
         one.daemon = daemon
         one.may_be_relayed = True
         await one.open()
@@ -215,10 +219,6 @@ def options():
 def world(loop, options, monkeypatch):
     made = World()
     monkeypatch.setattr(pipes, "dial_from", made.dial_from)
-    monkeypatch.setattr(pipes, "AGAIN_S", 0.005)
-    monkeypatch.setattr(meetings, "PUNCH_S", 0.1)
-    monkeypatch.setattr(meetings, "PUNCH_AGAIN_S", 0.0)
-    monkeypatch.setattr(streams, "LINGER_S", 0.1)
     loop.run(made.open(options))
     yield made
     loop.run(made.close())
@@ -348,7 +348,8 @@ async def test_relay_rate_limits_traffic(world, options):
     assert not rate or now() - began >= num_bytes / rate
 
 
-async def test_relayed_circuits_are_limited(world, monkeypatch):
+@pytest.mark.parametrize("options", [{M: {"limits": replace(LIMITS, relayed_at_once=9)}}])
+async def test_relayed_circuits_are_limited(world):
     async def relay(caller, peer):
         (_, carries, _), end = await world.seek(caller, peer)
         ends.append(end)
@@ -357,10 +358,8 @@ async def test_relayed_circuits_are_limited(world, monkeypatch):
     ends = []
     for one in (A, B):
         world[one].daemon.answer(ANSWER, [], True, TOKEN)
-    most = meetings.RELAYED_FOR_ONE
-    assert [await relay(A, B) for _ in range(most + 1)] == [True] * most + [False]
+    assert [await relay(A, B) for _ in range(9)] == [True] * 8 + [False]
     assert await relay(B, A)  # each caller has its own limit
-    monkeypatch.setattr(meetings, "RELAYED_AT_ONCE", most + 1)
     assert not await relay(B, A)
     assert not (await world[B].look(M)).carries
     pipes.close(ends)
@@ -386,7 +385,7 @@ async def test_answered_meetings_per_middle_are_limited(world):
         await world.add(middle)
         world.connect(middle, B)
     answered = [sum([await is_answered(middle) for _ in range(5)]) for middle in MIDDLES]
-    assert answered == [meetings.ANSWERED_FOR_ONE] * 4 + [0]
+    assert answered == [4] * 4 + [0]
     assert len(words) == len(ends)  # each answer has a new word
     pipes.close(ends)
     await asyncio.wait(world[B].daemon.served)

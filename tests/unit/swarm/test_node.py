@@ -33,18 +33,22 @@ from trahiv_cli.net import addresses
 from trahiv_cli.reach.hole_punching import Seen
 from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm import dht, node
+from trahiv_cli.swarm import node
 from trahiv_cli.swarm import watchdog as alive
 from trahiv_cli.swarm.corrections.processes import effort_of
 from trahiv_cli.swarm.known_peers import Acquaintances
 from trahiv_cli.swarm.node import Node, do_chores
 from trahiv_cli.swarm.owner import visiting
-from trahiv_cli.swarm.watchdog import LOOK_EVERY_S, PULSE_EVERY_S, SLOW_AFTER_S, STILL_AFTER_LOOKS, Alive
+from trahiv_cli.swarm.watchdog import Alive
 from trahiv_cli.telemetry.events import Events
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
 ADDRESSES = tuple(f"/ip4/127.0.0.1/udp/{port}/quic-v1/p2p/{PEER}" for port in (1, 2))
 LISTEN = "/ip4/127.0.0.1/tcp/0"
+LOOK_EVERY_S = 0.5
+PULSE_EVERY_S = 1.5
+STILL_AFTER_LOOKS = 8
+SLOW_AFTER_S = 60.0
 
 
 def done(value):
@@ -211,9 +215,10 @@ def test_publication_says_whether_it_is_kept(start, stored):
 
 
 @pytest.mark.parametrize("answer", [Future(), done(ConnectionRefusedError("refused"))])
-def test_silent_dht_raises_error(monkeypatch, start, answer):
-    monkeypatch.setattr(dht, "RECORD_TIMEOUT_S", 0.0)
+def test_silent_dht_raises_error(start, answer):
     one = start(dht_of(answer))
+    one.answer_s = 0.0
+    one.answer_s = 0.0
     for ask in (lambda: one.fetch("key"), lambda: one.publish("key", b"1", ttl_s=5)):
         with pytest.raises(SwarmError, match="does not answer"):
             ask()

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import deque
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -18,6 +19,7 @@ from trahiv_cli.errors import RoundFailed, SwarmError
 from trahiv_cli.members.door import Door
 from trahiv_cli.swarm import service as module
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
+from trahiv_cli.swarm.corrections.processes import require_start
 from trahiv_cli.swarm.node import show_life
 from trahiv_cli.swarm.service import Service, ServiceHandle, answer_requests
 
@@ -138,7 +140,7 @@ def test_service_asks_training_process(dht):
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_service_that_does_not_start_fails(monkeypatch, is_running):
-    monkeypatch.setattr("trahiv_cli.swarm.corrections.processes.START_S", 0.1)
+    monkeypatch.setattr(module, "require_start", partial(require_start, timeout_s=0.1))
     with pytest.raises(SwarmError, match="while it started"):
         handle_of(Mock(is_alive=lambda: is_running))
 

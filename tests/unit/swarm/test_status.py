@@ -15,7 +15,6 @@ from trahiv_cli.swarm import status as module
 from trahiv_cli.swarm.status import (
     MAX_TEXT,
     PROTOCOL,
-    STATUS_TTL_S,
     Foreign,
     Status,
     Statuses,
@@ -45,7 +44,7 @@ def read(disbelieved):
     def read(entry):
         node = FakeNode("QmA")
         publish_status(node, OURS)
-        node.neighbour("QmB").publish(RUNS_KEY, entry, STATUS_TTL_S)
+        node.neighbour("QmB").publish(RUNS_KEY, entry, 120.0)
         ours, foreign = fetch_statuses(node)
         assert ours.pop("QmA") == OURS
         return ours.get("QmB"), foreign.get("QmB")

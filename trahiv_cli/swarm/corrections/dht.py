@@ -20,8 +20,6 @@ from trahiv_cli.members.records import OwnersOnly, Readable
 from trahiv_cli.swarm.corrections.nodes import RememberingValidator
 from trahiv_cli.swarm.corrections.processes import ControlPipe, become_child, die_with_parent, require_start
 
-HOSTING_END_S = 1.0  # for the thread of a service, or a process that failed to start, to end
-
 
 class CorrectedDHT(hivemind.DHT):
     """`hivemind.DHT` whose process runs services, too, and ends with its parent; each `Node` has one.
@@ -66,7 +64,7 @@ class CorrectedDHT(hivemind.DHT):
         super().run()
         # A thread that reports its end holds the lock of all futures: killed then, it would never release it.
         for thread in self._hosting:
-            thread.join(HOSTING_END_S)
+            thread.join(1.0)
 
     async def _shutdown(self) -> None:
         if (meeting := getattr(self._node, "meeting", None)) is not None:
@@ -92,11 +90,12 @@ class CorrectedDHT(hivemind.DHT):
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until the process has started; see `require_start`. On failure, or Ctrl-C, kill it."""
+        del timeout  # dht/dht.py:87 gives none
         try:
-            require_start(self._ready, self.is_alive, timeout)
+            require_start(self._ready, self.is_alive)
         except BaseException:
             # A process that reports its failure ends by itself; killed then, it would keep all futures' lock.
             if not (self._ready.done() and self._ready.exception()):
                 self.kill()
-            self.join(HOSTING_END_S)  # its p2pd ends with it: another try would find the identity in use
+            self.join(1.0)  # its p2pd ends with it: another try would find the identity in use
             raise

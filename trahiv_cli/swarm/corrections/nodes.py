@@ -45,10 +45,6 @@ logger = get_logger(__name__)
 # Invalid records of one answer after which a node ignores the rest: an honest sender has checked them. To
 # check one takes 0.3 ms.
 MOST_FORGED = 32
-# Keys that one message looks up; hivemind looks up four (dht/node.py:661) of the 16 that it renews at once.
-MAX_KEYS = 16
-RECORDS_REMEMBERED = 2048
-MAX_RECORDS_ANSWERED = 2**12  # by one node at once
 
 # The peers through which the node that is being made enters a swarm.
 _initial_peers: ContextVar[Collection[PeerID]] = ContextVar("_initial_peers", default=())
@@ -191,12 +187,13 @@ class CorrectedProtocol(DHTProtocol):
                 disbelieve(str(peer), "it answers with ids that are none")
                 raise P2PHandlerError(f"peer {peer} answered with ids that are none")
 
-        others = {name: getattr(stub, name) for name in ("rpc_store", "rpc_compare")}
-        return SimpleNamespace(rpc_ping=rpc_ping, rpc_find=rpc_find, **others)
+        return SimpleNamespace(
+            rpc_ping=rpc_ping, rpc_find=rpc_find, rpc_store=stub.rpc_store, rpc_compare=stub.rpc_compare
+        )
 
     async def rpc_find(self, request: FindRequest, context: P2PContext) -> FindResponse:
         """Answer with the records under keys, as far as they fit into a message; see `DHTProtocol`."""
-        del request.keys[MAX_KEYS:]
+        del request.keys[16:]  # hivemind looks up four (dht/node.py:661) of the 16 that it renews at once
         response = await super().rpc_find(request, context)
         left = MAX_ANSWER_BYTES
         for result in response.results:
@@ -231,10 +228,8 @@ class CorrectedProtocol(DHTProtocol):
         except UNREACHABLE:
             return False
         num_bad = 0
-        for record in islice(
-            zip(found.keys, found.subkeys, found.values, found.expiration_time, strict=False),
-            MAX_RECORDS_ANSWERED,
-        ):
+        records = zip(found.keys, found.subkeys, found.values, found.expiration_time, strict=False)
+        for record in islice(records, 2**12):  # the most that one node may answer at once
             if not self._keep(*record):
                 num_bad += self.quota.has_room(DHTRecord(*record))  # the validators refused it
             if num_bad >= MOST_FORGED:
@@ -284,7 +279,7 @@ class RememberingValidator(CompositeValidator):
     """
 
     def __init__(self, validators: Iterable[RecordValidatorBase] = ()) -> None:
-        self._verdict = lru_cache(RECORDS_REMEMBERED)(self._judge)
+        self._verdict = lru_cache(2048)(self._judge)
         super().__init__(validators)
 
     def extend(self, validators: Iterable[RecordValidatorBase]) -> None:

@@ -32,12 +32,6 @@ from hivemind.utils import MPFuture
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.shared_memory import shared_bytes
 
-LINUX = sys.platform == "linux"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-START_S = 60.0  # a process that does not report its start within this time is given up; p2pd has 15 s
-LOOK_EVERY_S = 0.5
-M_MMAP_THRESHOLD = -3  # malloc.h
-LARGE_BYTES = 128 * 1024  # the initial threshold of glibc
 PREFIX = "trahiv-"
 
 
@@ -47,8 +41,9 @@ def die_with_parent() -> None:
     `daemon=True` does not help when the parent is killed: a ghost peer keeps its port and id. Only Linux
     can do this; elsewhere, a user ends the processes of a killed peer by hand.
     """
-    if LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def become_child(parent_pid: int) -> None:
@@ -83,8 +78,9 @@ def return_freed_memory() -> None:
     glibc raises the threshold, up to 32 MiB, with each large piece that is freed (mallopt(3)), and keeps
     smaller ones: of 1.4 GiB that a process held after two rounds of 82M weights, 1.0 GiB were free.
     """
-    if LINUX:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
+    if sys.platform == "linux":
+        m_mmap_threshold = -3  # malloc.h
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 128 * 1024)  # the initial threshold
 
 
 def keep_tasks(create_task: Callable[..., asyncio.Task[Any]]) -> Callable[..., asyncio.Task[Any]]:
@@ -129,20 +125,18 @@ class ControlPipe:
         return self._pipe.recv()
 
 
-def require_start(
-    ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float | None = None
-) -> None:
+def require_start(ready: MPFuture[None], is_alive: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Wait until the DHT's process reports that it is ready; raise the error that it reports instead.
 
     dht/dht.py:144 waits forever for a process that was killed or has stalled. This function raises SwarmError
-    if the process has ended, and after `timeout_s` (None: `START_S`).
+    if the process has ended, and after `timeout_s`; p2pd has 15 s.
     """
-    until = time.monotonic() + (START_S if timeout_s is None else timeout_s)
+    until = time.monotonic() + timeout_s
     is_starting = True
     while is_starting:
         is_starting = is_alive() and time.monotonic() < until  # before the last look, not after it
         with contextlib.suppress(TimeoutError):
-            ready.result(timeout=LOOK_EVERY_S)
+            ready.result(timeout=0.5)
             return
     raise SwarmError(
         "This peer's DHT process ended, or stood still, while it started; nothing was changed.",
@@ -235,7 +229,7 @@ def effort_of(pids: Iterable[int]) -> tuple[float, bool]:
             times = process.cpu_times()
             status = process.status()
             used += times.user + times.system
-            standing = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE
-            is_stopped = is_stopped or status in standing
-            used += time.monotonic() if status == psutil.STATUS_DISK_SLEEP else 0.0
+            if status == psutil.STATUS_DISK_SLEEP:
+                used += time.monotonic()
+            is_stopped |= status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_ZOMBIE)
     return used, is_stopped
