@@ -25,7 +25,6 @@ from trahiv_cli.members.policy_book import Credentials, PolicyBook
 from trahiv_cli.members.records import disbelieve
 from trahiv_cli.net.addresses import is_address_of
 from trahiv_cli.net.keys import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
-from trahiv_cli.progress import leases as leasing
 from trahiv_cli.progress.committed import Committed, CommittedCell
 from trahiv_cli.progress.leases import Leases
 from trahiv_cli.progress.ledger import Ledger, Spans
@@ -73,7 +72,7 @@ class Peer:
         self.tracker.shutdown_complete.set()
         self.tracker.doubts = Doubts(clock)
         self.tracker._fork = Fork(clock)
-        self.leases = Leases(self.tracker, lambda: self.ledger, 1000)
+        self.leases = Leases(self.tracker, lambda: self.ledger, 1000, pause_s=0.005, patience_s=5.0)
         self.tracker.announce()
         self.work = []
 
@@ -174,9 +173,7 @@ class Swarm:
 
 
 @pytest.fixture
-def swarm(clock, monkeypatch):
-    for name, seconds in {"POLL_S": 0.0005, "PAUSE_S": 0.002, "PATIENCE_S": 5.0}.items():
-        monkeypatch.setattr(leasing, name, seconds)  # leases are polled at once
+def swarm(clock):
     return Swarm(clock)
 
 

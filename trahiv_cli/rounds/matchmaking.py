@@ -342,7 +342,7 @@ class GroupFinder:
         self._wake()
         try:
             while not search.group.done() and search.followers.get(peer) is follower:
-                await self._turn.wait()
+                await wait_at_most(self._turn, 600.0)
             is_formed = search.group.done() and not search.group.cancelled()
             if is_formed and peer in (group := search.group.result()).peer_ids:
                 yield MessageFromLeader(
@@ -391,7 +391,7 @@ class GroupFinder:
             while not asked.done() and not search.followers and search.schema == self.schema:
                 if is_known and leader not in self._expected:
                     return None  # it has left
-                await self._turn.wait()
+                await wait_at_most(self._turn, 600.0)
             return asked.result() if asked.done() else None
         finally:
             self._asking = None
