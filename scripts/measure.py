@@ -64,15 +64,10 @@ GOALS = {
 }
 
 LIMITS: dict[str, float] = {
-    "tokens": 172_190,
-    "largest file": 512,
-    "import circles, type imports included": 4,
-    "attributes written from outside": 117,
-    "constants per 1,000 lines": 22.4,
-    "names of constants in several modules": 33,
+    "tokens": 171_260,
+    "largest file": 511,
     "messages: so many per 1,000 words": 0.4,
     "messages: nobody, somebody per 1,000 words": 0.4,
-    "module constants that tests patch": 54,
 }
 """Of the measures that exceed their goals; the goal is the limit of all others."""
 

@@ -26,15 +26,15 @@ class SharedNumber:
     def __init__(self, value: float) -> None:
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         self._memory = shared_bytes(dtype.itemsize).view(dtype)
-        self.value = value
+        self.put(value)
 
     @property
     def value(self) -> Any:
         """The number: a float if the first value was one, else an int."""
         return self._memory[0].item()
 
-    @value.setter
-    def value(self, value: float) -> None:
+    def put(self, value: float) -> None:
+        """Replace the number."""
         self._memory[0] = value
 
 
@@ -49,7 +49,7 @@ class JoinerActivity:
 
     def note(self) -> None:
         """Record that another peer sends a request, or receives data, now."""
-        self._noted_at.value = time.monotonic()
+        self._noted_at.put(time.monotonic())
 
     def was_there_since(self, when: float) -> bool:
         """Whether another peer has sent a request, or received data, since then."""

@@ -204,7 +204,7 @@ class Peer:
         known["when_no_group_is_found"] = lambda: self.asked_for_help.append("help")
 
         def made(component):
-            return component(**{one.name: known[one.name] for one in fields(component)})
+            return component(**{one.name: known[one.name] for one in fields(component) if one.name in known})
 
         self.position = known["position"] = made(Position)
         self.runner = known["runner"] = made(RoundRunner)

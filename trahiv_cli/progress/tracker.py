@@ -28,7 +28,6 @@ from trahiv_cli.progress.ledger import Spans
 from trahiv_cli.progress.reports import Past, PeerProgress, Report, ReportSchema, read_reports
 from trahiv_cli.progress.trust import Doubts, Fork, Standing
 
-DHT_TIMEOUT_S = 5.0
 ALONE_EVERY_S = 2.0  # with no other peer; at a pair's rate reports take 2 % of its time
 REPORT_EVERY_S_A_PEER = 0.035
 """The time between two reports of a peer is at least this, multiplied by the number of peers. A report of at
@@ -45,7 +44,8 @@ class SwarmTracker(ProgressTracker):
     Upstream lets a step begin when the *estimated* time has come (progress_tracker.py:130), so a peer that
     pauses makes the others step on smaller batches. Here the total is the samples that others last reported
     plus this peer's own; in large swarms (`GUESSED_FROM_S`) also the samples that the others have trained
-    since, at their reported speed. `is_out` returns whether the swarm's owner has removed a peer.
+    since, at their reported speed. `is_out` returns whether the swarm's owner has removed a peer. The DHT
+    answers within `answer_s`, or counts as silent.
 
     `SwarmOptimizer` creates it; its threads run until `shutdown` or `abandon`.
     """
@@ -61,6 +61,7 @@ class SwarmTracker(ProgressTracker):
         start: bool,
         committed: CommittedCell,
         is_out: Callable[[str], bool],
+        answer_s: float = 5.0,
         **kwargs: Any,
     ) -> None:
         self.own_id = str(dht.peer_id.to_base58())
@@ -82,6 +83,7 @@ class SwarmTracker(ProgressTracker):
         self._begun_at = self._fetched_at = swarm_time()
         self._is_announced = False
         self._is_out = is_out
+        self._answer_s = answer_s
         self._way_back: History | None = None
         # Before upstream adds its own schema, which our reports do not fit, and fetches reports.
         dht.add_validators([SchemaValidator(ReportSchema, prefix=prefix)])
@@ -243,7 +245,7 @@ class SwarmTracker(ProgressTracker):
         """Report this peer's leases and fetch the others' reports; return whether both succeeded in time."""
         self.leases = leases  # nothing else: the training thread may report a batch meanwhile
         try:
-            return bool(self.announce().result(timeout=DHT_TIMEOUT_S)) and self.refresh()
+            return bool(self.announce().result(timeout=self._answer_s)) and self.refresh()
         except concurrent.futures.TimeoutError:
             return False
 
@@ -257,7 +259,7 @@ class SwarmTracker(ProgressTracker):
         """
         look_up = self.dht.get(self.training_progress_key, latest=True, return_future=True)
         try:
-            found = look_up.result(timeout=DHT_TIMEOUT_S if timeout_s is None else timeout_s)
+            found = look_up.result(timeout=self._answer_s if timeout_s is None else timeout_s)
         except concurrent.futures.TimeoutError:
             return False
         with self.lock_global_progress:
@@ -293,9 +295,8 @@ class SwarmTracker(ProgressTracker):
             if report is not None and (report is own or report.epoch <= step)
         }
         progress = super()._parse_swarm_progress_data(plain)
-        progress.next_fetch_time = max(progress.next_fetch_time, now + self.fetch_every_s)
-        if not self.others:
-            progress.next_fetch_time = now + ALONE_EVERY_S
+        soonest = max(progress.next_fetch_time, now + self.fetch_every_s)
+        progress.next_fetch_time = soonest if self.others else now + ALONE_EVERY_S
         return progress
 
     # -- the threads that report and fetch ---------------------------------------------------------
@@ -331,9 +332,9 @@ class SwarmTracker(ProgressTracker):
             if self.global_progress.next_fetch_time > swarm_time():
                 continue  # a refresh meanwhile has postponed the next one
             with contextlib.suppress(*UNREACHABLE, OSError, concurrent.futures.CancelledError):
-                if self.refresh(2 * DHT_TIMEOUT_S):
+                if self.refresh(2 * self._answer_s):
                     continue
-            self.shutdown_triggered.wait(DHT_TIMEOUT_S)
+            self.shutdown_triggered.wait(self._answer_s)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop reporting, and withdraw this peer's report; upstream does not wait until that is sent."""
@@ -342,7 +343,7 @@ class SwarmTracker(ProgressTracker):
         self.abandon()
         self.shutdown_complete.wait(timeout)
         goodbye = self._store(None)
-        deadline = time.monotonic() + (timeout or DHT_TIMEOUT_S)
+        deadline = time.monotonic() + (timeout or self._answer_s)
         while not goodbye.done() and self.dht.is_alive() and time.monotonic() < deadline:
             time.sleep(0.02)
 

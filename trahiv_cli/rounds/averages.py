@@ -31,6 +31,10 @@ class Averages:
         self.tensors = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
         """The tensors; hold the lock while you read or write them."""
 
+    def set_lock(self, lock: AbstractContextManager[Any]) -> None:
+        """Use this process's copy of the lock, which pickling has left out."""
+        self.lock = lock
+
     @contextmanager
     def locked(self) -> Iterator[list[torch.Tensor]]:
         """Hold the lock within the block; yield the tensors."""

@@ -123,7 +123,7 @@ class RoundService(Service):
         """Begin to work; see `Service.start`."""
         await super().start(dht, p2p, pipe)
         self._key = dht.signing_key
-        self.averages.lock = dht.tensors_lock
+        self.averages.set_lock(dht.tensors_lock)
         tensors = self.averages.tensors
         self.ballots = Ballots()
         # As much as a joiner downloads if Adam trains the tensors. An exchange fits between two steps, so no

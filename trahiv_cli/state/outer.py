@@ -29,6 +29,10 @@ class OuterState:
             own.copy_(given)
         self.rounds = rounds
 
+    def continue_at(self, rounds: int) -> None:
+        """Continue after this number of committed rounds."""
+        self.rounds = rounds
+
     def step(self, places: range, pseudo_gradients: Sequence[torch.Tensor]) -> None:
         """Move the agreed weights at these indices by averages of `anchor` minus each peer's weights.
 

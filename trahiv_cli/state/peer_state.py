@@ -227,7 +227,7 @@ class PeerState:
             self.buffers.restore()
             self.committed.change(**vars(committed))
             if self.outer is not None:
-                self.outer.rounds = metadata["outer_rounds"]
+                self.outer.continue_at(metadata["outer_rounds"])
                 for weight, agreed in zip(self.weights, self.outer.anchor, strict=True):
                     weight.copy_(agreed)
             self.move_schedule(committed.history.step)

@@ -153,7 +153,7 @@ class StateExchange(ServiceHandle):
 
     def allow(self, is_giving: bool) -> None:
         """Give this peer's state to joiners from now on, or no more."""
-        self._service.is_giving.value = int(is_giving)
+        self._service.is_giving.put(is_giving)
 
     def _give(self) -> Copy:
         metadata, flat, infos, common = self._state.copy()

@@ -153,14 +153,16 @@ class Adaptation:
         if best == present and self._has_told_pace:
             return best, ""
         self._has_told_pace = True
-        local = f", {best.local_steps} local steps" if best.has_local_steps else ""
-        takes_s = round_trips_s + size(best) / rate
-        every = best.steps_per_round
-        return best, (
-            f"A step of {self._target} samples takes {step_s:.1f} s; an exchange went at "
-            f"{8 * rate / 1e6:.1f} Mbit/s each way. Mode {best.mode}, codec {best.codec}{local}: "
-            f"an exchange of {takes_s:.1f} s every {every} step(s)."
-        )
+        figures = f"A step of {self._target} samples takes {step_s:.1f} s; "
+        return best, figures + _describe(best, rate, round_trips_s + size(best) / rate)
+
+
+def _describe(pace: Pace, rate: float, exchange_s: float) -> str:
+    local = f", {pace.local_steps} local steps" if pace.has_local_steps else ""
+    return (
+        f"an exchange went at {8 * rate / 1e6:.1f} Mbit/s each way. Mode {pace.mode}, codec {pace.codec}"
+        f"{local}: an exchange of {exchange_s:.1f} s every {pace.steps_per_round} step(s)."
+    )
 
 
 def idle_members(outcome: Outcome) -> set[str]:

@@ -63,6 +63,7 @@ class CatchUp:
     activity: JoinerActivity
     alive: Alive
     events: Events
+    refresh_s: float = REFRESH_S  # time between two fetches of reports
 
     def __post_init__(self) -> None:
         self._timeout_s = self.settings.load_state_s
@@ -141,7 +142,7 @@ class CatchUp:
         )
 
     def _wait(
-        self, what: str, is_done: Callable[[], bool], limit_s: float, every_s: float = REFRESH_S
+        self, what: str, is_done: Callable[[], bool], limit_s: float, every_s: float | None = None
     ) -> bool:
         """Fetch reports until `is_done` or this peer should leave; return False after `limit_s`."""
         deadline = time.monotonic() + limit_s
@@ -157,7 +158,7 @@ class CatchUp:
                 if (here := 1 + len(self.tracker.others)) != told:
                     told = here
                     tell("waiting", f"{what} (peers here: {here})", deadline - time.monotonic())
-                time.sleep(every_s)
+                time.sleep(self.refresh_s if every_s is None else every_s)
         return True
 
     # -- missed rounds ------------------------------------------------------------------------------

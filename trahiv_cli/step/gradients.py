@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import repeat
 
 import numpy as np
 import torch
 
 from trahiv_cli.rounds.averages import Averages
 from trahiv_cli.state.host_copies import HostCopies
+
+
+def set_gradients(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the `.grad` of tensors, each on its tensor's device; None clears it.
+
+    A gradient that is there already is set itself, not a copy.
+    """
+    for tensor, gradient in zip(tensors, gradients, strict=False):
+        tensor.grad = None if gradient is None else gradient.to(tensor.device)
 
 
 class GradientBuffer:
@@ -54,7 +64,7 @@ class GradientBuffer:
         if lend:
             for param, accumulator in zip(self.parameters, self.accumulators, strict=True):
                 if param.device == accumulator.device:
-                    param.grad = accumulator
+                    set_gradients([param], [accumulator])
         return weight / self._anchor_weight if self._anchor_weight else 1.0
 
     @property
@@ -79,7 +89,7 @@ class GradientBuffer:
         self.forget_announced()
         for param, accumulator in zip(self.parameters, self.accumulators, strict=True):
             if param.grad is accumulator:
-                param.grad = None
+                set_gradients([param], [None])
             elif param.grad is not None:
                 accumulator.add_(param.grad.to(accumulator.device), alpha=factor)
 
@@ -91,6 +101,10 @@ class GradientBuffer:
         self.forget_announced()
         for accumulator in self.accumulators:
             accumulator.zero_()
+
+    def clear(self) -> None:
+        """Clear the parameters' own gradients."""
+        set_gradients(self.parameters, repeat(None))
 
     def set_aside(self) -> None:
         """Set the accumulated gradients aside for a round; newer ones will go into other memory."""
@@ -161,9 +175,7 @@ class GradientBuffer:
     @contextmanager
     def _as_gradients(self, gradients: list[torch.Tensor]) -> Iterator[None]:
         try:
-            for param, gradient in zip(self.parameters, gradients, strict=True):
-                param.grad = gradient.to(param.device)
+            set_gradients(self.parameters, gradients)
             yield
         finally:
-            for param in self.parameters:
-                param.grad = None
+            self.clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from trahiv_cli.progress.ledger import Spans
 from trahiv_cli.progress.pace import divide
 from trahiv_cli.state.peer_state import PeerState
-from trahiv_cli.step.gradients import GradientBuffer
+from trahiv_cli.step.gradients import GradientBuffer, set_gradients
 from trahiv_cli.step.run_settings import RunSettings
 
 GUESS_BYTES = 2**22
@@ -159,21 +160,20 @@ class SharedGradients(Method):
             self._agreed = [torch.empty_like(weight) for weight in weights]
         for kept, weight in zip(self._agreed, weights, strict=True):
             kept.copy_(weight)
-            weight.grad = None  # the last batch's gradient was accumulated
+        set_gradients(weights, repeat(None))  # the last batch's gradients were accumulated
         self._state.set_agreed(self._agreed)
         mean = self._gradients.scale_aside
         scale = mean * min(1.0, self._max_norm / (norm * mean + 1e-6))  # as `clip_grad_norm_` computes it
         sizes = [weight.nbytes for weight in weights]
         for batch in divide(sizes, min(32, 1 + sum(sizes) // GUESS_BYTES)):
-            holders = [*(optimizer.state[weights[place]] for place in batch), *optimizer.param_groups]
+            moved = [weights[place] for place in batch]
+            holders = [*(optimizer.state[weight] for weight in moved), *optimizer.param_groups]
             before = [_copied(holder) for holder in holders]
             try:
-                for place in batch:
-                    weights[place].grad = self._gradients.aside[place].mul(scale).to(weights[place].device)
+                set_gradients(moved, (self._gradients.aside[place].mul(scale) for place in batch))
                 optimizer.step()
             finally:  # even if memory runs out: a checkpoint contains this state
-                for place in batch:
-                    weights[place].grad = None
+                set_gradients(moved, repeat(None))
                 for holder, values in zip(holders, before, strict=True):
                     for name, value in values.items():
                         if isinstance(value, torch.Tensor):

@@ -40,7 +40,7 @@ from trahiv_cli.state.peer_state import PeerState
 from trahiv_cli.state.state_service import StateExchange, StateService
 from trahiv_cli.step.auto import Adaptation
 from trahiv_cli.step.catch_up import CatchUp
-from trahiv_cli.step.gradients import GradientBuffer
+from trahiv_cli.step.gradients import GradientBuffer, set_gradients
 from trahiv_cli.step.position import Position
 from trahiv_cli.step.quorum import Quorum
 from trahiv_cli.step.round_runner import SCHEMA_BYTES, RoundRunner
@@ -253,8 +253,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         shapes = [param.shape for param in state.main_parameters]
         averages = Averages(shapes, self.dht.tensors_lock)
         if self.offload_optimizer:
-            for weight, average in zip(state.weights, averages.tensors, strict=True):
-                weight.grad = average
+            set_gradients(state.weights, averages.tensors)
         return GradientBuffer(state.main_parameters, averages)
 
     def is_alive(self) -> bool:

@@ -38,7 +38,6 @@ logger = get_logger(__name__)
 
 REFRESH_S = 1.0  # time between two fetches of reports in a wait; in a large swarm it is longer
 POLL_S = 0.1  # time between two checks whether a wait is over, or the user wants to leave
-SAY_AFTER_S = 3.5  # after this time, and twice its usual time, a search for a group leads to a warning
 HELD_AT_MOST = 4  # rounds of samples that a peer holds, if training goes on during a round
 SCHEMA_BYTES = 8
 OVERTAKEN = "the others took this step without this peer"
@@ -66,6 +65,7 @@ class RoundRunner:
     alive: Alive
     events: Events
     when_no_group_is_found: Callable[[], None]
+    warns_after_s: float = 3.5  # and after twice the usual time of a search
 
     def __post_init__(self) -> None:
         self._usual_wait_s = 0.0  # from the start of a search to a commit
@@ -214,7 +214,7 @@ class RoundRunner:
     def _say_that_there_is_no_group(self) -> None:
         """Warn that this peer has been waiting for a group, and again whenever the wait has doubled."""
         waited = time.monotonic() - self.quorum.missed_since
-        if waited < max(SAY_AFTER_S, 2 * self._usual_wait_s, 2 * self.quorum.said_after_s):
+        if waited < max(self.warns_after_s, 2 * self._usual_wait_s, 2 * self.quorum.said_after_s):
             return
         self.quorum.note_warning(waited)
         missing = {peer.peer_id for peer in self.tracker.others} | self.quorum.vanished

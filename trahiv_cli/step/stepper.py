@@ -140,8 +140,7 @@ class Stepper:
         """See `SwarmOptimizer.start_batch_over`."""
         self.work.forget_announced(-num_samples)
         self.gradients.reset()
-        for param in self.gradients.parameters:
-            param.grad = None
+        self.gradients.clear()
         held = self.position.method.samples_held
         self.work.drop(held)
         self._report(held)

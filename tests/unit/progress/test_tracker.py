@@ -144,7 +144,7 @@ def test_failed_report_fetch_is_retried(swarm, tracker, monkeypatch):
         swarm.failed_at = time.monotonic()
         raise OSError("the daemon's socket")
 
-    monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.3)
+    tracker._answer_s = 0.3
     swarm.report("B")
     get = swarm.dht.get
     swarm.dht.get = fails
@@ -270,7 +270,7 @@ def test_lease_preserves_local_progress(swarm, tracker, monkeypatch):
     assert swarm.told["samples_accumulated"] == 7
     swarm.report("B", samples=40)
     tracker.refresh()
-    monkeypatch.setattr(progress, "DHT_TIMEOUT_S", 0.0)
+    tracker._answer_s = 0.0
     monkeypatch.setattr(swarm.dht, "get", lambda *args, **kwargs: Future())
     assert not tracker.lease(spans(0, 9))
     assert not tracker.refresh()

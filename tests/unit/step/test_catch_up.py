@@ -73,10 +73,10 @@ def test_return_to_majority_reports_fork(monkeypatch):
     assert peer.codes == ["fork"]
 
 
-def test_gather_waits_for_peers_or_timeout(monkeypatch):
-    monkeypatch.setattr(catching_up, "REFRESH_S", 0.01)
+def test_gather_waits_for_peers_or_timeout():
     peer, _ = of_one_weight(with_b())
     waits = peer.catch_up
+    waits.refresh_s = 0.01
     assert waits.gather(2, 10.0)
     assert not waits.gather(3, 0.05)
     assert [event["what"] for event in peer.told] == ["3 peers to be there (peers here: 2)"]

@@ -28,7 +28,6 @@ from trahiv_cli.progress.pace import Pace, RoundRules
 from trahiv_cli.progress.trust import CREDIT_MARGIN
 from trahiv_cli.rounds.vote import NotCommitted, digest_of, joint_digest
 from trahiv_cli.state.peer_state import common_digest
-from trahiv_cli.step import round_runner as seeking
 from trahiv_cli.step.position import MOST_ROUNDS_AHEAD
 
 torch.set_num_threads(1)
@@ -192,15 +191,15 @@ def test_nonfinite_weights_end_training_before_sending(poison):
 
 
 @pytest.mark.parametrize(("solo_after_s", "words"), [(300.0, "after 300 s"), (math.inf, "never")])
-def test_long_group_search_warns_with_backoff(solo_after_s, words, monkeypatch):
+def test_long_group_search_warns_with_backoff(solo_after_s, words):
     def fail_until_it_was_said_twice(rounds):
         peer.leaves = len(peer.asked_for_help) >= 2
         return fails(rounds)
 
-    monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.2)
     tracker = Tracker([report("Qm...23456B", History())])
     began = time.monotonic()
     peer, _ = of_one_weight(tracker, fail_until_it_was_said_twice, rules=RoundRules(solo_after_s))
+    peer.runner.warns_after_s = 0.2
     tracker.committed.change(group=frozenset({"QmMe", "Qm...23456C"}))
     peer.train()
     assert peer.codes == ["no-group"] * len(peer.asked_for_help)
@@ -213,9 +212,9 @@ def test_long_group_search_warns_with_backoff(solo_after_s, words, monkeypatch):
     assert said["hint"].endswith(f"{words} (swarm.solo)")
 
 
-def test_usual_group_search_is_silent(monkeypatch):
-    monkeypatch.setattr(seeking, "SAY_AFTER_S", 0.0)
+def test_usual_group_search_is_silent():
     peer, _ = of_one_weight(with_b(), commits())
+    peer.runner.warns_after_s = 0.0
     peer.quorum.missed_since = time.monotonic() - 100.0
     peer.train()
     peer.rounds.end = fails
