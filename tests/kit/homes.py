@@ -11,7 +11,7 @@ from trahiv_cli import clock
 from trahiv_cli.doctor.network import connections
 from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.node import Node
 
 KINDS = {
@@ -81,7 +81,7 @@ def be_node(key, peers, reach, ahead_s, pipe):
     """Be a node that answers questions until it is asked nothing."""
     MPFuture.reset_backend()  # its locks would be those of all nodes: one that is killed may hold them
     clock._ahead.value = ahead_s
-    with Node(DhtSection(), key, peers, met=Acquaintances(None), reach=reach) as node:
+    with Node(DhtSection(), key, peers, met=KnownPeers(None), reach=reach) as node:
         pipe.send(node.peer_id)
         while (question := pipe.recv()) is not None:
             pipe.send(question(node))

@@ -16,8 +16,8 @@ from trahiv_cli.progress.history import History
 from trahiv_cli.progress.leases import Work
 from trahiv_cli.progress.ledger import Spans
 from trahiv_cli.progress.pace import DEFAULT_PACE
-from trahiv_cli.progress.reports import Past, PeerProgress, Report
-from trahiv_cli.progress.trust import Doubts, Standing
+from trahiv_cli.progress.reports import CommitPath, PeerProgress, Report
+from trahiv_cli.progress.trust import Plausibility, SwarmView
 from trahiv_cli.rounds.claims import Outcome
 from trahiv_cli.rounds.round_service import RoundInProgress
 from trahiv_cli.rounds.vote import NotCommitted
@@ -31,7 +31,7 @@ from trahiv_cli.step.round_runner import RoundRunner
 from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.stepper import Stepper
 from trahiv_cli.step.weight_digests import WeightDigests
-from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.swarm.watchdog import Watchdog
 from trahiv_cli.telemetry.events import Events
 
 SETTINGS = RunSettings(
@@ -54,14 +54,14 @@ def spans(*bounds):
 
 def report(name, history, way=()):
     """What a peer reported that came through all histories of its `way`."""
-    past = Past()
+    past = CommitPath()
     for one in way:
         past.go_on(one)
     return reported(name, history, **past.to_wire() if way else {})
 
 
 def reported(name, history, **told):
-    """What a peer reported that `told` of its past as `Past.to_wire` does."""
+    """What a peer reported that `told` of its past as `CommitPath.to_wire` does."""
     stands = {"epoch": history.step, "samples_committed": history.samples, "history": history.digest}
     trains = {"samples_accumulated": 8, "samples_per_second": 1.0, "client_mode": False}
     return PeerProgress.of(name, Report(peer_id=b"", time=0.0, **stands, **trains, **told), 8)
@@ -82,7 +82,7 @@ class Tracker:
         self.missing = frozenset()
         self.committed = CommittedCell(Committed())
         self.samples = None
-        self.doubts = Doubts()
+        self.plausibility = Plausibility()
         self.vouched = None
         self.attested = {}
 
@@ -90,7 +90,7 @@ class Tracker:
     refresh = announce = staticmethod(lambda: None)
 
     mates = property(attrgetter("others"))
-    target = property(attrgetter("standing.target"))
+    target = property(attrgetter("view.target"))
     samples_accumulated = property(lambda self: self.samples or 0)
 
     history = property(attrgetter("committed.now.history"))
@@ -111,8 +111,8 @@ class Tracker:
         self.attested[history] = common, is_given
 
     @property
-    def standing(self):
-        return Standing(own=self.history, witnesses=self.others, vouched=self.vouched)
+    def view(self):
+        return SwarmView(own=self.history, witnesses=self.others, vouched=self.vouched)
 
     @property
     def ready_to_update_epoch(self):
@@ -199,7 +199,7 @@ class Peer:
         self.adaptation = Adaptation(told.auto_share, self.activity, 2, told.target_batch_size)
         self.quorum = Quorum(self.tracker, told.rules)
         known = vars(self) | {"settings": told, "events": events}
-        known["alive"] = Alive(None, events, self._is_to_leave)
+        known["alive"] = Watchdog(None, events, self._is_to_leave)
         known["digests"] = WeightDigests(self.state, self.tracker)
         known["when_no_group_is_found"] = lambda: self.asked_for_help.append("help")
 

@@ -22,8 +22,8 @@ import pytest
 
 from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.members.identity import IDENTITY_FILE, ensure_identity
-from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
-from trahiv_cli.swarm.known_peers import FILE, Acquaintances
+from trahiv_cli.members.invitation import Invitation, find_credentials, keep_invitation
+from trahiv_cli.swarm.known_peers import FILE, KnownPeers
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "trahiv_cli"
@@ -236,9 +236,9 @@ def test_light_commands_load_no_heavy_library(words, tmp_path):
     """The commands run in a folder with a closed swarm whose only peer has ended."""
     folder = tmp_path / "runs" / "run"
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{ensure_identity(folder / IDENTITY_FILE)}"
-    standing = find_standing(folder, Invitation())
-    keep_invitation(folder / INVITATION_FILE, Invitation((address,), standing.membership))
-    Acquaintances(folder / FILE).save()
+    credentials = find_credentials(folder, Invitation())
+    keep_invitation(folder / INVITATION_FILE, Invitation((address,), credentials.membership))
+    KnownPeers(folder / FILE).save()
     command = [sys.executable, "-c", RUN, *words.split()]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL

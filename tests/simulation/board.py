@@ -17,7 +17,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.membership import KEY_BYTES, Owner
 from trahiv_cli.members.policy_book import Credentials
-from trahiv_cli.members.records import OwnersOnly, Readable, own_place, owner_of
+from trahiv_cli.members.records import OwnersOnly, Readable, own_subkey, owner_of
 from trahiv_cli.net.addresses import Listening
 from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol, RememberingValidator
@@ -33,7 +33,7 @@ def key_of(name):
 
 
 def id_of(name):
-    return str(owner_of(own_place(key_of(name))))
+    return str(owner_of(own_subkey(key_of(name))))
 
 
 def done(value):
@@ -63,8 +63,8 @@ class Dht:
 
     def __init__(self, board, key):
         self.board = board
-        self.peer_id = PeerID.from_base58(str(owner_of(own_place(key))))
-        self.place = own_place(key, INVITED.certify(self.peer_id.to_bytes()))
+        self.peer_id = PeerID.from_base58(str(owner_of(own_subkey(key))))
+        self.place = own_subkey(key, INVITED.certify(self.peer_id.to_bytes()))
         self.signing_key = key
         self.told = {}  # what this peer last stored, by key
         validators = [RSASignatureValidator(key), OwnersOnly(OWNER.public), Readable()]
@@ -134,4 +134,4 @@ class InMemory(Node):
         self.peer_id = id_of(name)
         self._listening = Listening([], [], [])
         self._finder = SimpleNamespace(reach=Reach("direct", "It is in memory."), addresses=list)
-        self.standing = Credentials(INVITED)
+        self.credentials = Credentials(INVITED)

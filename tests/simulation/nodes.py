@@ -12,7 +12,7 @@ from hivemind.p2p import PeerID
 from tests.simulation.board import key_of
 from tests.simulation.network import with_the_swarm_s_time
 from trahiv_cli import clock
-from trahiv_cli.members.records import OwnersOnly, Readable, own_place, owner_of
+from trahiv_cli.members.records import OwnersOnly, Readable, own_subkey, owner_of
 from trahiv_cli.swarm.corrections.nodes import (
     CorrectedNode,
     CorrectedProtocol,
@@ -28,7 +28,7 @@ class Member:
         self.network = network
         self.options = options
         self.key = key_of(name)
-        self.place = own_place(self.key)
+        self.place = own_subkey(self.key)
         self.id = PeerID.from_base58(str(owner_of(self.place)))
         self.p2p = network.p2p_of(self.id)
         self.node = None

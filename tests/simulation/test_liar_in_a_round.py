@@ -76,9 +76,9 @@ class Member:
         self.outcome = None  # of its last attempt; None if it was not committed
         self.trouble = []  # why attempts failed
         self.is_changed = False  # whether a failed attempt changed its tensors
-        interest = JoinerActivity()
-        interest.note()
-        self.service = RoundService("run", False, self.averages, (), RoundRules(), OPTIONS, interest)
+        activity = JoinerActivity()
+        activity.note()
+        self.service = RoundService("run", False, self.averages, (), RoundRules(), OPTIONS, activity)
         p2p = network.p2p_of(self.id)
         dht = SimpleNamespace(signing_key=key_of(self.name), tensors_lock=self.averages.lock)
         await self.service.start(dht, p2p, None)

@@ -22,23 +22,23 @@ from tests.simulation.network import Network, altered, edited, run_virtually
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.members.membership import mark_of
 from trahiv_cli.members.policy_book import Credentials, PolicyBook
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.net.addresses import is_address_of
 from trahiv_cli.net.keys import ADDRESSES_KEY, RUNS_KEY, likeness_key, recipe_key
 from trahiv_cli.progress.committed import Committed, CommittedCell
 from trahiv_cli.progress.leases import Leases
 from trahiv_cli.progress.ledger import Ledger, Spans
 from trahiv_cli.progress.tracker import ALONE_EVERY_S, SwarmTracker
-from trahiv_cli.progress.trust import CREDIT_MARGIN, FORK_S, Doubts, Fork
+from trahiv_cli.progress.trust import CREDIT_MARGIN, FORK_S, MinorityWatch, Plausibility
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
 from trahiv_cli.recipe.record import to_wire
 from trahiv_cli.step.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.member_list import MEMBERS_KEY, POLICY_KEY, MemberList, read_members
 from trahiv_cli.swarm.published_run import fetch_offer, publish_recipe
-from trahiv_cli.swarm.reconnector import Reunion
+from trahiv_cli.swarm.reconnector import Reconnector
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison
 
@@ -70,8 +70,8 @@ class Peer:
             is_out=lambda peer: False,
         )
         self.tracker.shutdown_complete.set()
-        self.tracker.doubts = Doubts(clock)
-        self.tracker._fork = Fork(clock)
+        self.tracker.plausibility = Plausibility(clock)
+        self.tracker._minority_watch = MinorityWatch(clock)
         self.leases = Leases(self.tracker, lambda: self.ledger, 1000, pause_s=0.005, patience_s=5.0)
         self.tracker.announce()
         self.work = []
@@ -89,7 +89,7 @@ class Peer:
         reported = dict.fromkeys((mate.peer_id for mate in self.tracker.mates if mate.samples), 0)
         proof = json.dumps(brought).encode()
         history = self.tracker.history.extend(samples=sum(samples.values()), proof=proof)
-        self.tracker.doubts.commit(history.step, reported | samples, TARGET)
+        self.tracker.plausibility.commit(history.step, reported | samples, TARGET)
         trained = [Spans.of_positions(positions) for positions in brought.values()]
         self.ledger = self.ledger.extend(trained, MOST_ROUNDS_AHEAD * TARGET)
         with self.tracker.pause_updates():
@@ -150,24 +150,24 @@ class Swarm:
             assert tracker.target == history
             assert not tracker.is_behind
             held = sum(other.tracker.local_progress.samples_accumulated for other in self.honest)
-            credit = round(CREDIT_MARGIN * tracker.doubts._credit[self.liar.id] * TARGET)
+            credit = round(CREDIT_MARGIN * tracker.plausibility._credit[self.liar.id] * TARGET)
             assert held <= tracker.samples_accumulated <= held + credit
             assert tracker._report_every_s() <= ALONE_EVERY_S
             assert tracker.global_progress.next_fetch_time <= swarm_time() + tracker.max_refresh_period
-            assert tracker.standing.holds(history, common_of(history))
+            assert tracker.view.holds(history, common_of(history))
 
     def newcomer(self):
         """Have a joiner read everything from scratch and reach the same state."""
         history = self.honest[0].tracker.history
         one = Peer(self.board, NEWCOMER, self.clock)
         one.tracker.refresh()
-        assert self.honest[0].tracker.past.went_by(one.tracker.target), "from there it follows"
-        assert one.tracker.standing.believes(history)
-        assert one.tracker.standing.holds(history, common_of(history), is_final=True)
+        assert self.honest[0].tracker.past.passed_through(one.tracker.target), "from there it follows"
+        assert one.tracker.view.believes(history)
+        assert one.tracker.view.holds(history, common_of(history), is_final=True)
         with one.tracker.pause_updates():
             one.committed.change(history=history)
             one.tracker.begin_step(is_next=False)
-        one.tracker.doubts.join()
+        one.tracker.plausibility.join()
         assert one.tracker.target == history
         del self.board.records[KEY][one.dht.place]
 
@@ -205,7 +205,7 @@ def test_false_reports_are_harmless(swarm, caplog):
         packed = lie if is_garbage else MSGPackSerializer.dumps(lie)
         number += 1
         caplog.clear()
-        disbelieve.cache_clear()
+        ignore_peer.cache_clear()
         # A record that is too long with its 370-byte signature is refused unread; a goodbye is not a lie.
         is_silent = lie is None or len(packed) > 3230
         try:
@@ -240,7 +240,7 @@ def published(nodes, key, caplog):
     other = nodes["A"].dht.told[key]
     for what, lie in lies(own, other):
         caplog.clear()
-        disbelieve.cache_clear()
+        ignore_peer.cache_clear()
         nodes[LIAR].publish(key, lie, 60)
         yield what, lie
         assert not any(id_of(name) in caplog.text for name in HONEST), what
@@ -272,7 +272,7 @@ def test_false_recipes_leave_offer_intact(nodes, caplog):
         with contextlib.suppress(TypeError):  # JSON has no bytes
             packed = zlib.compress(json.dumps(value).encode())
             caplog.clear()
-            disbelieve.cache_clear()
+            ignore_peer.cache_clear()
             nodes[LIAR].publish(recipe_key(RUN), packed, 60)
             require_the_honest_one_s(value)
             assert id_of(LIAR) in caplog.text, value
@@ -281,19 +281,19 @@ def test_false_recipes_leave_offer_intact(nodes, caplog):
 def test_false_addresses_are_ignored(nodes, caplog, tmp_path, clock):
     key = ADDRESSES_KEY
     for name in MEMBERS:
-        Reunion(nodes[name], nodes[name].own_addresses, Acquaintances(None), clock=clock).turn()
+        Reconnector(nodes[name], nodes[name].own_addresses, KnownPeers(None), clock=clock).turn()
     for number, (what, _) in enumerate(published(nodes, key, caplog)):
-        met = Acquaintances(tmp_path / f"{number}.json")
-        Reunion(nodes[NEWCOMER], nodes[NEWCOMER].own_addresses, met, clock=clock).turn()
+        met = KnownPeers(tmp_path / f"{number}.json")
+        Reconnector(nodes[NEWCOMER], nodes[NEWCOMER].own_addresses, met, clock=clock).turn()
         for name in HONEST:
             assert met.addresses[id_of(name)] == tuple(nodes[name].own_addresses()), what
         assert all(is_address_of(id_of(LIAR), one) for one in met.addresses.get(id_of(LIAR), ())), what
-        assert Acquaintances(tmp_path / f"{number}.json").addresses == met.addresses, "after a restart"
+        assert KnownPeers(tmp_path / f"{number}.json").addresses == met.addresses, "after a restart"
 
 
 def test_false_certificates_are_refused(nodes, caplog, clock):
     for name in MEMBERS:
-        MemberList(nodes[name], nodes[name].standing, clock).turn()
+        MemberList(nodes[name], nodes[name].credentials, clock).turn()
     expected = {id_of(name): INVITED.grant for name in HONEST}
     for what, lie in published(nodes, MEMBERS_KEY, caplog):
         found = read_members(nodes[NEWCOMER], OWNER.public)
@@ -309,14 +309,14 @@ def test_false_policies_are_refused(nodes, caplog, clock, tmp_path):
         for n in (b"1", b"2")
     ]
     for name in HONEST:
-        nodes[name].standing.book.offer(wires[1])
-        MemberList(nodes[name], nodes[name].standing, clock).turn()
+        nodes[name].credentials.book.offer(wires[1])
+        MemberList(nodes[name], nodes[name].credentials, clock).turn()
     flipped = [wires[1][:at] + bytes([wires[1][at] ^ 1]) + wires[1][at + 1 :] for at in range(len(wires[1]))]
     for lie in (*VALUES, wires[0], *flipped):
         nodes[LIAR].publish(POLICY_KEY, lie, 60)
         newcomer = Credentials(INVITED)
         MemberList(nodes[NEWCOMER], newcomer, clock).turn()
-        assert newcomer.book.policy == book.policy == nodes["A"].standing.book.policy, lie
+        assert newcomer.book.policy == book.policy == nodes["A"].credentials.book.policy, lie
 
 
 # Each message passes between two real protocols, with one field changed. A handler may refuse a request,

@@ -15,11 +15,11 @@ from tests.kit.states import Giving, giving_state, state_of
 from tests.kit.stepping import reported
 from tests.simulation.board import id_of
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import Pace
-from trahiv_cli.progress.reports import Past
+from trahiv_cli.progress.reports import CommitPath
 from trahiv_cli.progress.trust import Standing
 from trahiv_cli.state.download import Downloader, NobodyHas, Pauses, StateRequest
 from trahiv_cli.state.snapshot import (
@@ -46,19 +46,19 @@ def state_at(history, *, has_local_steps):
 def test_false_state_metadata_is_refused(caplog, has_local_steps):
     """Only the liar gives the joiner a state; honest peers have reported the digest of theirs."""
     donor = state_at(HISTORY, has_local_steps=has_local_steps)
-    past = Past()
+    past = CommitPath()
     past.go_on(BEGUN)
     past.go_on(HISTORY)
     (metadata, tensors), expected = state_of(donor), donor.own_metadata()
     past.attest(HISTORY, donor.copy()[-1], is_given=True)
     witness = reported("A", HISTORY, **past.to_wire())
     older, _ = state_of(state_at(BEGUN, has_local_steps=has_local_steps))
-    standing = Standing(own=History(), witnesses=[witness] * 4)
+    credentials = Standing(own=History(), witnesses=[witness] * 4)
     for what, lie in lies(unpacked(MSGPackSerializer.dumps(metadata)), older):
         if not isinstance(lie, dict):
             continue  # refused by `read_state`
         caplog.clear()
-        disbelieve.cache_clear()
+        ignore_peer.cache_clear()
         joiner = state_at(History(), has_local_steps=has_local_steps)
         before = joiner.own_metadata(), joiner.main_parameters[0].tolist()
         given = lie | {"donor": LIAR}, [tensor.clone() for tensor in tensors]
@@ -69,7 +69,7 @@ def test_false_state_metadata_is_refused(caplog, has_local_steps):
                 lowest=History().rank,
                 silence_s=1.0,
                 is_believed=lambda history, common, peer: (
-                    standing.believes(history) and standing.holds(history, common) is True
+                    credentials.believes(history) and credentials.holds(history, common) is True
                 ),
                 is_wanted=lambda: True,
                 set_pace=lambda pace, joiner=joiner: joiner.committed.change(pace=pace),
@@ -139,7 +139,7 @@ def given():
 def check(donors, what, caplog, *, is_refused=True):
     """Require a joiner to get the honest state, and from the liar alone that state or none."""
     caplog.clear()
-    disbelieve.cache_clear()
+    ignore_peer.cache_clear()
     assert bytes(donors.get(LIAR, *HONEST).content.numpy()) == b"".join(donors.given.content), what
     try:
         found = donors.get(LIAR)

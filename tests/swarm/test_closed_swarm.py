@@ -39,21 +39,21 @@ def test_only_members_enter_closed_swarm(tmp_path):
         "does not take this peer for a member": Credentials(Owner(bytes(KEY_BYTES)).invite()),
         "its invitation is over": Credentials(OWNER.invite(expires=1)),
     }
-    with Node(LOCAL, tmp_path / "a.key", standing=HOME) as a:
+    with Node(LOCAL, tmp_path / "a.key", credentials=HOME) as a:
         to_a = (a.own_addresses()[0],)
         for words, stands in others.items():
             with pytest.raises(NotAdmitted, match=words) as refused:
-                Node(LOCAL, tmp_path / "m.key", to_a, standing=stands)
+                Node(LOCAL, tmp_path / "m.key", to_a, credentials=stands)
             assert refused.value.exit_code == 5
         assert a.fetch("trahiv_addresses").keys() <= {a.peer_id}
-        with Node(LOCAL, tmp_path / "b.key", to_a, standing=Credentials(OWNER.invite())) as b:
+        with Node(LOCAL, tmp_path / "b.key", to_a, credentials=Credentials(OWNER.invite())) as b:
             assert b.publish("key", 1, ttl_s=60)
             assert a.fetch("key") == {b.peer_id: 1}
             to_b = (b.own_addresses()[0],)
-            with Node(CLIENT, tmp_path / "c.key", to_b, standing=HOME) as c:
+            with Node(CLIENT, tmp_path / "c.key", to_b, credentials=HOME) as c:
                 assert c.fetch("key") == {b.peer_id: 1}, "a member that nobody can call"
             stands = Credentials(OWNER.invite(Role.watcher))
-            with Node(CLIENT, tmp_path / "w.key", to_a, standing=stands, is_visitor=True) as watcher:
+            with Node(CLIENT, tmp_path / "w.key", to_a, credentials=stands, is_visitor=True) as watcher:
                 assert watcher.fetch("key") == {b.peer_id: 1}
                 watcher.publish("key", 2, ttl_s=60)
                 assert a.fetch("key") == {b.peer_id: 1}, "a watcher reads and can store nothing"

@@ -29,7 +29,7 @@ from trahiv_cli.net.addresses import socket_of
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm.corrections import dht
 from trahiv_cli.swarm.corrections.processes import require_start
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reconnector import known_peers
 from trahiv_cli.swarm.service import Service, ServiceHandle
@@ -42,7 +42,7 @@ def node(tmp_path):
     """`node("first", *peers)` starts a node with a file of acquaintances, which outlives it."""
 
     def start(name, *peers, settings=LOCAL):
-        met = Acquaintances(tmp_path / f"{name}.json")
+        met = KnownPeers(tmp_path / f"{name}.json")
         return Node(settings, tmp_path / f"{name}.key", peers, met=met)
 
     return start
@@ -176,7 +176,7 @@ def test_node_moves_from_taken_port(node, tmp_path):
 
 def test_restarted_peers_find_each_other(node, tmp_path):
     with node("first") as first, node("second", *first.own_addresses()) as second:
-        wait_until(lambda: second.peer_id in Acquaintances(tmp_path / "first.json").addresses)
+        wait_until(lambda: second.peer_id in KnownPeers(tmp_path / "first.json").addresses)
     with node("first") as first:  # the second is not there
         assert first.run(known_peers) == []
         book = json.loads((tmp_path / "second.json").read_text())

@@ -16,7 +16,7 @@ from tests.kit.recipes import write_tiny
 from tests.kit.verdicts import furthest_of
 from tests.swarm.conftest import above, id_of, recorded, suspended, told
 from trahiv_cli.progress.ledger import SHARD
-from trahiv_cli.swarm.known_peers import FILE, Acquaintances
+from trahiv_cli.swarm.known_peers import FILE, KnownPeers
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -37,7 +37,7 @@ def require_saved_and_met(pair):
     """Wait until both have saved a checkpoint and each other's addresses."""
     for peer, folder in zip(pair[:2], ("first", "second"), strict=True):
         peer.wait_for("checkpoint", 60)
-        wait_until(lambda peer=peer, folder=folder: Acquaintances(Path(peer.cwd, folder, FILE)).addresses)
+        wait_until(lambda peer=peer, folder=folder: KnownPeers(Path(peer.cwd, folder, FILE)).addresses)
 
 
 def saved(*peers):

@@ -32,11 +32,11 @@ from trahiv_cli.errors import AssetError, NotAdmitted, RecipeError, SetupError, 
 from trahiv_cli.files import write_private
 from trahiv_cli.members.invitation import Invitation, read_invitation
 from trahiv_cli.members.membership import KEY_BYTES, Grant, Owner, Policy, Role, certified, mark_of
-from trahiv_cli.members.records import OwnersOnly, Quota, Readable, content_of, own_place, owner_of
+from trahiv_cli.members.records import OwnersOnly, Quota, Readable, content_of, own_subkey, owner_of
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger, Spans
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
-from trahiv_cli.progress.reports import Past, PeerProgress, Report
+from trahiv_cli.progress.reports import CommitPath, PeerProgress, Report
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.files import read_rows
 from trahiv_cli.recipe.load import load_recipe
@@ -48,7 +48,7 @@ from trahiv_cli.rounds.replay_log import Header, decoded
 from trahiv_cli.rounds.vote import Vote
 from trahiv_cli.run.folder import read_run
 from trahiv_cli.state.snapshot import Manifest, StateOffer
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.member_list import read_roll
 from trahiv_cli.wire import unpacked
 
@@ -85,7 +85,7 @@ PEER = PeerID(b"\x12\x20" + b"a" * 32)
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
 LINE = Invitation((ADDRESS,), OWNER.invite(Role.watcher, expires=10**9), "run-1", "ab" * 8).to_text().encode()
 POLICY = Policy(3, frozenset({mark_of(b"1")}), frozenset({mark_of(b"2")}), frozenset({mark_of(b"3")}))
-PLACE = own_place(RSAPrivateKey())
+PLACE = own_subkey(RSAPrivateKey())
 RUN = resolve(load_recipe("quickstart", ["hivemind_config.opt.run_id=run-1"]).recipe)
 MANIFEST = Manifest((3, b"x"), b"\x80", (("float32", (2,), 0, 8),), (bytes(16),))
 
@@ -129,7 +129,7 @@ def _report(content: bytes) -> object:
     return report, told, Spans.from_wire(report.leases), PeerID(report.peer_id)
 
 
-WAY = Past()
+WAY = CommitPath()
 WAY.go_on(History(1, 10, b"1" * 16))
 WAY.attest(History(1, 10, b"1" * 16), b"12345678")
 STANDS = {"epoch": 1, "samples_committed": 10, "history": b"1" * 16, "leases": [0, 5], "time": 1.0}
@@ -163,7 +163,7 @@ PARSERS: dict[str, Parser] = {
         (),
     ),
     "the file of acquaintances": Parser(
-        _in_file(lambda path: Acquaintances(path).addresses, "peers.json"),
+        _in_file(lambda path: KnownPeers(path).addresses, "peers.json"),
         _json({"version": 1, "ports": {}, "peers": {str(PEER): {"maddrs": [ADDRESS], "seen": 1}}}),
         (),
     ),

@@ -5,7 +5,7 @@ import pytest
 from trahiv_cli.cli.watch import deeds_of
 from trahiv_cli.errors import SetupError, TrahivError
 from trahiv_cli.files import INVITATION_FILE
-from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.members.invitation import Invitation, find_credentials, keep_invitation
 from trahiv_cli.swarm.member_list import write_down
 
 MEMBER = "QmaoLhCedeDYXDFCXFXNqnSzAB7VEdVeeY2bG2QAvF7Jbp"
@@ -14,7 +14,7 @@ MEMBER = "QmaoLhCedeDYXDFCXFXNqnSzAB7VEdVeeY2bG2QAvF7Jbp"
 @pytest.fixture
 def owned(tmp_path):
     """What an owner can do in the folder of a swarm that one other peer has joined."""
-    membership = find_standing(tmp_path, Invitation()).membership
+    membership = find_credentials(tmp_path, Invitation()).membership
     unreachable = (f"/ip4/127.0.0.1/tcp/1/p2p/{MEMBER}",)
     keep_invitation(tmp_path / INVITATION_FILE, Invitation(unreachable, membership=membership))
     write_down(tmp_path, {MEMBER: membership.grant})

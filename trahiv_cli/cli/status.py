@@ -37,14 +37,14 @@ def status(
 ) -> None:
     """Show who is in a swarm, how far it is and how each is reached."""
     out.use(format)
-    from trahiv_cli.members.invitation import passing_standing
+    from trahiv_cli.members.invitation import visitor_credentials
     from trahiv_cli.run.lock import holder_of
     from trahiv_cli.swarm.known_peers import FILE
     from trahiv_cli.swarm.owner import looking_in
 
     folder, invitation = swarm_named(peer, output_dir, FILE)
     try:
-        with looking_in(folder, invitation, passing_standing(folder, invitation)) as node:
+        with looking_in(folder, invitation, visitor_credentials(folder, invitation)) as node:
             if follow:
                 follow_all(node)
             else:

@@ -21,13 +21,13 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.clock import ahead_s
 from trahiv_cli.doctor.checks import Check
 from trahiv_cli.errors import NotAdmitted, SetupError, SwarmError
-from trahiv_cli.members.invitation import Invitation, passing_standing
+from trahiv_cli.members.invitation import Invitation, visitor_credentials
 from trahiv_cli.net import addresses
 from trahiv_cli.net.keys import ADDRESSES_KEY
 from trahiv_cli.reach.hole_punching import FAILED
 from trahiv_cli.reach.reachability import Reach, servers_of
 from trahiv_cli.recipe.schema import DhtSection
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.node import REACH_KNOWN_S, Node
 from trahiv_cli.telemetry.events import short_name
 
@@ -126,12 +126,12 @@ def examine_reach(
     `folder` is of an earlier run here with this swarm. Failures are yielded as checks, not raised.
     """
     with tempfile.TemporaryDirectory(prefix="trahiv-doctor-", ignore_cleanup_errors=True) as passing:
-        standing = passing_standing(folder, invitation)
-        met = Acquaintances(None)
+        credentials = visitor_credentials(folder, invitation)
+        met = KnownPeers(None)
         own = Path(passing, "identity.key")
         peers = invitation.addresses
         try:
-            with Node(section, own, peers, met=met, standing=standing, is_visitor=True) as node:
+            with Node(section, own, peers, met=met, credentials=credentials, is_visitor=True) as node:
                 if peers:
                     yield _clock()
                 reach = node.known_reach(REACH_KNOWN_S)

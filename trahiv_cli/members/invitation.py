@@ -121,7 +121,7 @@ def _lines(text: str) -> Iterator[str]:
         yield from (line for line in peers_in(content) if not line.startswith("@"))
 
 
-def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials | None:
+def visitor_credentials(folder: Path | None, invitation: Invitation) -> Credentials | None:
     """Return the credentials for a read-only visit, or None if there are none. Writes no file."""
     membership = invitation.membership
     if membership is None and folder is not None:
@@ -130,7 +130,7 @@ def passing_standing(folder: Path | None, invitation: Invitation) -> Credentials
     return None if membership is None else Credentials(membership)
 
 
-def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
+def find_credentials(folder: Path, invitation: Invitation, *, is_public: bool = False) -> Credentials | None:
     """Return a peer's credentials and store them in its folder; None if its swarm is open.
 
     If the invitation has no addresses and the folder no earlier membership, this peer starts a swarm, which
@@ -150,23 +150,23 @@ def find_standing(folder: Path, invitation: Invitation, *, is_public: bool = Fal
     if is_public and not invitation.addresses:
         return None
     owner = read_owner(folder)
-    standing = passing_standing(folder, invitation)
-    if standing is None:
+    credentials = visitor_credentials(folder, invitation)
+    if credentials is None:
         if invitation.addresses:
             return None
         if owner is None:
             owner = Owner(key := secrets.token_bytes(KEY_BYTES))
             _keep(folder / OWNER_FILE, key.hex())
         era = PolicyBook(owner.public, folder / POLICY_FILE).policy.era
-        standing = Credentials(owner.invite(era=era))
-    if owner is not None and owner.public != standing.membership.owner:
+        credentials = Credentials(owner.invite(era=era))
+    if owner is not None and owner.public != credentials.membership.owner:
         owner = None  # the folder's peer has joined another owner's swarm since
-    keep_invitation(folder / MEMBER_FILE, Invitation(membership=standing.membership))
-    return replace(standing, owner=owner, folder=folder)
+    keep_invitation(folder / MEMBER_FILE, Invitation(membership=credentials.membership))
+    return replace(credentials, owner=owner, folder=folder)
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Read the owner's key; None if the swarm was not started here. Raises SetupError as `find_standing`."""
+    """Read the owner's key; None if the swarm was not started here. Raises as `find_credentials`."""
     return _read_secret(folder / OWNER_FILE, "an owner's key", lambda text: Owner(bytes.fromhex(text)))
 
 

@@ -1,7 +1,7 @@
 """Records in the DHT belong to peers: each is signed with its peer's key, small, and short-lived.
 
 Every node checks each record that it receives or reads. A record is stored under a key in its owner's place
-(`own_place`), which has the owner's public key and, in a closed swarm, the certificate: a peer that is not a
+(`own_subkey`), which has the owner's public key and, in a closed swarm, the certificate: a peer that is not a
 member has no records. hivemind's `RSASignatureValidator` signs a record and checks the signature.
 
 Under a key each owner has one record, and by one invitation at most 200 peers have any (`Quota`):
@@ -44,7 +44,7 @@ MAX_ID_BYTES = 64
 
 
 @lru_cache(4096)
-def disbelieve(peer: str, why: str) -> None:
+def ignore_peer(peer: str, why: str) -> None:
     """Log, once per peer (id, base58) and reason, why its messages are ignored; `why` has no full stop."""
     logger.warning(f"Peer {peer} is not believed: {why}.")
 
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     certificate: bytes  # empty in an open swarm
 
 
-def own_place(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
+def own_subkey(key: RSAPrivateKey, certificate: bytes = b"") -> bytes:
     """Return the place of the peer with this key and, in a closed swarm, this certificate."""
     place = b"[owner:%b]" % key.get_public_key().to_bytes()
     if certificate:

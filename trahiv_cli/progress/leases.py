@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from trahiv_cli.background import in_background
 from trahiv_cli.errors import SwarmError
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.progress.ledger import MOST_LEASES, SHARD, USELESS_AT_MOST, Ledger, Spans
 from trahiv_cli.progress.tracker import SwarmTracker
 
@@ -202,7 +202,7 @@ class Leases:
             if peer.leases.end <= end and len(peer.leases - covered) <= most:
                 believed += peer.leases.spans
             elif peer.history == self._reports.history:
-                disbelieve(peer.peer_id, "it leases more samples, or later ones, than it can train")
+                ignore_peer(peer.peer_id, "it leases more samples, or later ones, than it can train")
         return Spans.of(believed)
 
     def _lease(self) -> None:

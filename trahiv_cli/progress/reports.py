@@ -1,8 +1,8 @@
 """Reports, which each peer sends to all others, and how they are read.
 
-A report has the peer's history and the path to it (`Past`): the last rounds that the peer committed, each by
-a mark of the history after it, and for some of these a digest of the tensors that all peers of that history
-share.
+A report has the peer's history and the path to it (`CommitPath`): the last rounds that the peer committed,
+each by a mark of the history after it, and for some of these a digest of the tensors that all peers of that
+history share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hivemind.utils import ValueWithExpiration
 from pydantic.v1 import BaseModel, conbytes, confloat, conint, conlist
 
 from trahiv_cli.clock import LATEST_S
-from trahiv_cli.members.records import disbelieve, owner_of
+from trahiv_cli.members.records import ignore_peer, owner_of
 from trahiv_cli.progress.history import DIGEST_BYTES, MOST_SAMPLES, MOST_STEPS, History
 from trahiv_cli.progress.ledger import MOST_LEASES, Spans
 
@@ -38,7 +38,7 @@ STATE = struct.Struct(f">I{MARK_BYTES}s{COMMON_BYTES}s")
 Mark = tuple[int, bytes]  # a history in a report: its step, and the first bytes of a digest of it
 
 
-@lru_cache(1024)  # each use of `Standing` compares all histories with all reports
+@lru_cache(1024)  # each use of `SwarmView` compares all histories with all reports
 def mark_of(history: History) -> Mark:
     """Return the mark of a history, which stands for it in reports."""
     # It covers the samples, too: otherwise peers that went through the history would back any number of
@@ -47,7 +47,7 @@ def mark_of(history: History) -> Mark:
     return history.step, hashlib.sha256(told).digest()[:MARK_BYTES]
 
 
-class Past:
+class CommitPath:
     """This peer's path to its state. Safe to read from any thread."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Past:
         """Record the state after one more round."""
         self._rounds = (*self._rounds, mark_of(history))[-ROUNDS_TOLD:]
 
-    def went_by(self, history: History) -> bool:
+    def passed_through(self, history: History) -> bool:
         """Whether this peer passed through a state, as far as it remembers."""
         return mark_of(history) in self._rounds
 
@@ -125,7 +125,7 @@ class PeerProgress:
     rounds: tuple[Mark, ...] = ()  # rounds through which it came to its history
     states: frozenset[tuple[int, bytes, bytes]] = frozenset()  # digests of tensors shared there
 
-    def went_by(self, history: History) -> bool | None:
+    def passed_through(self, history: History) -> bool | None:
         """Whether it passed through a state; None if it can't know: it came later, or is not there yet."""
         mark = mark_of(history)
         if history == self.history or mark in self.rounds or any(mark == state[:2] for state in self.states):
@@ -168,12 +168,12 @@ def read_reports(
         try:
             report = Report.parse_obj(entry.value)
         except (ValueError, TypeError):  # TypeError: perhaps names that are no strings
-            disbelieve(owner, "it publishes no report, or one of another version")
+            ignore_peer(owner, "it publishes no report, or one of another version")
             continue
         if report.peer_id == PeerID.from_base58(owner).to_bytes():
             reports[owner] = report
             if entry.expiration_time < quiet_until:
                 quiet.add(owner)
         else:
-            disbelieve(owner, "it reports in another's name")
+            ignore_peer(owner, "it reports in another's name")
     return reports, gone, quiet

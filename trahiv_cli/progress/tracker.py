@@ -2,7 +2,7 @@
 
 1. A peer reports its samples, and the rounds that it came through, at a rate that its link bears (`run`).
 2. It reads the reports that the other peers send to it (`refresh`).
-3. It ignores impossible reports, and limits the samples that count (`Doubts`).
+3. It ignores impossible reports, and limits the samples that count (`Plausibility`).
 4. The reports decide which state to reach (`target`), and whether a step is due (`ready_to_update_epoch`).
 """
 
@@ -25,8 +25,8 @@ from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.progress.committed import CommittedCell
 from trahiv_cli.progress.history import MOST_SAMPLES, History
 from trahiv_cli.progress.ledger import Spans
-from trahiv_cli.progress.reports import Past, PeerProgress, Report, ReportSchema, read_reports
-from trahiv_cli.progress.trust import Doubts, Fork, Standing
+from trahiv_cli.progress.reports import CommitPath, PeerProgress, Report, ReportSchema, read_reports
+from trahiv_cli.progress.trust import MinorityWatch, Plausibility, SwarmView
 
 ALONE_EVERY_S = 2.0  # with no other peer; at a pair's rate reports take 2 % of its time
 REPORT_EVERY_S_A_PEER = 0.035
@@ -66,11 +66,11 @@ class SwarmTracker(ProgressTracker):
     ) -> None:
         self.own_id = str(dht.peer_id.to_base58())
         self._committed = committed
-        self.past = Past()
+        self.past = CommitPath()
         self.leases = Spans()
         """The path of this peer to its state, and its leases: each report has them."""
-        self.doubts = Doubts()
-        self._fork = Fork()
+        self.plausibility = Plausibility()
+        self._minority_watch = MinorityWatch()
         self.gone: frozenset[str] = frozenset()
         """Ids of the peers that have said goodbye."""
         self.missing: frozenset[str] = frozenset()
@@ -127,7 +127,7 @@ class SwarmTracker(ProgressTracker):
     def _coming(self) -> list[PeerProgress]:
         """Members of the last round whose last reports are from before it."""
         late = (one for one in self.others if one.peer_id in self.companions and one.history != self.history)
-        return [peer for peer in late if self.past.went_by(peer.history)]
+        return [peer for peer in late if self.past.passed_through(peer.history)]
 
     @property
     def samples_accumulated(self) -> int:
@@ -141,17 +141,19 @@ class SwarmTracker(ProgressTracker):
         guessed = 0.0
         for peer, samples, at in (*seen, *((peer, 0, self._begun_at) for peer in self._coming)):
             by_now = samples + peer.samples_per_second * max(0.0, now - at)
-            guessed += min(by_now, self.doubts.believed_samples(peer.peer_id, math.ceil(by_now), target))
+            guessed += min(
+                by_now, self.plausibility.believed_samples(peer.peer_id, math.ceil(by_now), target)
+            )
         return own + int(guessed)
 
     @property
-    def standing(self) -> Standing:
+    def view(self) -> SwarmView:
         """This peer's view of all peers' histories, by their last reports."""
-        return Standing(
+        return SwarmView(
             own=self.history,
             witnesses=self.others,
             mates=[*self.mates, *self._coming],
-            holds_on=self.doubts.is_together,
+            holds_on=self.plausibility.is_together,
             vouched=self.vouched,
         )
 
@@ -161,7 +163,7 @@ class SwarmTracker(ProgressTracker):
 
         Its rank is lower than this peer's only if most others follow another history.
         """
-        return self._way_back or self.standing.target
+        return self._way_back or self.view.target
 
     @property
     def eta_s(self) -> float:
@@ -236,7 +238,7 @@ class SwarmTracker(ProgressTracker):
             self.announce()
 
     def attest(self, history: History, common: bytes, *, is_given: bool = False) -> None:
-        """Report the digest of the tensors that peers of a history share; see `Past.attest`. Thread-safe."""
+        """Report the digest of tensors that peers share, as `CommitPath.attest` does. Thread-safe."""
         self.past.attest(history, common, is_given=is_given)
         if is_given and self._is_announced:  # a joiner waits for it
             self.announce()
@@ -273,9 +275,9 @@ class SwarmTracker(ProgressTracker):
         own = newest.pop(self.own_id, None)
         self.missing = self.missing.union(one.peer_id for one in self.others) - newest.keys() - gone
         steps = {peer: report.epoch for peer, report in newest.items()}
-        for peer in self.doubts.unbelieved(steps, self.history.step, self.steps_a_round):
+        for peer in self.plausibility.implausible(steps, self.history.step, self.steps_a_round):
             newest.pop(peer, None)
-        believed = self.doubts.believed_samples
+        believed = self.plausibility.believed_samples
         target = self.target_batch_size
         self.others = tuple(
             PeerProgress.of(
@@ -284,7 +286,7 @@ class SwarmTracker(ProgressTracker):
             for peer, report in newest.items()
         )
         self._fetched_at = now = swarm_time()
-        self._way_back = self._fork.look(self.standing, self.past)
+        self._way_back = self._minority_watch.look(self.view, self.past)
         gone |= self.gone & self.companions  # the goodbyes of others are not needed
         self.gone = frozenset(gone - newest.keys())
         known = set(LocalTrainingProgress.__fields__)  # hivemind's report has no others

@@ -2,15 +2,15 @@
 
 1. A peer ignores a report with a step that the swarm can't have reached yet. It limits the reported samples
    by the shares of rounds that their peer brought before. A peer that offered a state and did not give it is
-   ignored for a while, as long as such peers are a minority (`Doubts`).
+   ignored for a while, as long as such peers are a minority (`Plausibility`).
 2. The other peers are witnesses: each backs the states that it passed through, by its report. A peer follows
-   the state with the most backers, and believes a download if most of these hold its values (`Standing`).
-3. A minority that was cut off adopts the majority's history (`Fork`).
+   the state with the most backers, and believes a download if most of these hold its values (`SwarmView`).
+3. A minority that was cut off adopts the majority's history (`MinorityWatch`).
 
 A witness that came later than a state abstains. Peers that stay at their own state count against all other
-states, as long as they have recently been in rounds with each other (`Doubts.is_together`). Not covered: half
-of the witnesses or more that agree on a lie; one person with many identities; peers of which no two hold the
-same bits.
+states, as long as they have recently been in rounds with each other (`Plausibility.is_together`). Not
+covered: half of the witnesses or more that agree on a lie; one person with many identities; peers of which no
+two hold the same bits.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.progress.history import History
-from trahiv_cli.progress.reports import COMMON_BYTES, Past, PeerProgress, mark_of
+from trahiv_cli.progress.reports import COMMON_BYTES, CommitPath, PeerProgress, mark_of
 
 # A peer follows the majority of another history after this time: reports of its own side may be that old.
 FORK_S = 30.0
@@ -38,7 +38,7 @@ APART_S = 300.0  # after this time and eight rounds without others, `is_together
 
 def count_backers(history: History, witnesses: Iterable[PeerProgress]) -> int:
     """Count the witnesses that passed through a state."""
-    return sum(bool(witness.went_by(history)) for witness in witnesses)
+    return sum(bool(witness.passed_through(history)) for witness in witnesses)
 
 
 def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
@@ -47,8 +47,8 @@ def _most(counts: Iterable[tuple[int, History]]) -> tuple[int, History]:
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One peer's view of all peers' histories at one moment. `SwarmTracker.standing` creates it."""
+class SwarmView:
+    """One peer's view of all peers' histories at one moment. `SwarmTracker.view` creates it."""
 
     own: History
     witnesses: Sequence[PeerProgress]  # all other peers
@@ -73,7 +73,7 @@ class Standing:
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
             if self.holds_on or len(mate.rounds) > 1:  # it came through rounds
-                stayers += not any(mate.went_by(history) for history in further)  # nor vouches for one
+                stayers += not any(mate.passed_through(history) for history in further)  # nor vouches for one
         backed = [(count_backers(one, witnesses) + (one == self.vouched), one) for one in further]
         return _most([(stayers, self.own), *backed])
 
@@ -87,8 +87,8 @@ class Standing:
         count = count_backers(history, self.witnesses) + (history == self.vouched)
         if count > 1:
             later = [one for one in self.witnesses if one.history.step > history.step]
-            count += sum(one.went_by(history) is None for one in later)
-        rest = [witness for witness in self.witnesses if not witness.went_by(history)]
+            count += sum(one.passed_through(history) is None for one in later)
+        rest = [witness for witness in self.witnesses if not witness.passed_through(history)]
         return history == self.own or (count > 0 and count >= self._best(rest)[0])
 
     def holds(self, history: History, common: bytes, *, is_final: bool = False) -> bool | None:
@@ -117,11 +117,11 @@ class Standing:
         return agree >= rivals if has_been_said else None
 
 
-class Fork:
+class MinorityWatch:
     """Notices that most other peers follow another history, whose rank is lower than this peer's.
 
-    That history has fewer samples, or it would be the target of `Standing`: a few peers that were cut off may
-    have trained more than the rest. The minority adopts the majority's history. `clock` is monotonic, in
+    That history has fewer samples, or it would be the target of `SwarmView`: a few peers that were cut off
+    may have trained more than the rest. The minority adopts the majority's history. `clock` is monotonic, in
     seconds.
     """
 
@@ -129,12 +129,14 @@ class Fork:
         self._clock = clock
         self._seen: tuple[float, int] | None = None  # when the majority was first seen, and its step
 
-    def look(self, standing: Standing, past: Past) -> History | None:
+    def look(self, view: SwarmView, past: CommitPath) -> History | None:
         """Return the majority's state once it has lasted `FORK_S` and stepped meanwhile; otherwise None."""
-        own = standing.own
-        apart = [witness for witness in standing.witnesses if not witness.went_by(own)]
-        with_us = 1 + len(standing.witnesses) - len(apart)
-        others = {one for one in standing.given if one.rank < own.rank and one.step and not past.went_by(one)}
+        own = view.own
+        apart = [witness for witness in view.witnesses if not witness.passed_through(own)]
+        with_us = 1 + len(view.witnesses) - len(apart)
+        others = {
+            one for one in view.given if one.rank < own.rank and one.step and not past.passed_through(one)
+        }
         count, history = _most([(0, own), *((count_backers(one, apart), one) for one in others)])
         if count <= with_us:
             self._seen = None
@@ -143,7 +145,7 @@ class Fork:
         return history if self._clock() - seen_at >= FORK_S and history.step > step else None
 
 
-class Doubts:
+class Plausibility:
     """Judges reports by this peer's own observations. `clock` goes on while the machine sleeps."""
 
     def __init__(self, clock: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME)) -> None:
@@ -208,9 +210,9 @@ class Doubts:
             elif now - since >= FAILING_S and 2 * len(peers) < len(others) + (self._together is not None):
                 del self._failing[peer]
                 self._passed_over[peer] = now + PASSED_OVER_S
-                disbelieve(peer, "it does not give the state that it reports")
+                ignore_peer(peer, "it does not give the state that it reports")
 
-    def unbelieved(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
+    def implausible(self, steps: Mapping[str, int], own: int, steps_a_round: int) -> list[str]:
         """Return ids of the peers whose reports do not count: their step is impossible, or they are ignored.
 
         `steps` has the reported steps of all other peers, by id; this peer is at step `own`.
@@ -228,5 +230,5 @@ class Doubts:
             furthest = sorted(steps.values(), reverse=True)[len(steps) // 2] + NEWCOMERS_STEPS
         far = [peer for peer, step in steps.items() if step > furthest]
         for peer in far:
-            disbelieve(peer, "it reports a step that the swarm can't be at")
+            ignore_peer(peer, "it reports a step that the swarm can't be at")
         return [*far, *(peer for peer, until in self._passed_over.items() if until > now and peer in steps)]

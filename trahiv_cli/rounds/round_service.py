@@ -117,7 +117,7 @@ class RoundService(Service):
     buffers: Sequence[torch.Tensor]
     rules: RoundRules
     options: RoundOptions
-    interest: JoinerActivity
+    activity: JoinerActivity
 
     async def start(self, dht: CorrectedDHT, p2p: P2P, pipe: Any) -> None:
         """Begin to work; see `Service.start`."""
@@ -244,7 +244,7 @@ class RoundService(Service):
             ids = tuple(peer.to_bytes() for peer in group_info.peer_ids)
             num_bytes = sum(len(part.buffer) for part in parts)
             header = Header(ids, gathered, vote.digest, len(parts), num_bytes)
-            self._log.add(exchange.after, header, parts, is_wanted=self.interest.is_there)
+            self._log.add(exchange.after, header, parts, is_wanted=self.activity.is_there)
         notes = [note for other in decision.votes.values() for note in other.notes.items()]
         return replace(
             outcome,
@@ -408,7 +408,7 @@ class RoundService(Service):
             header, parts = kept
             yield DownloadData(metadata=header.to_wire())
             for part in parts:
-                self.interest.note()
+                self.activity.note()
                 yield DownloadData(tensor_part=part)
 
 

@@ -199,7 +199,7 @@ class Ballot:
         self._heard_at.setdefault(peer, time.monotonic())
         self._has_changed.set()
 
-    def standing(self) -> dict[PeerID, Vote]:
+    def standing_votes(self) -> dict[PeerID, Vote]:
         """Return the votes that count: of members that may still commit, and all votes for no average."""
         # A vote counts while its member waits, less the time that an answer takes.
         heard_after = time.monotonic() - self._limit_s + min(self._grace_s, self._limit_s / 2)
@@ -245,7 +245,7 @@ class Ballot:
         began = loop.time()
         while True:
             self._has_changed.clear()
-            votes = (self.votes if is_decided else self.standing()) | {peer: vote}
+            votes = (self.votes if is_decided else self.standing_votes()) | {peer: vote}
             decision = decide(peer, self.members, votes, quorum)
             is_decided = decision.is_committed
             if not self.unheard:
@@ -282,7 +282,7 @@ class Ballot:
         """
         self.cast(caller, call.vote)
         await wait_at_most(self._is_settled, self._limit_s)
-        heard = {peer: self._statements[peer] for peer in self.standing()}
+        heard = {peer: self._statements[peer] for peer in self.standing_votes()}
         digests = {peer: digest_of_statement(statement) for peer, statement in heard.items()}
         if not call.wanted:
             return [digests.get(member, b"") for member in self.members]

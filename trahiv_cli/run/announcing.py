@@ -58,16 +58,16 @@ def announce(
     for note in node.notes():
         events.warn("addresses", note, hint="docs/reach.md says where to listen, and what to announce")
     addresses = node.own_addresses()
-    standing = node.standing
+    credentials = node.credentials
     join = ""
     file = None
     invite = None
-    if addresses and standing:
-        file = write_invitation(folder, standing.membership, node.entrances(), run, fingerprint)
+    if addresses and credentials:
+        file = write_invitation(folder, credentials.membership, node.entrances(), run, fingerprint)
         join = joined(f"@{file}") if file else ""
     elif addresses:
         join = joined(node.entrances()[0])
-    if standing and standing.owner:
+    if credentials and credentials.owner:
         invite = shlex.join(["trahiv", "invite", "--output-dir", str(folder)])
     events.emit(
         "ready",
@@ -96,7 +96,7 @@ def log_how_to_join(node: Node, file: Path | None) -> None:
     """Log how others join; log an invitation only if a person alone sees the log, else its file's path."""
     peers = node.entrances()
     note = ""
-    if node.standing is not None and peers:
+    if node.credentials is not None and peers:
         if file is None:
             return  # this peer's own invitation admits one peer only
         if is_shown_to_a_person(logger):

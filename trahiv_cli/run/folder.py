@@ -16,7 +16,7 @@ from typing import NamedTuple
 from trahiv_cli.errors import FolderTaken, RecipeError, RecipeMismatch, SetupError, TrahivError
 from trahiv_cli.files import INVITED_BY_FILE, OWNER_FILE, write_whole
 from trahiv_cli.members.identity import IDENTITY_FILE
-from trahiv_cli.members.invitation import Invitation, find_standing, passing_standing, read_invitation
+from trahiv_cli.members.invitation import Invitation, find_credentials, read_invitation, visitor_credentials
 from trahiv_cli.members.membership import Membership
 from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.agreement import AgreedRun, differences, resolve, what_changed
@@ -24,7 +24,7 @@ from trahiv_cli.recipe.document import render
 from trahiv_cli.recipe.load import parse_recipe
 from trahiv_cli.recipe.schema import DhtSection, Recipe
 from trahiv_cli.run.lock import RESOLVED, RUNS, holder_of, owned
-from trahiv_cli.swarm.known_peers import FILE, Acquaintances
+from trahiv_cli.swarm.known_peers import FILE, KnownPeers
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.owner import visiting
 from trahiv_cli.swarm.published_run import PublishedRun, fetch_offer
@@ -78,15 +78,15 @@ def earlier_peers(output_dir: Path | None) -> list[Path]:
 
 def membership_in(folder: Path) -> Membership | None:
     """Return the membership of a folder's peer, if any; raises `SetupError` if others can read its file."""
-    standing = passing_standing(folder, Invitation())
-    return standing.membership if standing else None
+    credentials = visitor_credentials(folder, Invitation())
+    return credentials.membership if credentials else None
 
 
 def known_run(earlier: Sequence[Path], addresses: Sequence[str] | None) -> Path | None:
     """Return the newest folder with a run to resume whose peers include one of these; None: any peers."""
     named = {address.rpartition("/p2p/")[2] for address in addresses or ()}
     for folder in earlier:
-        is_meant = addresses is None or named & Acquaintances(folder / FILE).addresses.keys()
+        is_meant = addresses is None or named & KnownPeers(folder / FILE).addresses.keys()
         if is_meant and saved_in(folder / CHECKPOINTS):
             return folder
     return None
@@ -255,9 +255,9 @@ def scout(
             invitation's.
     """
     named = [address.rpartition("/p2p/")[2] for address in invitation.addresses]
-    met = Acquaintances.remembered(known / FILE if known else None)
-    standing = passing_standing(known, invitation)
-    with visiting(invitation.addresses, standing, met, identity) as node:
+    met = KnownPeers.remembered(known / FILE if known else None)
+    credentials = visitor_credentials(known, invitation)
+    with visiting(invitation.addresses, credentials, met, identity) as node:
         offer = fetch_offer(node, named, preferred_run or invitation.run_id, invitation.fingerprint)
     if not offer.fingerprint.startswith(invitation.fingerprint):
         raise RecipeMismatch(
@@ -302,8 +302,8 @@ def start_node(
         section,
         identity or Path(section.identity_path or folder / IDENTITY_FILE),
         invitation.addresses,
-        met=Acquaintances(folder / FILE),
+        met=KnownPeers(folder / FILE),
         must_reach=not saved_in(folder / CHECKPOINTS),
-        standing=find_standing(folder, invitation, is_public=is_public),
+        credentials=find_credentials(folder, invitation, is_public=is_public),
         reach=reach,
     )

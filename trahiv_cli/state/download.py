@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.shared_memory import shared_bytes
 from trahiv_cli.state.snapshot import Manifest, Rank, Snapshot, StateOffer
@@ -229,7 +229,7 @@ class Downloader:
                 offer = await self.donors.ask(donor, digest, wanted.rank, wanted.own_rank)
             return offer if offer is not None and offer.rank >= wanted.own_rank else None
         except ValueError:
-            disbelieve(donor, "its offer of a state can't be read")
+            ignore_peer(donor, "its offer of a state can't be read")
         except GONE:
             pass
         return None
@@ -251,14 +251,14 @@ class Downloader:
                 continue
             if digest_of_bytes(described) != best.digest:
                 if described:  # else it has dropped the snapshot
-                    disbelieve(donor, NOT_AS_OFFERED)
+                    ignore_peer(donor, NOT_AS_OFFERED)
                 continue
             try:
                 manifest = Manifest.from_bytes(bytes(described))
                 if manifest.num_bytes > wanted.limit_bytes:
                     raise ValueError("it is larger than this model's can be")
             except ValueError as error:
-                disbelieve(donor, OF_NO_USE)
+                ignore_peer(donor, OF_NO_USE)
                 raise RoundFailed(f"A peer offers a state that is of no use: {error}.") from error
             # A state of the same rank, at the start of a run or from a checkpoint, shares chunks with this
             # peer's.
@@ -309,7 +309,7 @@ class Downloader:
                     async for chunk in chunks:
                         silence.reschedule(asyncio.get_running_loop().time() + wanted.silence_s)
                         if not board.put(request, chunk):
-                            disbelieve(donor, NOT_AS_OFFERED)
+                            ignore_peer(donor, NOT_AS_OFFERED)
                             self._active.remove(donor)
                             return
                         self.report(board.bytes_there, board.manifest.num_bytes, len(self._active))

@@ -21,7 +21,7 @@ from hivemind.proto.averaging_pb2 import DownloadData
 from hivemind.utils import MPFuture, MSGPackSerializer
 
 from trahiv_cli.errors import RoundFailed
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.progress.history import History
 from trahiv_cli.shared_memory import JoinerActivity, SharedNumber, shared_bytes
 from trahiv_cli.state.download import OF_NO_USE, Downloader, Fetched, NobodyHas, Report, StateRequest
@@ -55,7 +55,7 @@ class StateService(Service):
     WIRE_NAME: ClassVar[str] = "ExactStateAverager"
 
     codec: CompressionBase
-    interest: JoinerActivity
+    activity: JoinerActivity
     is_giving: SharedNumber = field(default_factory=lambda: SharedNumber(0))
     progress: torch.Tensor = field(default_factory=lambda: shared_bytes(3 * 8).view(torch.int64))
 
@@ -111,7 +111,7 @@ class StateService(Service):
         match unpacked(request.metadata):
             case [bytes(digest), rank, int()] if self.is_giving.value:
                 wished = read_rank(rank)
-                self.interest.note()  # before the state is copied, so that no round after it is missing
+                self.activity.note()  # before the state is copied, so that no round after it is missing
                 snapshot = await self._snapshots.find(digest, wished)
                 offer = StateOffer(snapshot.manifest.rank, snapshot.digest).to_wire()
                 return DownloadData(metadata=packed(offer))
@@ -124,7 +124,7 @@ class StateService(Service):
             case [bytes(digest), int(start), int(stop)]:
                 with contextlib.closing(self._snapshots.pieces(digest, start, stop)) as pieces:
                     for piece in pieces:
-                        self.interest.note()
+                        self.activity.note()
                         part = runtime_pb2.Tensor(buffer=piece)
                         yield DownloadData(tensor_part=part)
 
@@ -198,7 +198,7 @@ class StateExchange(ServiceHandle):
                 return False
             return self._state.adopt(committed, metadata, tensors, **options)
         except RoundFailed:
-            disbelieve(donor, OF_NO_USE)
+            ignore_peer(donor, OF_NO_USE)
             raise
 
     def fetch(self, wanted: StateRequest, report: Report) -> tuple[dict[str, Any], list[torch.Tensor]] | None:
@@ -229,7 +229,7 @@ class StateExchange(ServiceHandle):
         try:
             metadata, tensors = read_state(fetched.manifest, fetched.content)
         except ValueError as error:
-            disbelieve(fetched.donor, OF_NO_USE)
+            ignore_peer(fetched.donor, OF_NO_USE)
             raise RoundFailed(f"A peer sent a state that can't be read: {error}.") from error
         report(fetched.manifest.num_bytes, fetched.manifest.num_bytes, max(1, told[2]))
         return metadata | {"donor": fetched.donor}, tensors

@@ -41,11 +41,11 @@ class Adaptation:
     """
 
     def __init__(
-        self, share: float | None, interest: JoinerActivity, num_values: int, target_batch_size: int
+        self, share: float | None, activity: JoinerActivity, num_values: int, target_batch_size: int
     ) -> None:
         self.measured = Measured()  # of this peer's own speed and link
         self._share = share
-        self._interest = interest
+        self._activity = activity
         self._num_values = num_values
         self._target = target_batch_size
         # The speed is the median of 20 batches: an evaluation between two of them does not count.
@@ -85,7 +85,7 @@ class Adaptation:
         if len(outcome.group) < 2:
             return
         # An exchange beside a joiner's download takes longer than the next will, unless downloads never end.
-        is_disturbed = self._interest.was_there_since(time.monotonic() - outcome.exchange_s)
+        is_disturbed = self._activity.was_there_since(time.monotonic() - outcome.exchange_s)
         self._num_disturbed = (self._num_disturbed + 1) % (DISTURBED_AT_MOST + 1) if is_disturbed else 0
         if not self._num_disturbed:
             # One member alone does not decide the pace: without it the exchange would have been shorter.

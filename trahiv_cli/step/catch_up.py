@@ -33,7 +33,7 @@ from trahiv_cli.state.state_service import StateExchange
 from trahiv_cli.step.position import Position
 from trahiv_cli.step.round_runner import POLL_S, REFRESH_S, RoundRunner, is_over
 from trahiv_cli.step.run_settings import RunSettings
-from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.swarm.watchdog import Watchdog
 from trahiv_cli.telemetry.events import Events
 
 logger = get_logger(__name__)
@@ -61,7 +61,7 @@ class CatchUp:
     exchange: StateExchange
     tracker: SwarmTracker
     activity: JoinerActivity
-    alive: Alive
+    alive: Watchdog
     events: Events
     refresh_s: float = REFRESH_S  # time between two fetches of reports
 
@@ -212,7 +212,7 @@ class CatchUp:
                 if (outcome := replay.result()) is None:
                     continue
                 history = self.position.after(sum(outcome.samples.values()), outcome.proof)
-                if self.tracker.standing.believes(history):
+                if self.tracker.view.believes(history):
                     return history, outcome
         return None
 
@@ -280,7 +280,7 @@ class CatchUp:
                 others = self.tracker.others
                 claim_it = [peer.peer_id for peer in others if peer.history == target]
                 if self.tracker.is_behind and set(claim_it) <= set(self._asked) - self._disbelieved:
-                    self.tracker.doubts.gave_nothing(claim_it, [peer.peer_id for peer in others])
+                    self.tracker.plausibility.gave_nothing(claim_it, [peer.peer_id for peer in others])
                 self.tracker.refresh()
                 if was_behind and not self.tracker.is_behind:
                     return False
@@ -335,7 +335,7 @@ class CatchUp:
         else:
             of_use = [peer for peer in there if peer.history.rank >= min(own.rank, target.rank)]
         mixed = secrets.SystemRandom().sample(of_use, len(of_use))
-        mixed.sort(key=lambda peer: (bool(peer.went_by(target)), peer.history.rank), reverse=True)
+        mixed.sort(key=lambda peer: (bool(peer.passed_through(target)), peer.history.rank), reverse=True)
         return sorted((peer.peer_id for peer in mixed), key=self._disbelieved.__contains__)
 
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
@@ -350,12 +350,12 @@ class CatchUp:
             if self.alive.must_stop:  # the download was abandoned, and the weights may be saved now
                 return False
             self.tracker.refresh()
-            standing = self.tracker.standing
+            view = self.tracker.view
             waited_s = time.monotonic() - began
             is_late = waited_s >= BELIEVED_S
-            is_one_of_them = history.step >= self._wished.step and standing.believes(history)
-            is_held = standing.holds(history, common, is_final=is_late) if common else True
-            if self._has_holders and not is_late and count_backers(history, standing.witnesses) < 2:
+            is_one_of_them = history.step >= self._wished.step and view.believes(history)
+            is_held = view.holds(history, common, is_final=is_late) if common else True
+            if self._has_holders and not is_late and count_backers(history, view.witnesses) < 2:
                 is_held = None  # the other holders have not reported this step yet
             if is_one_of_them and is_held:
                 return True

@@ -48,7 +48,7 @@ from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.stepper import Stepper
 from trahiv_cli.step.weight_digests import WeightDigests
 from trahiv_cli.swarm.node import Node
-from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.swarm.watchdog import Watchdog
 from trahiv_cli.telemetry.events import Events
 
 
@@ -110,7 +110,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         **keywords: Any,
     ) -> None:
         self.events = events or Events()
-        self._alive = Alive(home, self.events, should_leave)
+        self._alive = Watchdog(home, self.events, should_leave)
         self._buffers = Buffers(model)
         self.committed = CommittedCell(Committed(pace=settings.pace))
         try:
@@ -370,7 +370,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         if "stepper" in built:
             self.stepper.stop()
         if "tracker" in built:
-            if self._alive.ailment:
+            if self._alive.failure:
                 self.tracker.abandon()
                 return
             self.tracker.shutdown(self.shutdown_timeout)

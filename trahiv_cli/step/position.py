@@ -112,7 +112,7 @@ class Position:
         self.method.reset()
         self.work.leave_to_others(self.method.samples_held)
         if self.history.step:  # at step 0 there is no trained state yet
-            self.tracker.doubts.join()
+            self.tracker.plausibility.join()
         self.enter(self.history)
         self.step_taken = -1
 

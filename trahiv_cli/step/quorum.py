@@ -76,7 +76,7 @@ class Quorum:
             return 2
         own = self._tracker.history
         others = self._tracker.others
-        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or one.went_by(own)}
+        gone_on = {one.peer_id for one in others if one.history.rank > own.rank or one.passed_through(own)}
         return max(2, (1 + len(gone_on.union(self.expected))) // 2 + 1, len(self.vanished) + 1)
 
     @property

@@ -31,7 +31,7 @@ from trahiv_cli.step.position import Position
 from trahiv_cli.step.quorum import Quorum
 from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.weight_digests import WeightDigests
-from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.swarm.watchdog import Watchdog
 from trahiv_cli.telemetry.events import Events, short_name
 
 logger = get_logger(__name__)
@@ -62,7 +62,7 @@ class RoundRunner:
     digests: WeightDigests
     adaptation: Adaptation
     activity: JoinerActivity
-    alive: Alive
+    alive: Watchdog
     events: Events
     when_no_group_is_found: Callable[[], None]
     warns_after_s: float = 3.5  # and after twice the usual time of a search
@@ -139,8 +139,8 @@ class RoundRunner:
         refreshed_at = time.monotonic()
         try:
             while not is_over(running.outcome):
-                if self.alive.ailment:
-                    raise RoundFailed(self.alive.ailment)
+                if self.alive.failure:
+                    raise RoundFailed(self.alive.failure)
                 if running.has_group.done():
                     continue  # it ends by itself within the longest exchange, and can't be cancelled
                 if self.alive.must_stop:
@@ -204,7 +204,7 @@ class RoundRunner:
             return None
         try:
             running = self._start_round((), 1, self.settings.matchmaking_s)
-            while not is_over(running.outcome) and not self.alive.ailment:
+            while not is_over(running.outcome) and not self.alive.failure:
                 pass  # it ends by itself within the longest exchange
             return _outcome_of(running)
         except RoundFailed as failure:

@@ -31,7 +31,7 @@ from trahiv_cli.step.quorum import Quorum
 from trahiv_cli.step.round_runner import POLL_S, Attempt, RoundRunner
 from trahiv_cli.step.run_settings import RunSettings
 from trahiv_cli.step.weight_digests import WeightDigests
-from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.swarm.watchdog import Watchdog
 from trahiv_cli.telemetry.events import Events, short_name
 
 logger = get_logger(__name__)
@@ -54,7 +54,7 @@ class Stepper:
     quorum: Quorum
     digests: WeightDigests
     adaptation: Adaptation
-    alive: Alive
+    alive: Watchdog
     events: Events
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Stepper:
         with self.events.waiting(
             f"a round for step {step} with {others} other peer(s)", self.runner.patience_s()
         ):
-            while not wait([running], POLL_S).done and not alive.ailment and time.monotonic() < leave_at:
+            while not wait([running], POLL_S).done and not alive.failure and time.monotonic() < leave_at:
                 if alive.should_leave():
                     leave_at = min(leave_at, time.monotonic() + LEAVING_S)
 
@@ -249,7 +249,7 @@ class Stepper:
             )
         reported = dict.fromkeys((mate.peer_id for mate in self.tracker.mates if mate.samples), 0)
         brought = {peer: samples for peer, samples in outcome.samples.items() if samples}
-        self.tracker.doubts.commit(step, reported | brought, self.tracker.target_batch_size)
+        self.tracker.plausibility.commit(step, reported | brought, self.tracker.target_batch_size)
         self.digests.compare(outcome.states)
         if not self.position.pace.has_local_steps:
             self._tell_who_is_slow(outcome)

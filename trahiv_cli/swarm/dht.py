@@ -29,14 +29,14 @@ class Dht:
 
     answer_s = 10.0  # for the DHT's process to answer
 
-    def __init__(self, peer_id: str, dht: CorrectedDHT, standing: Credentials | None) -> None:
+    def __init__(self, peer_id: str, dht: CorrectedDHT, credentials: Credentials | None) -> None:
         self.peer_id = peer_id  # base58
         self.dht = dht
-        self.standing = standing  # None: the swarm is open
+        self.credentials = credentials  # None: the swarm is open
 
     def is_out(self, peer_id: str) -> bool:
         """Return whether the swarm's owner has removed a peer (its id, base58)."""
-        return self.standing is not None and self.standing.book.policy.is_out(id_bytes(peer_id))
+        return self.credentials is not None and self.credentials.book.policy.is_out(id_bytes(peer_id))
 
     def publish(self, key: str, value: Any, ttl_s: float) -> bool:
         """Store a value (MessagePack) under a key, signed by this peer, for `ttl_s` seconds.

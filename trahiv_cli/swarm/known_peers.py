@@ -37,7 +37,7 @@ def read_addresses(peer_id: str, record: object) -> tuple[str, ...]:
     return tuple(one for one in addresses if is_address_of(peer_id, one))
 
 
-class Acquaintances:
+class KnownPeers:
     """The peers that this one knows, and its own ports, in a file (None: only in memory).
 
     A file that is missing, damaged or of another version counts as empty. `clock` returns Unix seconds.

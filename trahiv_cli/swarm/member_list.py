@@ -31,7 +31,7 @@ from trahiv_cli.members.membership import (
     mark_of,
 )
 from trahiv_cli.members.policy_book import Credentials
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.dht import Dht
@@ -53,9 +53,9 @@ class MemberList:
     `Node` makes one in a closed swarm, and calls `turn` every few seconds as long as it runs.
     """
 
-    def __init__(self, dht: Dht, standing: Credentials, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, dht: Dht, credentials: Credentials, now: Callable[[], float] = time.monotonic) -> None:
         self._dht = dht
-        self._standing = standing
+        self._credentials = credentials
         self._now = now
         self._publish_at = self._look_at = 0.0
 
@@ -63,27 +63,27 @@ class MemberList:
         """Publish, fetch and decide as far as due; raise SetupError if the policy becomes too long."""
         now = self._now()
         if now >= self._publish_at:
-            certificate = self._standing.membership.certify(id_bytes(self._dht.peer_id))
+            certificate = self._credentials.membership.certify(id_bytes(self._dht.peer_id))
             self._dht.publish(MEMBERS_KEY, certificate, ttl_s=600.0)
             self._publish_at = now + 60.0
         if now >= self._look_at:
             self._look_at = now + 5.0
-            synchronize(self._dht, self._standing)
+            synchronize(self._dht, self._credentials)
 
 
-def synchronize(dht: Dht, standing: Credentials) -> bool:
+def synchronize(dht: Dht, credentials: Credentials) -> bool:
     """Fetch the owner's policy and pass it on; with the owner's key, also decide which new members stay.
 
     Returns whether a peer of the DHT has the policy, if there is one. Raises SetupError if it becomes too
     long.
     """
-    book = standing.book
+    book = credentials.book
     found = list(dht.fetch(POLICY_KEY).values())
     for wire in found:
         book.offer(wire)
-    if standing.owner is not None and standing.folder is not None:
-        roll = write_down(standing.folder, read_members(dht, standing.owner.public))
-        book.decide(standing.owner, partial(_with_those_who_came, roll))
+    if credentials.owner is not None and credentials.folder is not None:
+        roll = write_down(credentials.folder, read_members(dht, credentials.owner.public))
+        book.decide(credentials.owner, partial(_with_those_who_came, roll))
     return not book.wire or book.wire in found or dht.publish(POLICY_KEY, book.wire, ttl_s=120.0)
 
 
@@ -149,7 +149,7 @@ def read_members(dht: Dht, owner: bytes) -> dict[str, Grant]:
         shown = entry[:CERTIFICATE_BYTES] if isinstance(entry, bytes) else b""  # earlier versions add marks
         grant = certified(owner, id_bytes(peer), shown)
         if grant is None:
-            disbelieve(peer, "the certificate that it publishes is not good")
+            ignore_peer(peer, "the certificate that it publishes is not good")
         else:
             grants[peer] = grant
     return grants

@@ -2,9 +2,9 @@
 
 1. The node listens on the ports of its last run if they are free, so that join lines stay valid.
 2. It enters the DHT through the addresses of the join line and of known peers, as far as these answer.
-3. While it runs, one thread does chores: it calls missing peers (`Reunion`), and in a closed swarm publishes
-   this peer's certificate and passes on the owner's policy (`member_list`). Another thread finds out how
-   other peers reach this one (`reachability`).
+3. While it runs, one thread does chores: it calls missing peers (`Reconnector`), and in a closed swarm
+   publishes this peer's certificate and passes on the owner's policy (`member_list`). Another thread finds out
+   how other peers reach this one (`reachability`).
 
 Every key that we put into the DHT comes from `keys` or from `member_list`.
 """
@@ -31,7 +31,7 @@ from trahiv_cli.errors import NotAdmitted, SetupError, TrahivError, Unreachable
 from trahiv_cli.members.door import Door, not_admitted
 from trahiv_cli.members.identity import ensure_identity, id_bytes, read_signing_key
 from trahiv_cli.members.policy_book import Credentials
-from trahiv_cli.members.records import own_place
+from trahiv_cli.members.records import own_subkey
 from trahiv_cli.net import addresses
 from trahiv_cli.net.borrowed.multiaddr import Multiaddr
 from trahiv_cli.reach.reachability import Reach, ReachFinder, ReachRules, visible_maddrs
@@ -42,9 +42,9 @@ from trahiv_cli.swarm.corrections.dht import CorrectedDHT
 from trahiv_cli.swarm.corrections.nodes import node_id_of
 from trahiv_cli.swarm.corrections.processes import effort_of
 from trahiv_cli.swarm.dht import Dht
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.member_list import MemberList
-from trahiv_cli.swarm.reconnector import Reunion, known_peers
+from trahiv_cli.swarm.reconnector import Reconnector, known_peers
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         initial_peers: multiaddrs with `/p2p/`; without them and without `met`, it starts a swarm of one.
         met: peers that this one knows from earlier runs; None: it knows none, and no file is written.
         must_reach: whether one of `initial_peers` or `met` must answer, if there are `initial_peers`.
-        standing: credentials in a closed swarm; None: the swarm is open.
+        credentials: credentials in a closed swarm; None: the swarm is open.
         is_visitor: whether it only looks; a visitor is not in the member list.
         reach: the user's settings for the link to other peers.
 
@@ -83,9 +83,9 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         identity: Path,
         initial_peers: tuple[str, ...] = (),
         *,
-        met: Acquaintances | None = None,
+        met: KnownPeers | None = None,
         must_reach: bool = True,
-        standing: Credentials | None = None,
+        credentials: Credentials | None = None,
         is_visitor: bool = False,
         reach: ReachRules = ReachRules(),  # noqa: B008
     ) -> None:
@@ -96,8 +96,8 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
         peer_id = ensure_identity(identity)
         self._id = id_bytes(peer_id)
         signing_key = read_signing_key(identity)
-        door = Door(standing.membership, standing.book, self._id) if standing else Door()
-        self._met = met or Acquaintances(None)
+        door = Door(credentials.membership, credentials.book, self._id) if credentials else Door()
+        self._met = met or KnownPeers(None)
         self.met_lately = self._met.lately  # ids of the peers that were present in this peer's last run
         corrections.apply()
         start = partial(
@@ -108,23 +108,25 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
             start=True,
             door=door,
             signing_key=signing_key,
-            place=own_place(signing_key, door.certificate),
+            place=own_subkey(signing_key, door.certificate),
             node_id=node_id_of(self._id),
             **settings.model_dump(
                 exclude={"initial_peers", "identity_path", "announce_maddrs", "host_maddrs"}
             ),
         )
         self._entered_by = initial_peers[:1]
-        super().__init__(peer_id, self._entered(start, initial_peers, must_reach=must_reach), standing)
+        super().__init__(peer_id, self._entered(start, initial_peers, must_reach=must_reach), credentials)
         with contextlib.ExitStack() as undo:
             undo.callback(self.dht.shutdown)
             self._finder = ReachFinder(self.run, reach, Router(), is_visitor=is_visitor)
             undo.callback(self._finder.close)
             self._note_ports(self._listening.hosts)
-            reunion = Reunion(self, self.own_addresses, self._met, also=initial_peers, is_visitor=is_visitor)
+            reunion = Reconnector(
+                self, self.own_addresses, self._met, also=initial_peers, is_visitor=is_visitor
+            )
             chores = [reunion.turn]
-            if standing is not None and not is_visitor:
-                chores.append(MemberList(self, standing).turn)
+            if credentials is not None and not is_visitor:
+                chores.append(MemberList(self, credentials).turn)
             self._is_over = threading.Event()
             looks = [] if is_visitor and settings.client_mode else [self._finder.turn]
             self._threads = [
@@ -210,9 +212,9 @@ class Node(Dht, contextlib.AbstractContextManager["Node"]):
 
     def require_membership(self) -> None:
         """Raise NotAdmitted if the policy of the swarm's owner excludes this peer."""
-        if self.standing is None:
+        if self.credentials is None:
             return
-        if objection := self.standing.book.policy.objection(self._id, self.standing.membership.grant):
+        if objection := self.credentials.book.policy.objection(self._id, self.credentials.membership.grant):
             raise not_admitted(objection)
 
     def own_addresses(self) -> list[str]:

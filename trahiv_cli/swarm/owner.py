@@ -23,15 +23,15 @@ from trahiv_cli.members.identity import IDENTITY_FILE, ensure_identity, id_bytes
 from trahiv_cli.members.invitation import (
     Invitation,
     keep_invitation,
-    passing_standing,
     read_invitation,
     read_owner,
+    visitor_credentials,
 )
 from trahiv_cli.members.membership import Grant, Policy, Role
 from trahiv_cli.members.policy_book import POLICY_FILE, Credentials, PolicyBook
 from trahiv_cli.net.addresses import are_refused, knock_at_all, require_peer_address, unreachable
 from trahiv_cli.swarm import member_list as roll
-from trahiv_cli.swarm.known_peers import FILE, Acquaintances
+from trahiv_cli.swarm.known_peers import FILE, KnownPeers
 
 if TYPE_CHECKING:
     from trahiv_cli.swarm.node import Node
@@ -154,7 +154,7 @@ class OwnedSwarm:
         invited = self.owner.invite(era=self.book.policy.era)
         visitor = Credentials(invited, self.owner, self.folder)
         addresses = _addresses_of(self._home)
-        met = Acquaintances.remembered(self.folder / FILE)
+        met = KnownPeers.remembered(self.folder / FILE)
         with suppress(SwarmError), visiting(addresses, visitor, met) as node:
             return roll.synchronize(node, visitor)
         return False
@@ -178,19 +178,19 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
     a member any more, or None. Raises SetupError if the swarm is open; Unreachable and NotAdmitted as `Node`
     does.
     """
-    standing = passing_standing(folder, invitation)
-    if standing is None:
+    credentials = visitor_credentials(folder, invitation)
+    if credentials is None:
         raise SetupError(
             "An open swarm has no members, only peers; nothing was changed.",
             hint="its peers are in the live view of each",
         )
-    own = passing_standing(folder, Invitation())
-    if own is None or own.membership.owner != standing.membership.owner:
+    own = visitor_credentials(folder, Invitation())
+    if own is None or own.membership.owner != credentials.membership.owner:
         folder = None  # it is of another swarm: its policy and member list do not apply
-    standing = replace(standing, folder=folder)
-    with looking_in(folder, invitation, standing) as node:
-        there = roll.read_members(node, standing.membership.owner)
-    policy = standing.book.policy
+    credentials = replace(credentials, folder=folder)
+    with looking_in(folder, invitation, credentials) as node:
+        there = roll.read_members(node, credentials.membership.owner)
+    policy = credentials.book.policy
     known = roll.read_roll(folder) if folder else {}
     return [
         {
@@ -205,7 +205,9 @@ def list_members(folder: Path | None, invitation: Invitation) -> list[dict[str, 
 
 
 @contextmanager
-def looking_in(folder: Path | None, invitation: Invitation, standing: Credentials | None) -> Iterator[Node]:
+def looking_in(
+    folder: Path | None, invitation: Invitation, credentials: Credentials | None
+) -> Iterator[Node]:
     """Visit a swarm at the addresses in an invitation and in a run's folder.
 
     Raises Unreachable and NotAdmitted as `Node` does.
@@ -215,20 +217,20 @@ def looking_in(folder: Path | None, invitation: Invitation, standing: Credential
         if path.exists():
             found = read_invitation([f"@{path}"])
             addresses += _addresses_of(found) if path.name == INVITATION_FILE else found.addresses
-    met = Acquaintances.remembered(folder and folder / FILE)
+    met = KnownPeers.remembered(folder and folder / FILE)
     addresses = addresses or [maddr for maddrs in met.addresses.values() for maddr in maddrs]
     if not addresses:
         raise Unreachable(
             f"{folder} does not say where any peer is; nothing was changed.",
             hint="name a peer: --peer ADDR",
         )
-    with visiting(addresses, standing, met) as node:
+    with visiting(addresses, credentials, met) as node:
         yield node
 
 
 @contextmanager
 def visiting(
-    peers: Sequence[str], standing: Credentials | None, met: Acquaintances, identity: Path | None = None
+    peers: Sequence[str], credentials: Credentials | None, met: KnownPeers, identity: Path | None = None
 ) -> Iterator[Node]:
     """Visit a swarm, to look at it or to hand something over; nothing of the visitor remains.
 
@@ -248,7 +250,7 @@ def visiting(
     )
     with tempfile.TemporaryDirectory(prefix="trahiv-visitor-", ignore_cleanup_errors=True) as passing:
         identity = identity or Path(passing, "identity.key")
-        with Node(section, identity, tuple(peers), met=met, standing=standing, is_visitor=True) as node:
+        with Node(section, identity, tuple(peers), met=met, credentials=credentials, is_visitor=True) as node:
             yield node
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.net.keys import MAX_RECORD_BYTES, recipe_key
 from trahiv_cli.recipe.agreement import AgreedRun, differences, fingerprint, resolve
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
@@ -102,14 +102,14 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
             if isinstance(part, bytes) and len(part) <= MAX_RECORD_BYTES:
                 packed[peer] = whole + part
             else:
-                disbelieve(peer, unreadable)
+                ignore_peer(peer, unreadable)
     wires = {}
     for peer, whole in packed.items():
         try:
             wires[peer] = unpack(whole)
         except RecipeError:  # a stranger's garbage must not keep a newcomer out
             if len(whole) % MAX_RECORD_BYTES:  # else only its last record may be missing
-                disbelieve(peer, unreadable)
+                ignore_peer(peer, unreadable)
     return wires
 
 

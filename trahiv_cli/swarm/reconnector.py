@@ -25,12 +25,12 @@ from trahiv_cli.net.addresses import NOT_A_MULTIADDR, reach_of
 from trahiv_cli.net.keys import ADDRESSES_KEY
 from trahiv_cli.reach.reachability import servers_of
 from trahiv_cli.swarm.dht import Dht
-from trahiv_cli.swarm.known_peers import Acquaintances, read_addresses
+from trahiv_cli.swarm.known_peers import KnownPeers, read_addresses
 
 logger = get_logger(__name__)
 
 
-class Reunion:
+class Reconnector:
     """Keeps a node, which creates it, in touch with the peers that it knows.
 
     `also` has more multiaddrs to call. A visitor publishes nothing, so no peer calls it. `clock` returns
@@ -41,7 +41,7 @@ class Reunion:
         self,
         dht: Dht,
         own_addresses: Callable[[], list[str]],
-        met: Acquaintances,
+        met: KnownPeers,
         *,
         also: Sequence[str] = (),
         is_visitor: bool = False,

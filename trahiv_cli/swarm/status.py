@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.errors import RecipeMismatch
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.net.keys import RUNS_KEY
 from trahiv_cli.reach.reachability import Kind
 from trahiv_cli.recipe.builtin import how_to_install, version
@@ -94,7 +94,7 @@ def fetch_statuses(node: Node) -> Statuses:
                 try:
                     found.ours[peer] = Status.model_validate(entry)
                 except ValidationError:
-                    disbelieve(peer, "the run that it publishes can't be read")
+                    ignore_peer(peer, "the run that it publishes can't be read")
     return found
 
 

@@ -19,7 +19,7 @@ from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
 
 
-class Alive:
+class Watchdog:
     """Watches a peer's processes, its membership, and its user's wish to leave.
 
     `SwarmOptimizer` creates and closes it. `home` is the peer's node, whose processes a thread watches;
@@ -36,7 +36,7 @@ class Alive:
         self._still_looks = 0
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="alive", daemon=True)
-        self.ailment = ""  # the failure of a process, empty if none has failed; it is never reset
+        self.failure = ""  # the failure of a process, empty if none has failed; it is never reset
 
     def watch(self) -> None:
         """Watch the processes from now on."""
@@ -46,7 +46,7 @@ class Alive:
     @property
     def must_stop(self) -> bool:
         """Whether to abandon pending waits."""
-        return self.should_leave() or self._is_closed.is_set() or bool(self.ailment)
+        return self.should_leave() or self._is_closed.is_set() or bool(self.failure)
 
     def is_out(self, peer_id: str) -> bool:
         """Return whether the swarm's owner has removed a peer (its id, base58)."""
@@ -56,9 +56,9 @@ class Alive:
         """Raise `PeerBroken` if a process has failed, `NotAdmitted` if the owner has excluded this peer."""
         if self._home is not None:
             self._home.require_membership()
-        if self.ailment and not self.should_leave():
+        if self.failure and not self.should_leave():
             raise PeerBroken(
-                f"{self.ailment}.",
+                f"{self.failure}.",
                 hint="the same command resumes from the checkpoint; trahiv.log in the run's folder says more",
             )
 
@@ -71,16 +71,16 @@ class Alive:
         return is_first
 
     def _run(self) -> None:
-        while not self._is_closed.wait(0.5) and not self.ailment:
+        while not self._is_closed.wait(0.5) and not self.failure:
             self.look()
 
     def look(self) -> None:
         """Check the processes once, and report a failure."""
         if self._home is not None and (wrong := self._what_is_wrong(self._home)):
-            self.ailment = f"This peer's DHT process, or its daemon p2pd, {wrong}"
+            self.failure = f"This peer's DHT process, or its daemon p2pd, {wrong}"
             self._events.warn(
                 "broken",
-                f"{self.ailment}; this peer saves a checkpoint and ends.",
+                f"{self.failure}; this peer saves a checkpoint and ends.",
                 "nothing to do where a command trains: it starts again by itself, three times in ten minutes",
             )
 

@@ -38,7 +38,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.errors import RecipeMismatch, SwarmError
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.net.keys import MAX_RECORD_BYTES, likeness_key
 from trahiv_cli.progress.reports import PeerProgress
 from trahiv_cli.rounds.buffers import moving_buffers, persistent_buffers
@@ -96,7 +96,7 @@ class Comparison:
                 # Earlier versions also publish "initial weights", which they compare before the first step.
                 theirs.append({part: text for part, text in record.items() if part != "initial weights"})
             else:
-                disbelieve(peer, "the parts that it compares can't be read")
+                ignore_peer(peer, "the parts that it compares can't be read")
         unlike = [differing for record in theirs if (differing := _differing(self._own, record))]
         if len(unlike) * 2 <= len(theirs):
             return

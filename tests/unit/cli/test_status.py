@@ -20,7 +20,7 @@ from trahiv_cli.net.keys import ADDRESSES_KEY, RUNS_KEY
 from trahiv_cli.reach.reachability import Kind
 from trahiv_cli.run.lock import owned
 from trahiv_cli.swarm import owner as owning
-from trahiv_cli.swarm.known_peers import FILE, Acquaintances
+from trahiv_cli.swarm.known_peers import FILE, KnownPeers
 from trahiv_cli.swarm.status import PROTOCOL, Status, fields_of
 from trahiv_cli.telemetry.events import PEERS_FILE
 
@@ -118,7 +118,7 @@ def run(here):
     """The folder of a run whose peer has met another one."""
     folder = here / "runs" / "run-1"
     folder.mkdir(parents=True)
-    met = Acquaintances(folder / FILE)
+    met = KnownPeers(folder / FILE)
     met.meet(ADDRESS.rpartition("/")[2], [ADDRESS])
     met.save()
     return folder

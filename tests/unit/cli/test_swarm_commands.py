@@ -23,7 +23,7 @@ from trahiv_cli.cli.restarting import (
 from trahiv_cli.cli.swarm import live
 from trahiv_cli.errors import PeerBroken, Unreachable
 from trahiv_cli.files import INVITATION_FILE
-from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.members.invitation import Invitation, find_credentials, keep_invitation
 from trahiv_cli.run.leaving import Budget
 from trahiv_cli.swarm import owner as owning
 from trahiv_cli.swarm.member_list import write_down
@@ -137,7 +137,7 @@ def run(tmp_path_factory, monkeypatch):
 
     monkeypatch.setattr(owning, "visiting", refuse)
     folder = tmp_path_factory.mktemp("run")
-    membership = find_standing(folder, Invitation()).membership
+    membership = find_credentials(folder, Invitation()).membership
     keep_invitation(folder / INVITATION_FILE, Invitation(membership=membership))
     write_down(folder, {KNOWN: membership.grant})
     return folder

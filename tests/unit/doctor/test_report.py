@@ -12,7 +12,7 @@ from trahiv_cli.doctor.report import cleaned, write_report
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import INVITATION_FILE, MEMBER_FILE, OWNER_FILE
 from trahiv_cli.members.identity import IDENTITY_FILE, ensure_identity
-from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation
+from trahiv_cli.members.invitation import Invitation, find_credentials, keep_invitation
 
 ADDRESS = "/ip4/1.2.3.4/tcp/9/p2p/QmbBYVb38jBhmVqVESM3sA3LRQfM23Vem3kzLxkHpFQyQ8"
 
@@ -37,7 +37,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "ann"))
     folder = tmp_path / "ann" / "runs" / "run-1"
     ensure_identity(folder / IDENTITY_FILE)
-    membership = find_standing(folder, Invitation()).membership
+    membership = find_credentials(folder, Invitation()).membership
     keep_invitation(folder / INVITATION_FILE, Invitation((ADDRESS,), membership=membership))
     keep_invitation(folder / MEMBER_FILE, Invitation(membership=membership))
     (folder / "watch.key").write_text("h3DIAWLFga58xM1nf3PcrN7vEw4HbDK7")

@@ -10,7 +10,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from trahiv_cli.net.borrowed.multiaddr import Multiaddr as Borrowed
 
 from trahiv_cli.members.identity import ensure_identity, id_bytes, read_signing_key
-from trahiv_cli.members.records import own_place, peer_of
+from trahiv_cli.members.records import own_subkey, peer_of
 from trahiv_cli.net import borrowed
 
 
@@ -54,7 +54,7 @@ def test_other_keys_are_refused(tmp_path):
 
 def test_signatures_and_places_are_hivemind_s(identity):
     key = read_signing_key(identity)
-    assert own_place(key) == RSASignatureValidator(key).local_public_key
+    assert own_subkey(key) == RSASignatureValidator(key).local_public_key
     public = RSAPublicKey.from_bytes(key.get_public_key().to_bytes())
     signature = key.sign(b"content")
     assert public.verify(b"content", signature)

@@ -9,7 +9,7 @@ from trahiv_cli.errors import NotAdmitted, SetupError, Unreachable
 from trahiv_cli.files import write_private
 from trahiv_cli.members import invitation as invitations
 from trahiv_cli.members.identity import ensure_identity
-from trahiv_cli.members.invitation import Invitation, find_standing, passing_standing, read_invitation
+from trahiv_cli.members.invitation import Invitation, find_credentials, read_invitation, visitor_credentials
 from trahiv_cli.members.membership import KEY_BYTES, Owner, Role
 from trahiv_cli.members.policy_book import Credentials
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX as PREFIX
@@ -80,27 +80,27 @@ def test_unusable_invitation_file_is_refused(tmp_path):
 
 
 def test_owner_of_other_swarm_joins_as_member(tmp_path):
-    own = find_standing(tmp_path, Invitation()).membership
+    own = find_credentials(tmp_path, Invitation()).membership
     for folder in (None, tmp_path):
-        assert passing_standing(folder, WHOLE).membership == SECRET
-    assert find_standing(tmp_path, Invitation()).membership == own  # no file was changed
+        assert visitor_credentials(folder, WHOLE).membership == SECRET
+    assert find_credentials(tmp_path, Invitation()).membership == own  # no file was changed
     for invitation in (WHOLE, OPEN, Invitation()):
-        assert find_standing(tmp_path, invitation) == Credentials(SECRET, None, tmp_path)
-    assert passing_standing(tmp_path, OPEN).membership == SECRET
+        assert find_credentials(tmp_path, invitation) == Credentials(SECRET, None, tmp_path)
+    assert visitor_credentials(tmp_path, OPEN).membership == SECRET
 
 
 def test_open_swarm_needs_no_membership(tmp_path):
-    assert find_standing(tmp_path, Invitation(), is_public=True) is None
-    assert find_standing(tmp_path, OPEN) is None
-    assert passing_standing(None, OPEN) is None
+    assert find_credentials(tmp_path, Invitation(), is_public=True) is None
+    assert find_credentials(tmp_path, OPEN) is None
+    assert visitor_credentials(None, OPEN) is None
     assert list(tmp_path.iterdir()) == []
 
 
 def test_watcher_takes_no_part(tmp_path):
     watcher = Invitation((HOME,), OWNER.invite(Role.watcher))
     with pytest.raises(NotAdmitted, match="to watch"):
-        find_standing(tmp_path, watcher)
-    assert passing_standing(tmp_path, watcher).membership.grant.role is Role.watcher
+        find_credentials(tmp_path, watcher)
+    assert visitor_credentials(tmp_path, watcher).membership.grant.role is Role.watcher
     assert list(tmp_path.iterdir()) == []
 
 
@@ -113,7 +113,7 @@ def test_invalid_secret_file_is_refused(tmp_path, name, content):
     path = tmp_path / name
     write_private(path, content.encode())
     with pytest.raises(SetupError, match="does not hold"):
-        find_standing(tmp_path, Invitation())
+        find_credentials(tmp_path, Invitation())
     assert path.read_text() == content
 
 
@@ -124,7 +124,7 @@ def test_unusable_secret_file_is_refused(tmp_path, name):
     path.chmod(0o640)
     for folder, words in ((tmp_path, "can be read by other users"), (path, "can't be used")):
         with pytest.raises(SetupError, match=words):
-            find_standing(folder, Invitation())
+            find_credentials(folder, Invitation())
 
 
 def test_invalid_or_readable_key_is_refused(tmp_path):

@@ -13,10 +13,10 @@ from tests.kit.identities import id_of, key_of
 from trahiv_cli.clock import swarm_time
 from trahiv_cli.members import records
 from trahiv_cli.members.membership import KEY_BYTES, Owner
-from trahiv_cli.members.records import OwnersOnly, Quota, Readable, own_place, owner_of, sign, verified
+from trahiv_cli.members.records import OwnersOnly, Quota, Readable, own_subkey, owner_of, sign, verified
 
 KEY, OTHER, THIRD = RSAPrivateKey(), RSAPrivateKey(), RSAPrivateKey()
-PLACE = own_place(KEY)
+PLACE = own_subkey(KEY)
 OWNER = Owner(bytes(KEY_BYTES))
 VALUE = MSGPackSerializer.dumps("value")
 
@@ -28,7 +28,7 @@ def record(value=VALUE, place=PLACE, ttl_s=60.0, key="key"):
 
 def place_by(invitation, key=KEY):
     """The place of a peer, with its certificate from an invitation."""
-    return own_place(key, invitation.certify(PeerID.from_base58(owner_of(own_place(key))).to_bytes()))
+    return own_subkey(key, invitation.certify(PeerID.from_base58(owner_of(own_subkey(key))).to_bytes()))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_closed_swarm_refuses_records_of_nonmembers():
     place, validator = place_by(OWNER.invite()), OwnersOnly(OWNER.public)
     assert owner_of(place) == owner_of(PLACE)
     assert validator.validate(record(place=place))
-    stolen = own_place(OTHER) + place.removeprefix(PLACE)
+    stolen = own_subkey(OTHER) + place.removeprefix(PLACE)
     for wrong in (PLACE, stolen, place_by(Owner(b"1" * KEY_BYTES).invite()), place[:-40]):
         assert not validator.validate(record(place=wrong))
     assert not OwnersOnly().validate(record(place=place))  # no certificate counts in an open swarm
@@ -112,7 +112,7 @@ def test_quota_limits_records_per_peer(monkeypatch, quota, keeps):
 def test_quota_forgets_oldest_owner(quota, keeps):
     for number in range(32):
         keeps(key=f"{number}")
-    keeps(place=own_place(OTHER))
+    keeps(place=own_subkey(OTHER))
     assert keeps(key="more")
 
 
@@ -128,7 +128,7 @@ def test_quota_limits_peers_per_invitation(monkeypatch, quota, keeps):
         assert keeps(place=place_by(shared, OTHER), key=key)
     assert keeps(place=place_by(other), key="more")
     assert keeps(place=place_by(other, THIRD))
-    assert all(keeps(place=own_place(key), key="open") for key in (KEY, OTHER, THIRD))  # no bound
+    assert all(keeps(place=own_subkey(key), key="open") for key in (KEY, OTHER, THIRD))  # no bound
     monkeypatch.setattr(records, "swarm_time", lambda: now + 61)
     assert keeps(place=place_by(shared, THIRD))  # the others' are over
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.kit.stepping import spans
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.progress import leases
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.leases import AHEAD_S, FREE_LEASES, Leases, Work
@@ -114,7 +114,7 @@ def test_lease_taken_over_is_yielded(board, taken_over):
 @pytest.mark.parametrize("lease", [(0, MAX_POSITION), (15, 16 + MOST), (10**9, 10**9 + 1)], ids=str)
 @pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "at another history"])
 def test_impossible_leases_are_ignored(board, caplog, lease, is_elsewhere):
-    disbelieve.cache_clear()
+    ignore_peer.cache_clear()
     board.ledger = Ledger(spans(0, 10, 12, 15))
     one = Peer(board, count=10 * MOST)
     one.tracker.history = History(1) if is_elsewhere else History()

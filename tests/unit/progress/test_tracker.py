@@ -198,13 +198,13 @@ def test_report_includes_past_and_state_digests(swarm, tracker):
     tracker.announce()
     assert told(swarm).history == after(2)
     assert swarm.told["samples_accumulated"] == 0, "before any sample"
-    assert all(told(swarm).went_by(after(step)) for step in (0, 1, 2))
+    assert all(told(swarm).passed_through(after(step)) for step in (0, 1, 2))
     assert {state[2] for state in told(swarm).states} == {b"12345678"}
     tracker.attest(after(1), b"another.", is_given=True)
     assert {state[2] for state in told(swarm).states} == {b"another."}, "at once"
-    assert not told(swarm).went_by(after(3))
+    assert not told(swarm).passed_through(after(3))
     tracker.vouch(after(3))
-    assert told(swarm).went_by(after(3))
+    assert told(swarm).passed_through(after(3))
 
 
 def test_member_stays_gone_after_goodbye_expires(swarm, refreshed):
@@ -295,7 +295,7 @@ def test_samples_are_extrapolated_between_rare_fetches(swarm, tracker, monkeypat
     monkeypatch.setattr(progress, "swarm_time", lambda: now)
     monkeypatch.setattr(progress, "REPORT_EVERY_S_A_PEER", progress.GUESSED_FROM_S)
     swarm.move_to(after(1, samples=10**4))
-    tracker.doubts.commit(1, dict.fromkeys((A, B, C, D), 500), TARGET)
+    tracker.plausibility.commit(1, dict.fromkeys((A, B, C, D), 500), TARGET)
     for name in "BCD":
         swarm.report(name, tracker.history, samples=10, rate=2.0)
     tracker.refresh()

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.kit.stepping import reported
-from trahiv_cli.members.records import disbelieve
+from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.progress import trust as majority
 from trahiv_cli.progress.history import History
-from trahiv_cli.progress.reports import ROUNDS_TOLD, STATES_TOLD, Past
-from trahiv_cli.progress.trust import CREDIT_MARGIN, FORK_S, Doubts, Fork, Standing
+from trahiv_cli.progress.reports import ROUNDS_TOLD, STATES_TOLD, CommitPath
+from trahiv_cli.progress.trust import CREDIT_MARGIN, FORK_S, MinorityWatch, Plausibility, SwarmView
 
 START = History()
 APART_S = majority.APART_S
@@ -26,7 +26,7 @@ def line(length, proof=b"", after=(START,), samples=10):
 
 
 def past_of(*histories, states=()):
-    past = Past()
+    past = CommitPath()
     past.begin(histories[0])
     for history in histories[1:]:
         past.go_on(history)
@@ -40,9 +40,9 @@ def peer(*histories, states=(), vouched=None):
     return reported("Qm", histories[-1], **past_of(*histories, states=states).to_wire(vouched))
 
 
-def standing(own, *witnesses, **more):
+def view_of(own, *witnesses, **more):
     mates = [witness for witness in witnesses if witness.history == own]
-    return Standing(**{"own": own, "witnesses": witnesses, "mates": mates} | more)
+    return SwarmView(**{"own": own, "witnesses": witnesses, "mates": mates} | more)
 
 
 MAIN = line(6)
@@ -58,12 +58,12 @@ def at(length, count=1):
 
 def test_went_by_follows_reported_past():
     [told] = at(7)
-    assert all(told.went_by(history) is True for history in MAIN)
-    assert all(told.went_by(history) is False for history in OTHER[3:])
-    assert told.went_by(LIE) is None, "it may come there"
-    assert peer(*MAIN[4:]).went_by(MAIN[2]) is None, "it came later"
+    assert all(told.passed_through(history) is True for history in MAIN)
+    assert all(told.passed_through(history) is False for history in OTHER[3:])
+    assert told.passed_through(LIE) is None, "it may come there"
+    assert peer(*MAIN[4:]).passed_through(MAIN[2]) is None, "it came later"
     silent = reported("Qm", MAIN[3])
-    assert [silent.went_by(one) for one in (MAIN[3], OTHER[3], MAIN[2])] == [True, False, None]
+    assert [silent.passed_through(one) for one in (MAIN[3], OTHER[3], MAIN[2])] == [True, False, None]
 
 
 @pytest.mark.parametrize("nonsense", [{"rounds": b"1"}, {"states": b"12345"}, {"leases": [1, 0]}])
@@ -76,14 +76,14 @@ def test_reported_past_is_bounded():
     told = peer(*far, states=[(far[1], b"before.."), (far[1], b"after...")])
     assert len(told.rounds) == ROUNDS_TOLD
     assert {state[2] for state in told.states} == {b"after..."}
-    assert told.went_by(far[-ROUNDS_TOLD]) is True
-    assert told.went_by(far[3]) is None
-    assert told.went_by(far[1]) is True, "it gave that state, though it is long ago"
+    assert told.passed_through(far[-ROUNDS_TOLD]) is True
+    assert told.passed_through(far[3]) is None
+    assert told.passed_through(far[1]) is True, "it gave that state, though it is long ago"
 
 
 def test_given_states_are_reported_longer():
     far = line(3 * STATES_TOLD)
-    past = Past()
+    past = CommitPath()
     past.attest(far[0], b"held at 0", is_given=True)
     for history in far[1:]:
         past.attest(history, b"digest of this one")
@@ -123,7 +123,7 @@ TARGETS = {
 @pytest.mark.parametrize("which", TARGETS)
 def test_target_follows_most_witnesses(which):
     own, witnesses, more, target = TARGETS[which]
-    view = standing(own, *witnesses, **more)
+    view = view_of(own, *witnesses, **more)
     assert view.target == target
     assert view.believes(target)
     assert not view.believes(LIE)
@@ -145,7 +145,7 @@ INVENTED = History(2, 10**6, b"invented by one!")
     ],
 )
 def test_late_witnesses_abstain(witnesses, history, is_believed):
-    assert standing(START, *witnesses).believes(history) is is_believed
+    assert view_of(START, *witnesses).believes(history) is is_believed
 
 
 # Of witnesses, r: right, w: wrong, x: different again, -: nothing yet, q: nothing, and it no longer reports
@@ -162,7 +162,7 @@ DIGESTS |= {"-": peer(*MAIN), "q": replace(peer(*MAIN), is_quiet=True)}
 @pytest.mark.parametrize("held", HELD)
 def test_majority_digest_is_believed(held):
     for said in HELD[held]:
-        view = standing(START, *(DIGESTS[one] for one in said))
+        view = view_of(START, *(DIGESTS[one] for one in said))
         common = b"rrrrrrrr and the rest of a longer digest"
         assert (view.holds(MAIN[-1], common), view.holds(MAIN[-1], common, is_final=True)) == held, said
 
@@ -198,10 +198,10 @@ FORKS = {
 @pytest.mark.parametrize("which", FORKS)
 def test_minority_returns_to_majority(clock, which):
     times, looks, own, past, goes_to = FORKS[which]
-    fork = Fork(clock)
+    fork = MinorityWatch(clock)
     seen = []
     for clock.now, others in zip(times, looks, strict=True):
-        seen.append(fork.look(standing(own, *others), past))
+        seen.append(fork.look(view_of(own, *others), past))
     assert seen == [None, None, goes_to]
 
 
@@ -212,7 +212,7 @@ ANY = 10**9
 @pytest.fixture
 def newcomer(clock):
     clock.now = 1000.0
-    return Doubts(clock)
+    return Plausibility(clock)
 
 
 @pytest.fixture
@@ -221,16 +221,16 @@ def established(clock, newcomer):
     return commit(newcomer, clock, *range(1, 11))
 
 
-def commit(doubts, clock, *steps, interval_s=10.0):
+def commit(plausibility, clock, *steps, interval_s=10.0):
     for step in steps:
         clock.now += interval_s
-        doubts.commit(step, {"A": 60, "B": 40}, TARGET)
-    return doubts
+        plausibility.commit(step, {"A": 60, "B": 40}, TARGET)
+    return plausibility
 
 
-def is_far(doubts, step, *others, own=10, steps_a_round=1):
+def is_far(plausibility, step, *others, own=10, steps_a_round=1):
     steps = {"M": step} | dict(enumerate(others))
-    return "M" in doubts.unbelieved(steps, own, steps_a_round)
+    return "M" in plausibility.implausible(steps, own, steps_a_round)
 
 
 def test_impossibly_far_step_is_not_believed(established, clock):
@@ -277,23 +277,23 @@ def test_reported_samples_are_capped_by_credit(established):
     assert believed("3", 9) == [CREDIT_MARGIN], "what is remembered is bounded"
 
 
-def fail_for(doubts, clock, seconds, peer, others):
+def fail_for(plausibility, clock, seconds, peer, others):
     """Have a peer give no state for `seconds`; return whether it is passed over afterwards."""
     for _ in range(int(seconds) + 1):
-        doubts.gave_nothing([peer], others)
+        plausibility.gave_nothing([peer], others)
         clock.now += 1.0
-    return peer in doubts.unbelieved({peer: 0, "B": 0}, 0, 1)
+    return peer in plausibility.implausible({peer: 0, "B": 0}, 0, 1)
 
 
 def test_failing_donor_is_passed_over(established, clock, caplog):
-    disbelieve.cache_clear()
+    ignore_peer.cache_clear()
     assert not fail_for(established, clock, FAILING_S - 2, "M", "MBC"), "it may have been started anew"
     assert fail_for(established, clock, 3, "M", "MBC")
     clock.now += PASSED_OVER_S
-    assert established.unbelieved({"M": 0}, 0, 1) == []
+    assert established.implausible({"M": 0}, 0, 1) == []
     fail_for(established, clock, 2 * FAILING_S, "M", "MBC")
     assert not fail_for(established, clock, 10 * FAILING_S, "C", "C"), "the only other"
-    assert not fail_for(Doubts(clock), clock, 2 * FAILING_S, "M", "MB"), "the others are not more"
+    assert not fail_for(Plausibility(clock), clock, 2 * FAILING_S, "M", "MB"), "the others are not more"
     assert fail_for(established, clock, 2 * FAILING_S, "M", "MB"), "it was in rounds with B"
     told = [one.getMessage() for one in caplog.records if one.name.startswith("trahiv_cli")]
     assert told == ["Peer M is not believed: it does not give the state that it reports."], "once"

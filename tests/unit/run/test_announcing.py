@@ -111,7 +111,7 @@ def test_copied_identity_warns_once(home, own_status):
 def node():
     """A node that others can dial at its entrance alone."""
     node = FakeNode("QmPeer")
-    node.standing = None
+    node.credentials = None
     node.known_reach = lambda within_s: Reach("punched", "Hole punching works.")
     node.own_addresses = lambda: [OWN]
     node.entrances = lambda: [ENTRANCE, OWN]

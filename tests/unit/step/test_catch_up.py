@@ -146,7 +146,7 @@ class Reports(Tracker):
     """A tracker of peers, most of which moved on to `FURTHER`."""
 
     target = FURTHER
-    standing = None
+    view = None
     fetch_every_s = 0.3
 
 
@@ -264,7 +264,7 @@ def test_state_held_by_others_is_believed(passing, standings, state, common, is_
         return True
 
     def refresh():  # the others' answer may differ each time
-        peer.tracker.standing = next(left)
+        peer.tracker.view = next(left)
 
     peer = joiner(give, others=peers("D", FURTHER))
     peer.tracker.target = AHEAD
@@ -279,11 +279,11 @@ def test_donor_of_disputed_state_is_asked_last(passing):
         return peer.is_believed(FURTHER, b"digest", peer.donors[-1][0])
 
     peer = joiner(not_theirs, there, others=[*peers("D", FURTHER), *peers("A", AHEAD)])
-    peer.tracker.standing = DIFFERENT
+    peer.tracker.view = DIFFERENT
     assert peer.catch_up.load()
     assert peer.donors == [["D", "A"], ["A", "D"]]
     peer = joiner(not_theirs, others=peers("ABCDEF", FURTHER))
-    peer.tracker.standing = DIFFERENT
+    peer.tracker.view = DIFFERENT
     with pytest.raises(RoundFailed, match="4 peers gave states that others do not hold"):
         peer.catch_up.load()
     assert len({donors[0] for donors in peer.donors}) == len(peer.donors) == MAX_DONORS

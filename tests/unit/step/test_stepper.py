@@ -312,7 +312,9 @@ def test_local_step_round_counts_as_several_steps():
     peer.position.set_pace(pace)
     peer.position.enter(begun)
     assert peer.tracker.target_batch_size == target
-    assert peer.tracker.doubts.believed_samples("QmB", 10**9, target) == CREDIT_MARGIN * 5 * 4, "its share"
+    assert peer.tracker.plausibility.believed_samples("QmB", 10**9, target) == CREDIT_MARGIN * 5 * 4, (
+        "its share"
+    )
     peer.train(1.0, samples=2)
     peer.train(3.0, samples=2)
     assert peer.position.method.last_grad_norm == pytest.approx(2 * math.sqrt(2)), "the mean of both"

@@ -16,8 +16,8 @@ from tests.kit.fakes import FakeNode
 from tests.unit.async_tests import peer
 from trahiv_cli.net.keys import ADDRESSES_KEY
 from trahiv_cli.swarm import reconnector as acq
-from trahiv_cli.swarm.known_peers import LATELY_S, MAX_PEERS, Acquaintances
-from trahiv_cli.swarm.reconnector import Reunion
+from trahiv_cli.swarm.known_peers import LATELY_S, MAX_PEERS, KnownPeers
+from trahiv_cli.swarm.reconnector import Reconnector
 
 CHORES_EVERY_S = 2.0
 
@@ -44,10 +44,10 @@ def path(tmp_path):
 
 
 def test_visits_and_unchanged_peers_write_nothing(path):
-    met = Acquaintances(path)
+    met = KnownPeers(path)
     meet(met, 1)
     met.save()
-    visit = Acquaintances.remembered(path)
+    visit = KnownPeers.remembered(path)
     assert visit.addresses == met.addresses
     path.unlink()
     meet(visit, 2)
@@ -57,13 +57,13 @@ def test_visits_and_unchanged_peers_write_nothing(path):
 
 
 def test_few_addresses_of_peer_are_kept():
-    met = Acquaintances(None)
+    met = KnownPeers(None)
     met.meet(PEER, [address(port=port) for port in range(1, 1000)])
     assert len(met.addresses[PEER]) == 12
 
 
 def test_failed_save_raises(path):
-    gone = Acquaintances(path / "peers.json")
+    gone = KnownPeers(path / "peers.json")
     meet(gone, 1)
     with pytest.raises(OSError, match=r"peers\.json"):
         gone.save()
@@ -71,7 +71,7 @@ def test_failed_save_raises(path):
 
 def test_recent_peers_come_first(path, clock):
     clock.now = 1e9
-    met = Acquaintances(path, clock)
+    met = KnownPeers(path, clock)
     assert met.lately == frozenset()
     meet(met, 1)
     for _ in range(20):
@@ -79,7 +79,7 @@ def test_recent_peers_come_first(path, clock):
         meet(met, 2)
         met.save()
     assert list(met.addresses) == [OTHER, PEER]
-    assert met.lately == Acquaintances(path, clock).lately == {OTHER}
+    assert met.lately == KnownPeers(path, clock).lately == {OTHER}
     meet(met, 1)
     clock.now += 7 * 86400
     assert met.lately == {PEER, OTHER}
@@ -87,7 +87,7 @@ def test_recent_peers_come_first(path, clock):
 
 def test_invented_ids_replace_no_present_peer(clock):
     clock.now = 1e9
-    met = Acquaintances(None, clock)
+    met = KnownPeers(None, clock)
     for _ in range(3):
         clock.now += LATELY_S / 2
         meet(met, *range(3 * MAX_PEERS))
@@ -111,7 +111,7 @@ def test_invented_ids_replace_no_present_peer(clock):
 )
 def test_damaged_file_counts_as_empty(path, content):
     path.write_text(content)
-    met = Acquaintances(path)
+    met = KnownPeers(path)
     assert (met.addresses, met.ports) == ({}, {})
 
 
@@ -125,11 +125,11 @@ class Network(FakeNode):
         self.clock = clock
         self.calls = []
         self.addresses = [address(0)]
-        self.met = Acquaintances(None, clock)
+        self.met = KnownPeers(None, clock)
         self.reunion = self.make_reunion()
 
     def make_reunion(self, **options):
-        return Reunion(self, self.own_addresses, self.met, clock=self.clock, **options)
+        return Reconnector(self, self.own_addresses, self.met, clock=self.clock, **options)
 
     def turn(self, seconds=0.0):
         """Take a turn now, and then one every `CHORES_EVERY_S` for some seconds."""

@@ -28,7 +28,7 @@ from psutil import Process
 from tests.unit.async_tests import peer
 from tests.unit.conftest import refused
 from trahiv_cli.errors import NotAdmitted, PeerBroken, SetupError, SwarmError, Unreachable
-from trahiv_cli.members.records import own_place, owner_of
+from trahiv_cli.members.records import own_subkey, owner_of
 from trahiv_cli.net import addresses
 from trahiv_cli.reach.hole_punching import Seen
 from trahiv_cli.reach.reachability import Reach
@@ -36,10 +36,10 @@ from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.swarm import node
 from trahiv_cli.swarm import watchdog as alive
 from trahiv_cli.swarm.corrections.processes import effort_of
-from trahiv_cli.swarm.known_peers import Acquaintances
+from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.node import Node, do_chores
 from trahiv_cli.swarm.owner import visiting
-from trahiv_cli.swarm.watchdog import Alive
+from trahiv_cli.swarm.watchdog import Watchdog
 from trahiv_cli.telemetry.events import Events
 
 PEER = "12D3KooWEyoppNCUx8Yx66oV9fJnriXwCcXwDDUA2kj6vnc6iDEp"
@@ -147,7 +147,7 @@ def entrances(start):
     """`entrances(kind, known)` returns those of a peer that knows others, and its own addresses."""
 
     def entrances(kind, known=OTHERS):
-        met = Acquaintances(None)
+        met = KnownPeers(None)
         for other in OTHERS:
             for port in (1, 2):
                 met.meet(other, [f"/ip4/203.0.113.7/tcp/{port + number}/p2p/{other}" for number in (0, 7)])
@@ -192,7 +192,7 @@ def test_unrelayed_peer_only_dials(start, kind, carries, client_mode, only_dials
 def test_visit_ends_with_visitor(monkeypatch, start):
     dht = dht_of()
     monkeypatch.setattr(node, "CorrectedDHT", lambda **_: dht)
-    with visiting((), None, Acquaintances(None)) as visitor:
+    with visiting((), None, KnownPeers(None)) as visitor:
         assert visitor.is_alive()
         assert visitor.pulse().result() is None
         assert visitor.pids()[0] == dht.pid
@@ -201,7 +201,7 @@ def test_visit_ends_with_visitor(monkeypatch, start):
 
 
 def test_records_are_read_by_owner(start):
-    own, malformed = own_place(RSAPrivateKey()), own_place(RSAPrivateKey())
+    own, malformed = own_subkey(RSAPrivateKey()), own_subkey(RSAPrivateKey())
     held = dict.fromkeys([own, own + b"/1", b"[owner:nobody]", "QmA"], ValueWithExpiration(b"1", 9.0))
     reader = start(dht_of(ValueWithExpiration(held | {malformed: b"malformed"}, 9.0)))
     assert reader.fetch("key") == {owner_of(own): b"1"}
@@ -255,7 +255,7 @@ def test_single_silent_address_is_left_to_p2pd(monkeypatch, start):
 
 @pytest.mark.parametrize("error", [NotAdmitted("no member"), P2PDaemonError("failed")])
 def test_node_starts_despite_failing_known_peers(start, error):
-    met = Acquaintances(None)
+    met = KnownPeers(None)
     met.meet(PEER, list(ADDRESSES))
     assert start(error, met=met).fetch("key") == {}
 
@@ -436,14 +436,14 @@ def watch(monkeypatch, clock):
     monkeypatch.setattr(alive, "effort_of", lambda pids: pids[0].effort())
 
     def watch(home):
-        watcher = Alive(home, Events(), bool)
+        watcher = Watchdog(home, Events(), bool)
 
         def look(seconds):
             began = clock.now
-            while clock.now < began + seconds and not watcher.ailment:
+            while clock.now < began + seconds and not watcher.failure:
                 clock.now += LOOK_EVERY_S
                 watcher.look()
-            return clock.now - began, watcher.ailment
+            return clock.now - began, watcher.failure
 
         return look
 
@@ -467,8 +467,8 @@ def test_answering_process_is_well_after_suspend(watch, clock):
 
 
 def test_ended_process_is_noticed_at_once(watch):
-    ailment = "This peer's DHT process, or its daemon p2pd, has ended"
-    assert watch(Home(runs=False))(10) == (LOOK_EVERY_S, ailment)
+    failure = "This peer's DHT process, or its daemon p2pd, has ended"
+    assert watch(Home(runs=False))(10) == (LOOK_EVERY_S, failure)
 
 
 STILL_S, FAILED_S = 10.0, 2 * PULSE_EVERY_S
@@ -486,9 +486,9 @@ STILL_S, FAILED_S = 10.0, 2 * PULSE_EVERY_S
     ],
 )
 def test_busy_process_is_given_time(watch, home, least_s, most_s, said):
-    took_s, ailment = watch(home)(600)
+    took_s, failure = watch(home)(600)
     assert least_s <= took_s <= most_s
-    assert said in ailment
+    assert said in failure
 
 
 def test_missing_process_uses_no_time():
@@ -500,7 +500,7 @@ def test_missing_process_uses_no_time():
 
 def test_failed_peer_stops_training_unless_it_leaves():
     told, wants_to_leave = queue.SimpleQueue(), Mock(return_value=False)
-    broken = Alive(Home(runs=False), Events(told.put), wants_to_leave)
+    broken = Watchdog(Home(runs=False), Events(told.put), wants_to_leave)
     broken.watch()
     assert told.get(timeout=10)["code"] == "broken"
     with pytest.raises(PeerBroken, match="has ended"):
@@ -513,7 +513,7 @@ def test_failed_peer_stops_training_unless_it_leaves():
 
 
 def test_kicked_peers_are_known():
-    member, homeless = Alive(Home(out={"QmMe", "QmB"}), Events(), bool), Alive(None, Events(), bool)
+    member, homeless = Watchdog(Home(out={"QmMe", "QmB"}), Events(), bool), Watchdog(None, Events(), bool)
     with pytest.raises(NotAdmitted):
         member.require()
     assert [one.is_out(peer) for one in (member, homeless) for peer in ("QmB", "QmA")] == [True] + [False] * 3
@@ -521,7 +521,7 @@ def test_kicked_peers_are_known():
 
 @pytest.mark.parametrize("home", [Home(), Home(runs=False), None], ids=["well", "broken", "homeless"])
 def test_closed_watch_must_stop(home):
-    watcher = Alive(home, Events(), bool)
+    watcher = Watchdog(home, Events(), bool)
     watcher.watch()
     assert not watcher.must_stop
     assert [watcher.close(), watcher.close()] == [True, False]

@@ -12,7 +12,7 @@ from trahiv_cli.errors import SetupError, Unreachable
 from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.members import membership
 from trahiv_cli.members.identity import IDENTITY_FILE, ensure_identity, id_bytes
-from trahiv_cli.members.invitation import Invitation, find_standing, keep_invitation, read_invitation
+from trahiv_cli.members.invitation import Invitation, find_credentials, keep_invitation, read_invitation
 from trahiv_cli.members.membership import TAKEN_OUT, Policy, Role, mark_of
 from trahiv_cli.members.policy_book import Credentials
 from trahiv_cli.swarm import member_list as roll
@@ -42,24 +42,24 @@ class Swarm(FakeNode):
         self.lists = {}
         self.books = {}
         self.folder = folder
-        standing = find_standing(folder, Invitation())
-        self.home = standing.membership
-        self.owner = standing.owner
+        credentials = find_credentials(folder, Invitation())
+        self.home = credentials.membership
+        self.owner = credentials.owner
         keep_invitation(folder / INVITATION_FILE, Invitation((HOME,), self.home, "run-1", "ab" * 8))
         self.owned = OwnedSwarm(folder)
-        self.enter(A, standing)
+        self.enter(A, credentials)
 
-    def visited(self, addresses, standing, met):
+    def visited(self, addresses, credentials, met):
         assert HOME in addresses
-        self.standing = standing
+        self.credentials = credentials
         self.is_sought_here = f"/ip4/127.0.0.1/tcp/31337/p2p/{A}" in addresses
         return self
 
-    def enter(self, peer, standing=None):
+    def enter(self, peer, credentials=None):
         """Have a peer join, by the invitation for all unless other credentials are given."""
-        standing = standing or Credentials(self.home)
-        self.books[peer] = standing.book
-        self.lists[peer] = roll.MemberList(self.neighbour(peer), standing, self.clock)
+        credentials = credentials or Credentials(self.home)
+        self.books[peer] = credentials.book
+        self.lists[peer] = roll.MemberList(self.neighbour(peer), credentials, self.clock)
 
     def run(self, seconds=7.0):
         for _ in range(int(seconds)):
@@ -221,7 +221,7 @@ def test_closing_all_invitations_replaces_own_one(swarm):
     assert swarm.out(other.membership, M)
     assert swarm.out(swarm.home, A, B, M, STRANGER) == [STRANGER]
     fresh = swarm.home_now()
-    assert find_standing(swarm.folder, Invitation()).membership == fresh
+    assert find_credentials(swarm.folder, Invitation()).membership == fresh
     assert swarm.owned.given() == [fresh.grant]
 
 
@@ -280,12 +280,12 @@ def test_owner_lists_absent_and_kicked_members(swarm):
 
 def test_folder_of_other_swarm_changes_no_list(swarm, tmp_path):
     watcher, _ = swarm.invite(Role.watcher)
-    other = find_standing(tmp_path / "other", Invitation())
+    other = find_credentials(tmp_path / "other", Invitation())
     other.book.decide(other.owner, lambda policy: Policy(out=frozenset({mark_of(id_bytes(M))})))
     for folder in (None, other.folder):
         listed = {one["peer_id"]: one["objection"] for one in list_members(folder, watcher)}
         assert listed == dict.fromkeys((A, B, M))
-        assert swarm.standing == Credentials(watcher.membership)
+        assert swarm.credentials == Credentials(watcher.membership)
 
 
 def test_open_swarm_has_no_member_list():
@@ -298,7 +298,7 @@ def test_newest_own_folder_is_default(tmp_path, monkeypatch):
     with pytest.raises(SetupError, match="no run of yours"):
         own_folder()
     for name in ("old", "new"):
-        find_standing(tmp_path / "runs" / name, Invitation())
+        find_credentials(tmp_path / "runs" / name, Invitation())
     os.utime("runs/old", (1, 1))
     assert own_folder() == Path("runs/new")
 
@@ -309,6 +309,6 @@ def test_folder_without_owner_key_is_refused(tmp_path):
 
 
 def test_invitation_needs_started_peer(tmp_path):
-    find_standing(tmp_path, Invitation())
+    find_credentials(tmp_path, Invitation())
     with refused("where its peer can be reached", "start the peer once", SetupError):
         OwnedSwarm(tmp_path).invite(Role.member, is_once=False, lasts_s=None)

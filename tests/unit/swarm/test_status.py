@@ -33,7 +33,7 @@ FIELDS = OURS.model_dump()
 def disbelieved(monkeypatch):
     """The peers whose status is discarded, with the reason."""
     said = {}
-    monkeypatch.setattr(module, "disbelieve", said.__setitem__)
+    monkeypatch.setattr(module, "ignore_peer", said.__setitem__)
     return said
 
 

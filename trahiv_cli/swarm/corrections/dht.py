@@ -39,7 +39,7 @@ class CorrectedDHT(hivemind.DHT):
         super().__init__(*args, record_validators=validators, **more)
 
     def start(self) -> None:
-        """Fork. The child's garbage collector ignores inherited objects.
+        """MinorityWatch. The child's garbage collector ignores inherited objects.
 
         Freeing a GPU's tensors would end the child, and inspecting objects would copy their memory pages.
         """

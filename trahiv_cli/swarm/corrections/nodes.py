@@ -35,7 +35,7 @@ from hivemind.utils import MSGPackSerializer, get_logger
 from hivemind.utils.auth import AuthRole, AuthRPCWrapper
 
 from trahiv_cli.clock import swarm_time, take_over
-from trahiv_cli.members.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, disbelieve, owner_of
+from trahiv_cli.members.records import MAX_ID_BYTES, SIGNATURE_PRIORITY, Quota, ignore_peer, owner_of
 from trahiv_cli.net.streams import UNREACHABLE
 from trahiv_cli.swarm.copies import MAX_ANSWER_BYTES, Copies
 from trahiv_cli.wire import unpacked
@@ -184,7 +184,7 @@ class CorrectedProtocol(DHTProtocol):
 
         def require(is_met: bool) -> None:
             if not is_met:
-                disbelieve(str(peer), "it answers with ids that are none")
+                ignore_peer(str(peer), "it answers with ids that are none")
                 raise P2PHandlerError(f"peer {peer} answered with ids that are none")
 
         return SimpleNamespace(
@@ -295,7 +295,7 @@ class RememberingValidator(CompositeValidator):
         is_good = super().validate(record)
         before = [one for one in self._validators if one.priority >= SIGNATURE_PRIORITY]
         if not is_good and before and CompositeValidator(before).validate(record):  # its owner signed it
-            disbelieve(str(owner_of(unpacked(record.subkey))), "it publishes a record that no peer can read")
+            ignore_peer(str(owner_of(unpacked(record.subkey))), "it publishes a record that no peer can read")
         return is_good
 
 
