@@ -3,8 +3,8 @@
 1. The node listens on the ports of its last run if they are free, so that join lines stay valid.
 2. It enters the DHT through the addresses of the join line and of known peers, as far as these answer.
 3. While it runs, one thread does chores: it calls missing peers (`Reconnector`), and in a closed swarm
-   publishes this peer's certificate and passes on the owner's policy (`member_list`). Another thread finds out
-   how other peers reach this one (`reachability`).
+   publishes this peer's certificate and passes on the owner's policy (`member_list`). Another thread finds
+   out how other peers reach this one (`reachability`).
 
 Every key that we put into the DHT comes from `keys` or from `member_list`.
 """
