@@ -20,7 +20,7 @@ from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import Pace
 from trahiv_cli.progress.reports import CommitPath
-from trahiv_cli.progress.trust import Standing
+from trahiv_cli.progress.trust import SwarmView
 from trahiv_cli.state.download import Downloader, NobodyHas, Pauses, StateRequest
 from trahiv_cli.state.snapshot import (
     Manifest,
@@ -53,7 +53,7 @@ def test_false_state_metadata_is_refused(caplog, has_local_steps):
     past.attest(HISTORY, donor.copy()[-1], is_given=True)
     witness = reported("A", HISTORY, **past.to_wire())
     older, _ = state_of(state_at(BEGUN, has_local_steps=has_local_steps))
-    credentials = Standing(own=History(), witnesses=[witness] * 4)
+    credentials = SwarmView(own=History(), witnesses=[witness] * 4)
     for what, lie in lies(unpacked(MSGPackSerializer.dumps(metadata)), older):
         if not isinstance(lie, dict):
             continue  # refused by `read_state`
