@@ -72,6 +72,8 @@ class SwarmView:
         further = {history for history in self.given if history.rank > self.own.rank}
         stayers = int(self.holds_on and self.vouched not in further)
         for mate in self.mates:
+            if mate.is_quiet:
+                continue  # it may have died after a step that it did not report
             if self.holds_on or len(mate.rounds) > 1:  # it came through rounds
                 stayers += not any(mate.passed_through(history) for history in further)  # nor vouches for one
         backed = [(count_backers(one, witnesses) + (one == self.vouched), one) for one in further]

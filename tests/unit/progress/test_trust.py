@@ -120,6 +120,14 @@ TARGETS = {
 }
 
 
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_silent_mate_does_not_hold_back(is_quiet):
+    """It may have died after a step that it did not report."""
+    mate = replace(peer(*MAIN[:5]), is_quiet=is_quiet)
+    view = view_of(MAIN[4], mate, peer(*MAIN[:6]), holds_on=True)
+    assert view.target == MAIN[5 if is_quiet else 4]
+
+
 @pytest.mark.parametrize("which", TARGETS)
 def test_target_follows_most_witnesses(which):
     own, witnesses, more, target = TARGETS[which]
