@@ -17,7 +17,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import build_datasets
-from trahiv_cli.assets.model import KINDS
+from trahiv_cli.assets.model import kind_of
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.load import load_recipe
 
@@ -127,7 +127,7 @@ def evaluate_plainly(recipe, run):
 
 def load_plainly(recipe, final):
     """The trained model; adapters are put on the model that they were trained with."""
-    loader, options = KINDS[recipe.task].loader, {}
+    loader, options = kind_of(recipe.task).loader, {}
     if recipe.peft is None:
         return loader.from_pretrained(final)
     if recipe.quantization is not None:
