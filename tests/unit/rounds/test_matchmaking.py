@@ -133,6 +133,17 @@ async def test_ready_peers_form_one_group(count):
     await require_group(peers)
 
 
+@in_a_loop
+async def test_group_with_earlier_claim_is_refused():
+    leader, follower = await swarm(2)
+    group, _ = await require_group([leader, follower])
+    ids = [peer.to_bytes() for peer in group.peer_ids]
+    answer = averaging_pb2.MessageFromLeader(ordered_peer_ids=ids, gathered=group.gathered)
+    search = group_finder.Search(follower.schema, b"a newer claim", asyncio.Future())
+    with pytest.raises(ValueError, match="with another claim"):
+        follower._accepted(search, leader.id, answer)
+
+
 @pytest.mark.parametrize(
     ("patience_s", "late_s", "soon_s"),
     [(LIMIT_S, 1.0, TINY_S), (TINY_S, 3.5 * TINY_S, LIMIT_S)],
