@@ -20,11 +20,6 @@ from hivemind.p2p import PeerID
 from trahiv_cli.progress.ledger import USELESS_AT_MOST, Spans
 from trahiv_cli.wire import packed, unpacked
 
-RECENT = 3
-"""Last exchanges, of which even the slowest must leave room for a heavier pace. With one alone a swarm would
-go back and forth: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs
-one."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -34,7 +29,7 @@ class Measured:
     exchange_s: float = 0.0  # of its last exchange, without matchmaking
     bytes_sent: int = 0  # of encoded parts, in that exchange
     bytes_received: int = 0
-    lowest_rate: float = 0.0  # the lowest `rate` of its last `RECENT` exchanges
+    lowest_rate: float = 0.0  # the lowest `rate` of its last exchanges: see `auto.RECENT`
 
     @property
     def is_known(self) -> bool:

@@ -22,13 +22,18 @@ from dataclasses import replace
 import torch
 
 from trahiv_cli.progress.pace import Pace
-from trahiv_cli.rounds.claims import RECENT, Measured, Outcome, usual_rate
+from trahiv_cli.rounds.claims import Measured, Outcome, usual_rate
 from trahiv_cli.rounds.codecs import CODECS
 from trahiv_cli.shared_memory import JoinerActivity
 
 LADDER = (10, 20, 50, 100, 200, 500, 1000)  # local steps to choose from; no study has measured more
 CODECS_BY_LOSS = ("float16", "uniform8", "blockwise4")
 START_CODEC = "uniform8"  # in mode overlap, before anything was measured: it does little harm on any link
+
+RECENT = 3
+"""Last exchanges, of which even the slowest must leave room for a heavier pace. With one alone a swarm would
+go back and forth: one link gave 33, 10 and 34 Mbit/s in three rounds beside other work. A lighter pace needs
+one."""
 
 DISTURBED_AT_MOST = 50  # rounds in a row that are not measured, because of another peer's download
 

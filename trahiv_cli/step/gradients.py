@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ def set_gradients(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Ten
 
     A gradient that is there already is set itself, not a copy.
     """
-    for tensor, gradient in zip(tensors, gradients, strict=False):
+    for tensor, gradient in zip(tensors, gradients, strict=True):
         tensor.grad = None if gradient is None else gradient.to(tensor.device)
 
 
@@ -104,7 +103,7 @@ class GradientBuffer:
 
     def clear(self) -> None:
         """Clear the parameters' own gradients."""
-        set_gradients(self.parameters, repeat(None))
+        set_gradients(self.parameters, [None] * len(self.parameters))
 
     def set_aside(self) -> None:
         """Set the accumulated gradients aside for a round; newer ones will go into other memory."""

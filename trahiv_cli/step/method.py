@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -160,7 +159,7 @@ class SharedGradients(Method):
             self._agreed = [torch.empty_like(weight) for weight in weights]
         for kept, weight in zip(self._agreed, weights, strict=True):
             kept.copy_(weight)
-        set_gradients(weights, repeat(None))  # the last batch's gradients were accumulated
+        set_gradients(weights, [None] * len(weights))  # the last batch's gradients were accumulated
         self._state.set_agreed(self._agreed)
         mean = self._gradients.scale_aside
         scale = mean * min(1.0, self._max_norm / (norm * mean + 1e-6))  # as `clip_grad_norm_` computes it
@@ -173,7 +172,7 @@ class SharedGradients(Method):
                 set_gradients(moved, (self._gradients.aside[place].mul(scale) for place in batch))
                 optimizer.step()
             finally:  # even if memory runs out: a checkpoint contains this state
-                set_gradients(moved, repeat(None))
+                set_gradients(moved, [None] * len(moved))
                 for holder, values in zip(holders, before, strict=True):
                     for name, value in values.items():
                         if isinstance(value, torch.Tensor):
