@@ -178,12 +178,11 @@ class RoundRunner:
 
     def expect_group(self, peers: Sequence[str], quorum: int) -> None:
         """Expect `peers` in the next group; all its members need this history, and the same loaded model."""
-        history = self.position.history
         position = self.position
         clients = [peer.peer_id for peer in self.tracker.others if peer.is_client and peer.peer_id in peers]
         pace = hashlib.sha256(repr((position.pace, position.method.places)).encode()).digest()[:SCHEMA_BYTES]
-        schema = history.step.to_bytes(8, "big") + history.digest + pace + self.settings.schema
-        self.rounds.expect_group(peers, clients, quorum, schema)
+        history = position.history.step.to_bytes(8, "big") + position.history.digest
+        self.rounds.expect_group(peers, clients, quorum, history + pace + self.settings.schema)
 
     def exchange(self) -> Exchange:
         """Return the description of the next round from this history."""
@@ -233,13 +232,13 @@ class RoundRunner:
 def is_over(future: MPFuture[Any]) -> bool:
     """Wait for a request for a moment; return whether it is over, with success or without."""
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-        future.exception(timeout=POLL_S)
+        future.exception(POLL_S)
     return bool(future.done())
 
 
 def _outcome_of(running: RoundInProgress) -> Outcome:
     if running.outcome.cancelled() or not running.outcome.done():
         raise RoundFailed("the round broke off")
-    if (error := running.outcome.exception()) is not None:
+    if error := running.outcome.exception():
         raise RoundFailed(str(error) or type(error).__name__) from error
     return running.outcome.result()

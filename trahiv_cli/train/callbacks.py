@@ -18,6 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from trahiv_cli.run.leaving import Budget, Left
 from trahiv_cli.run.own_status import Contribution
 from trahiv_cli.step.optimizer import SwarmOptimizer
+from trahiv_cli.step.round_runner import OVERTAKEN
 from trahiv_cli.train.batches import BatchWeight
 from trahiv_cli.train.checkpoint import CheckpointData, Checkpoints
 from trahiv_cli.train.settings import temporarily
@@ -169,7 +170,7 @@ class SwarmCallback(TrainerCallback):
             "peers": 1 + len(optimizer.tracker.others),
             "samples": optimizer.step_samples,
         }
-        if last is not None:
+        if last:
             figures |= {
                 "group_size": len(last.group),
                 "round_seconds": last.seconds,
@@ -194,7 +195,7 @@ class SwarmCallback(TrainerCallback):
         if took_part:
             self.samples_seen += optimizer.step_samples
             self._my_steps += steps
-        if took_part and last is not None:
+        if took_part and last:
             self.most_peers = max(self.most_peers, len(last.group))
             round_ = asdict(last) | {
                 "group": list(last.group),
@@ -223,14 +224,16 @@ class SwarmCallback(TrainerCallback):
 
     def _warn_of_trouble(self, is_new_step: bool) -> None:
         last = self._optimizer.last_round
-        if last is not None and not last.committed and last is not self._reported_round:
+        if last and not last.committed and last is not self._reported_round:
+            # A peer that joins during a step of the others misses this step; that is no trouble.
+            if self._reported_round or self._my_steps or last.reason != OVERTAKEN:
+                self._events.warn(
+                    "round",
+                    f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
+                    "no weights were changed, and the gradients go into the next try.",
+                    hint="nothing to do, unless it repeats: then look at the links to these peers",
+                )
             self._reported_round = last
-            self._events.warn(
-                "round",
-                f"The round for step {self._optimizer.local_epoch + 1} failed ({last.reason}); "
-                "no weights were changed, and the gradients go into the next try.",
-                hint="nothing to do, unless it repeats: then look at the links to these peers",
-            )
         if dropped := self._optimizer.dropped_samples - self._samples_dropped:
             self._samples_dropped += dropped
             self._events.warn(

@@ -15,6 +15,7 @@ from trahiv_cli.rounds.claims import Round
 from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Left
 from trahiv_cli.run.own_status import Contribution
 from trahiv_cli.step.method import OwnSteps
+from trahiv_cli.step.round_runner import OVERTAKEN
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import callbacks
 from trahiv_cli.train.batches import BatchWeight
@@ -317,6 +318,12 @@ def test_trouble_is_reported_once(it, code, field, values, said):
     assert it.names == [code] * 2
     for event, text in zip(it.told, said, strict=True):
         assert text in event["message"]
+
+
+def test_first_step_missed_by_joiner_is_no_trouble(it):
+    for _ in range(2):
+        it.local_step(last_round=replace(FAILED, reason=OVERTAKEN))
+    assert it.names == ["round"]
 
 
 def test_overflowed_batches_are_withdrawn_and_reported(it):
