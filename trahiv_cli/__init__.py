@@ -13,6 +13,7 @@ from trahiv_cli import errors
 
 if TYPE_CHECKING:
     from trahiv_cli.recipe.load import load_recipe
+    from trahiv_cli.train.enabling import enable
     from trahiv_cli.train.settings import SwarmTrainingArguments
     from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
     from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
@@ -26,6 +27,7 @@ __all__ = [
     "SwarmTrainerMixin",
     "SwarmTrainingArguments",
     "__version__",
+    "enable",
     "errors",
     "load_recipe",
 ]
@@ -36,6 +38,7 @@ _HOMES = {
     "SwarmTrainer": "trahiv_cli.train.trainer",
     "SwarmTrainerMixin": "trahiv_cli.train.trainer",
     "SwarmTrainingArguments": "trahiv_cli.train.settings",
+    "enable": "trahiv_cli.train.enabling",
     "load_recipe": "trahiv_cli.recipe.load",
 }
 

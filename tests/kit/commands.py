@@ -26,6 +26,8 @@ from tests.kit import warm
 from tests.kit.warm import MARK
 
 ROOT = Path(__file__).parents[2]
+ORIGINAL = ROOT / "tests/kit/spanish_qlora.py"
+"""The example of the original trahiv."""
 LOOPBACK = ("--host-maddr", "/ip4/127.0.0.1/tcp/0")
 """Where a joiner listens too: libp2p does not pass on addresses of a kind that can't be routed, and another
 address of this machine may be of that kind."""

@@ -8,23 +8,17 @@ import signal
 import psutil
 import pytest
 import torch
-from datasets import load_dataset
-from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    DataCollatorForLanguageModeling,
     Trainer,
     TrainingArguments,
 )
 
-from tests.kit.commands import left_by, wait_until
+from tests.kit.commands import ORIGINAL, left_by, wait_until
 from tests.kit.stand_ins import Blocks, model_of_blocks, write_llama
 from tests.swarm.conftest import recorded
-from trahiv_cli import SwarmTrainer, SwarmTrainerMixin, SwarmTrainingArguments
+from trahiv_cli import SwarmTrainerMixin
 from trahiv_cli.doctor.report import write_report
 
 
@@ -196,57 +190,17 @@ def test_running_statistics_are_shared_and_resumed(workplace):
     assert all(torch.equal(value.float(), kept("first")[name]) for name, value in buffers.items())
 
 
-def test_qlora_notebook_trains_with_swarm_imports(tmp_path):
-    torch.set_num_threads(1)
-    model_id = str(write_llama(tmp_path / "model"))
-    quotes = tmp_path / "quotes.jsonl"
+def test_original_example_trains_after_enable(workplace):
+    model = write_llama(workplace.folder / "model")
+    quotes = workplace.folder / "quotes.jsonl"
     quotes.write_text("".join(f'{{"quote": "Quote {i}: be the {i} you wish to see."}}\n' for i in range(200)))
-    on_gpu = torch.cuda.is_available()  # float16 needs one, all else is as in the notebook
-
-    tokenizer = AutoTokenizer.from_pretrained(model_id)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_id,
-        quantization_config=BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        ),
-    )
-    model = prepare_model_for_kbit_training(model)
-    config = LoraConfig(
-        r=8, lora_alpha=32, target_modules=["q_proj", "v_proj"], lora_dropout=0.05, task_type="CAUSAL_LM"
-    )
-    model = get_peft_model(model, config)
-    data = load_dataset("json", data_files=str(quotes), cache_dir=str(tmp_path / "cache"))
-    data = data.map(lambda samples: tokenizer(samples["quote"]), batched=True)
-    trainer = SwarmTrainer(
-        model=model,
-        train_dataset=data["train"],
-        args=SwarmTrainingArguments(
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=4,
-            warmup_steps=2,
-            max_steps=10,
-            learning_rate=2e-4,
-            fp16=on_gpu,
-            logging_steps=1,
-            output_dir=str(tmp_path / "outputs"),
-            optim="paged_adamw_8bit",
-            hivemind_config={
-                "dht": {},
-                "opt": {"run_id": "spanish_qlora", "target_batch_size": 8, "verbose": True},
-            },
-        ),
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-    )
-    model.config.use_cache = False
-    adapters = [weight for weight in model.parameters() if weight.requires_grad]
-    before = [weight.clone() for weight in adapters]
-    trainer.train()
-    assert sum("loss" in entry for entry in trainer.state.log_history) == 10
-    assert {weight.dtype for weight in adapters} == {torch.float32}
-    assert not any(map(torch.equal, before, adapters)), "every adapter has moved"
+    peer = workplace.start_script(ORIGINAL.read_text(), model, quotes, is_cold=True)
+    assert peer.exit_code(120) == 0
+    assert "To join the training, use initial_peers = ['@" in peer.err
+    losses = re.findall(r"'loss': '?([\d.]+)", peer.out)
+    assert len(losses) == 10
+    adapters = load_file(workplace.folder / "outputs/checkpoints/step-10/weights.safetensors")
+    assert all(weight.any() for name, weight in adapters.items() if "lora_B" in name), "each has moved from 0"
 
 
 UNLIKE = """

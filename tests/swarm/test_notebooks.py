@@ -17,7 +17,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-from tests.kit.commands import LOOPBACK, ROOT, VANISH_S
+from tests.kit.commands import LOOPBACK, ORIGINAL, ROOT, VANISH_S
+from tests.kit.stand_ins import write_llama
 from tests.kit.verdicts import group_of
 from tests.kit.warm import MARK
 from tests.swarm.conftest import told
@@ -40,7 +41,8 @@ Life is but a dream.
 
 """
 
-LOGGED = re.compile(r"'loss': '([^']+)'.*'swarm/step': (\d+), 'swarm/peers': (\d+)")
+ROW = re.compile(r"<td>(\d+)</td>\s*<td>([\d.]+)</td>")
+"""A step and its loss in the table that transformers draws."""
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +63,12 @@ class Session:
         self.set(**settings)
         self._indexes = {cell.id: index for index, cell in enumerate(book.cells)}
         self._client = NotebookClient(book, timeout=CELL_S, skip_cells_with_tag="install")
-        self._environment, self._folder = workplace.environment(), workplace.folder
+        self._environment = workplace.environment()
+        self.folder = workplace.folder
+        self.output_dir = settings.get("output_dir")
 
     async def __aenter__(self):
-        self._kernel = self._client.async_setup_kernel(env=self._environment, cwd=str(self._folder))
+        self._kernel = self._client.async_setup_kernel(env=self._environment, cwd=str(self.folder))
         await self._kernel.__aenter__()
         self._pid = self._client.km.provisioner.pid
         return self
@@ -109,6 +113,9 @@ class Session:
         texts = [output.get("text") or "\n".join(output.get("traceback", ())) for output in outputs]
         return re.sub(r"\x1b\[[0-9;]*m", "", "".join(texts))  # IPython paints tracebacks
 
+    def cell(self, name):
+        return self._cells[name]
+
     async def interrupt(self):
         """Press the button that stops a cell, and wait for the end of the one that was begun."""
         await self._client.km.interrupt_kernel()
@@ -139,6 +146,11 @@ class Session:
         return found
 
 
+def html_of(cell):
+    """The HTML that a reader sees under a cell, such as a progress bar and a table of losses."""
+    return "".join(output["data"].get("text/html", "") for output in cell.outputs if "data" in output)
+
+
 def events_of(run):
     file = run / "events.jsonl"
     whole, _, _ = file.read_text().rpartition("\n") if file.exists() else ("", "", "")
@@ -156,9 +168,11 @@ def steps_together(run):
 
 
 def trained_by_two(session):
-    """Losses and steps that the Trainer has logged for steps of two peers."""
-    logged = LOGGED.findall(session.shown("train"))
-    return [(float(loss), int(step)) for loss, step, peers in logged if peers == "2"]
+    """Losses and steps in the Trainer's table that were taken in a group of two."""
+    steps = told(events_of(session.folder / session.output_dir), "step")
+    by_two = {step["step"] for step in steps if len(group_of(step)) == 2}
+    rows = ROW.findall(html_of(session.cell("train")))
+    return [(float(loss), int(step)) for step, loss in rows if int(step) in by_two]
 
 
 @pytest.mark.parametrize("name", ["join", "drop_in"])
@@ -209,6 +223,19 @@ def test_interrupted_join_cell_resumes(start_paced, endless, workplace):
 
     asyncio.run(story())
     assert first.is_running
+
+
+def test_original_example_draws_bar_and_table(workplace):
+    model = write_llama(workplace.folder / "model")
+    quotes = workplace.folder / "quotes.jsonl"
+    quotes.write_text("".join(f'{{"quote": "Quote {i}: be the {i} you wish to see."}}\n' for i in range(200)))
+    code = f"import sys; sys.argv = ['', {str(model)!r}, {str(quotes)!r}]\n" + ORIGINAL.read_text()
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    client = NotebookClient(book, timeout=CELL_S, kernel_name="python3")
+    client.execute(env=workplace.environment(), cwd=str(workplace.folder))
+    drawn = html_of(book.cells[0])
+    assert "<progress value='10' max='10'" in drawn
+    assert [int(step) for step, _ in ROW.findall(drawn)] == list(range(1, 11))
 
 
 def test_interrupted_trainer_notebook_resumes(workplace):

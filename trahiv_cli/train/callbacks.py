@@ -64,7 +64,7 @@ class SwarmCallback(TrainerCallback):
         budget: Budget,
         earlier: Contribution,
     ) -> None:
-        args = trainer.swarm_args
+        args = trainer.args
         self._trainer = trainer
         self._optimizer = optimizer
         self._events = optimizer.events

@@ -102,7 +102,7 @@ def compared_by(
 def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> dict[str, str]:
     """Return the settings that must be equal on all peers of a drop-in, by name; see `compared_by`."""
     settings = trainer.swarm_settings
-    args = trainer.swarm_args
+    args = trainer.args
     model = trainer.plain_model
     own = {field.name for field in fields(args) if field.metadata.get("may_differ")}
     shared = _changed(args, MAY_DIFFER | own, ALWAYS) | {

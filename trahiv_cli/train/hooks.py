@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer
-from transformers.trainer_utils import has_length
+from transformers.trainer_utils import HubStrategy, has_length
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.recipe.forms import require_a_batch
@@ -101,6 +102,7 @@ class InSwarm(TrainerHost):
     swarm_optimizer: SwarmOptimizer | None
     _divided: Divided | None = None
     _resumes_from: Checkpoint | None = None
+    _pushed: Future[Any] | None = None  # the last upload of a model during training
     _batches_stepped = 0  # local optimizer steps, as the Trainer counts them
     is_evaluating = False
     """Whether an evaluation runs, which ends early if this peer should leave."""
@@ -199,7 +201,8 @@ class InSwarm(TrainerHost):
     def own_optimizer(self) -> dict[str, Any]:
         """Return the optimizer's settings for peers to compare, unless the arguments determine them."""
         definers = {definer(type(self), hook) for hook in ("create_optimizer", "create_scheduler")}
-        if definers == {Trainer} and not self._given_optimizer:
+        is_given = self._given_optimizer or self.optimizer_cls_and_kwargs
+        if definers == {Trainer} and not is_given:
             return {}
         return described(self.optimizer, self._schedule, self.plain_model, self._max_steps)
 
@@ -207,7 +210,7 @@ class InSwarm(TrainerHost):
         """Build the swarm's optimizer and enter the swarm: with its state, a checkpoint's, or a fresh one."""
         if self.swarm_optimizer is not None:
             return self.optimizer
-        args = self.swarm_args
+        args = self.args
         events = self._events
         with events.waiting("the model to be compared with the swarm's", until_s=120):
             own = compared_by(self, self._max_steps, self._divided, has_recipe=self._has_recipe)
@@ -263,7 +266,7 @@ class InSwarm(TrainerHost):
             self.swarm_settings.opt,
             self.swarm_settings.run_settings(
                 schema=comparison.schema,
-                max_grad_norm=self.swarm_args.max_grad_norm or 0.0,
+                max_grad_norm=self.args.max_grad_norm or 0.0,
                 max_steps=self._max_steps,
             ),
             dht=self.node.dht,
@@ -353,7 +356,7 @@ class InSwarm(TrainerHost):
             return evaluate()
 
         def evaluate_alike() -> Any:
-            torch.default_generator.manual_seed(self.swarm_args.seed)  # `mlm` hides the same tokens each time
+            torch.default_generator.manual_seed(self.args.seed)  # `mlm` hides the same tokens each time
             return evaluate()
 
         agreed = self.swarm_optimizer.agreed_weights()
@@ -369,6 +372,13 @@ class InSwarm(TrainerHost):
     def _save_checkpoint(self, *_: Any) -> None:
         """Begin to write a checkpoint of the swarm's step, in this package's own format."""
         self.swarm_callback.save_checkpoint()
+        args = self.args
+        is_due = args.push_to_hub and args.hub_strategy == HubStrategy.EVERY_SAVE
+        if is_due and (self._pushed is None or self._pushed.done() or args.hub_always_push):
+            assert self.swarm_optimizer is not None
+            said = f"Training in progress, step {self.swarm_optimizer.local_epoch}"
+            with self.swarm_optimizer.agreed_weights():
+                self._pushed = self.push_to_hub(said, blocking=False)
 
     def _finalize_training(self, *args: Any) -> Any:
         # The Trainer divides the sum of the losses by its steps, so these must be this peer's batches.

@@ -7,11 +7,11 @@ raises an error with a hint on what to do instead.
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Self, TypeVar
 
 from pydantic import ValidationError, field_validator
@@ -149,9 +149,11 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
             "FSDP, DeepSpeed or parallelism_config",
             per_gpu,
         ),
-        (args.auto_find_batch_size, "auto_find_batch_size", "set per_device_train_batch_size instead"),
-        (kwargs.get("model_init"), "model_init", "pass the model itself"),
-        (args.push_to_hub, "push_to_hub of output_dir, which holds keys,", "trainer.model.push_to_hub(...)"),
+        (
+            args.push_to_hub and "checkpoint" in args.hub_strategy,
+            f"hub_strategy={args.hub_strategy.value}",
+            "every_save, or end",
+        ),
         (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
         (args.enable_jit_checkpoint, "enable_jit_checkpoint", "leave it out: SIGTERM saves a checkpoint"),
         (args.restore_callback_states_from_checkpoint, "restore_callback_states_from_checkpoint", "omit it"),
@@ -170,29 +172,44 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
             raise RecipeError(f"In a swarm, {what} can't be used.", hint=instead)
 
 
-def without_config(args: TrainingArguments) -> TrainingArguments:
-    """Copy the arguments without `hivemind_config`: trackers store them, and it may hold an invitation."""
-    plain = copy.copy(args)
-    if type(plain) is SwarmTrainingArguments:  # TRL copies all fields into its own config, which lacks ours
-        plain.__class__ = TrainingArguments
+def config_of(args: TrainingArguments | None, default: Any) -> Any:
+    """Return the `hivemind_config` of a Trainer's arguments; `default` if they have none."""
+    config = getattr(args, "hivemind_config", None)
+    return default if config is None else config
+
+
+def without_config(given: Any) -> Any:
+    """Copy the Trainer's arguments without `hivemind_config`; return anything else as it is.
+
+    Trackers store the arguments, and the config may hold an invitation.
+    """
+    if not isinstance(given, TrainingArguments):
+        return given
+    plain: Any = copy.copy(given)
+    if type(plain) is SwarmTrainingArguments or vars(type(plain)).get("is_taking_config"):
+        plain.__class__ = type(plain).__base__
         del plain.hivemind_config
-    elif isinstance(plain, SwarmTrainingArguments):
+    elif hasattr(plain, "hivemind_config"):
         plain.hivemind_config = None
     return plain
 
 
-def by_name(trainer: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Name positional arguments by the signature of the class after `mixin`; `DPOTrainer` has its own."""
-    after = trainer.__mro__[trainer.__mro__.index(mixin) + 1 :]
-    signatures = (inspect.signature(cls.__init__) for cls in after)  # type: ignore[misc]
-    named = next(
-        one
-        for one in signatures
-        if "args" in one.parameters and one.parameters["args"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    )
-    given = named.bind_partial(None, *args).arguments
-    del given["self"]
-    return dict(**given, **kwargs)
+@functools.cache
+def taking_config(cls: type[TrainingArguments]) -> type[TrainingArguments]:
+    """Return a subclass of a class of arguments, under its name, whose calls also take `hivemind_config`."""
+    if hasattr(cls, "hivemind_config"):
+        return cls
+
+    def init(self: Any, *args: Any, hivemind_config: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        cls.__init__(self, *args, **kwargs)
+        if hivemind_config is None:
+            self.__class__ = cls  # only this one can be pickled, as the Trainer does with its arguments
+        else:
+            self.hivemind_config = hivemind_config
+
+    own = {"__init__": init, "__module__": cls.__module__, "is_taking_config": True}
+    new = ("hivemind_config", dict[str, Any] | None, field(default=None))
+    return make_dataclass(cls.__name__, [new], bases=(cls,), namespace=own, init=False, repr=False, eq=False)
 
 
 @contextmanager

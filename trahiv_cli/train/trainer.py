@@ -6,19 +6,25 @@ The Trainer's loop calls the methods in `hooks.py`. Without `hivemind_config`, n
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments, enable_full_determinism, set_seed
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import is_in_notebook
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.members.invitation import Invitation
@@ -45,9 +51,67 @@ from trahiv_cli.train.callbacks import SwarmCallback
 from trahiv_cli.train.failing import leaving_a_checkpoint
 from trahiv_cli.train.hooks import TrainerHost, put_in_swarm, require_no_replaced
 from trahiv_cli.train.inner import GivenOptimizer
-from trahiv_cli.train.settings import SwarmSettings, by_name, require_swarmable, without_config
+from trahiv_cli.train.settings import (
+    SwarmSettings,
+    config_of,
+    require_swarmable,
+    temporarily,
+    without_config,
+)
 
 logger = logging.getLogger(__name__)
+
+
+def constructor(init: Callable[..., None]) -> Callable[..., Any]:
+    """Return the `__new__` of a class of trainers whose `__init__` is `init`: it makes them by `in_swarm`."""
+
+    @functools.wraps(init)
+    def new(cls: type, *_: Any, **__: Any) -> Any:
+        return object.__new__(in_swarm(cls))
+
+    return new
+
+
+@functools.cache
+def in_swarm(cls: type) -> type:
+    """Return the class of the trainers that a call of `cls` makes: its subclass, under the same name.
+
+    The mixin comes first, where it takes its keywords, unless `cls` has it in another place. `SwarmSetup`
+    comes directly in front of `Trainer`.
+    """
+    if issubclass(cls, SwarmSetup):
+        return cls
+    mixin = () if issubclass(cls, SwarmTrainerMixin) else (SwarmTrainerMixin,)
+    own = () if cls is Trainer else (cls,)
+    return type(cls.__name__, (*mixin, *own, SwarmSetup), {"__module__": cls.__module__})
+
+
+class SwarmSetup(Trainer):
+    """Prepares a trainer for its swarm when `Trainer.__init__` is called, with the arguments of that call.
+
+    A subclass may have arguments of its own, and may make those of `Trainer` itself.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        arguments = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
+        del arguments["self"]
+        given = arguments.get("args")
+        self.swarm_config = config_of(given, self.swarm_config)
+        if self.swarm_config is None:
+            super().__init__(**arguments)
+            return
+        if given is None:
+            raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
+        self.require_usable(given, arguments)
+        self._batches = Batches(self, given.per_device_train_batch_size, self._events)
+        own = without_config(given)
+        own.auto_find_batch_size = False  # `Batches` divides what does not fit, without starting over
+        super().__init__(**arguments | {"args": own})
+        self._given_optimizer = GivenOptimizer(self.optimizer, self.lr_scheduler)
+        self.accelerator.backward = partial(self._batches.backward, self.accelerator.backward)
+        # Printed rows have the swarm's figures; a progress bar has no room for them.
+        if not is_in_notebook() and self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
+            self.add_callback(PrinterCallback)
 
 
 class SwarmTrainerMixin(TrainerHost):
@@ -79,6 +143,10 @@ class SwarmTrainerMixin(TrainerHost):
         RecipeError: an argument can't work in a swarm; the message names it.
     """
 
+    usual_config: ClassVar[dict[str, Any] | None] = None
+    """The `hivemind_config` of trainers that are given none; see `enable`."""
+    usual_swarm: ClassVar[dict[str, Any] | None] = None
+    _of_usual_config: ClassVar[weakref.ref[Any] | None] = None  # the trainer that trains by `usual_config`
     node: Node | None = None
     swarm_callback: SwarmCallback  # of the last call of `train`, like `swarm_optimizer`
     swarm_optimizer: SwarmOptimizer | None = None
@@ -99,20 +167,12 @@ class SwarmTrainerMixin(TrainerHost):
         has_recipe: bool = False,
         **kwargs: Any,
     ) -> None:
-        kwargs = by_name(type(self), SwarmTrainerMixin, args, kwargs)
-        given = kwargs.get("args")
-        config = hivemind_config if hivemind_config is not None else getattr(given, "hivemind_config", None)
-        self.swarm_config = config
-        if config is None:
-            super().__init__(**kwargs)
-            return
-        if given is None:
-            raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
-        require_swarmable(given, kwargs)
-        require_no_replaced(type(self), SwarmTrainerMixin)
-        self.swarm_args = given
-        self.swarm_settings = SwarmSettings.read(config, swarm)
-        self._samples_per_step = self.swarm_settings.samples_per_step(given)
+        values = (*args, *kwargs.values())
+        given = next((value for value in values if isinstance(value, TrainingArguments)), None)
+        if hivemind_config is None:
+            hivemind_config = config_of(given, self.usual_config)
+        self.swarm_config = hivemind_config
+        self._swarm_section = self.usual_swarm if swarm is None else swarm
         self._owns_node = node is None
         self.node = node
         self._events = events or Events(log_event)
@@ -124,13 +184,29 @@ class SwarmTrainerMixin(TrainerHost):
         self._budget = budget
         self._given_before = given_before or Contribution()
         self._wait_s = 3600.0 if wait_s is None else wait_s
-        self._batches = Batches(self, given.per_device_train_batch_size, self._events)
-        super().__init__(**kwargs | {"args": without_config(given)})
-        self._given_optimizer = GivenOptimizer(self.optimizer, self.lr_scheduler)
-        self.accelerator.backward = partial(self._batches.backward, self.accelerator.backward)
-        # Printed rows have the swarm's figures; a progress bar and a notebook's table have no room for them.
-        if self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
-            self.add_callback(PrinterCallback)
+        if hivemind_config is not None:
+            if given is not None:  # before a subclass prepares its data
+                self.require_usable(given, kwargs)
+            # TRL copies all fields into its own config, which lacks ours.
+            args = tuple(map(without_config, args))
+            kwargs = {name: without_config(value) for name, value in kwargs.items()}
+        super().__init__(*args, **kwargs)
+
+    @staticmethod
+    def set_usual(config: dict[str, Any] | None, swarm: dict[str, Any] | None) -> None:
+        """Set what trainers use that are given no `hivemind_config` or `swarm`; see `enable`."""
+        cls = SwarmTrainerMixin
+        cls.usual_config = config
+        cls.usual_swarm = swarm
+
+    def require_usable(self, args: TrainingArguments, keywords: Mapping[str, Any]) -> None:
+        """Read the swarm's settings; raise `RecipeError` if a swarm can't use them or this trainer."""
+        require_swarmable(args, keywords)
+        require_no_replaced(type(self), SwarmTrainerMixin)
+        self.swarm_settings = SwarmSettings.read(self.swarm_config, self._swarm_section)
+        self._samples_per_step = self.swarm_settings.samples_per_step(args)
+
+    __new__ = constructor(__init__)
 
     # -- the life of a run ---------------------------------------------------------------------------
 
@@ -144,16 +220,16 @@ class SwarmTrainerMixin(TrainerHost):
 
         Raises:
             KeyboardInterrupt: after Ctrl-C. No process is left, and `train` may be called again.
-            RecipeError: also if `resume_from_checkpoint` was given.
+            RecipeError: also if `resume_from_checkpoint` names a checkpoint.
             FolderTaken: another trainer, or a `trahiv` command, trains in `output_dir`.
             RecipeError, SetupError, AssetError: see `plan_run`; no node was started.
             Unreachable, SetupError, NotAdmitted, RoundFailed, RecipeMismatch: see `Node` and `enter`.
         """
         if self.swarm_config is None:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
-        if resume_from_checkpoint:
+        if resume_from_checkpoint not in (None, False, True):
             raise RecipeError(
-                "`resume_from_checkpoint` has no meaning in a swarm.",
+                "In a swarm, `resume_from_checkpoint` can't name a checkpoint.",
                 hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",
             )
 
@@ -179,7 +255,7 @@ class SwarmTrainerMixin(TrainerHost):
         self.swarm_optimizer = None  # of an earlier call, whose processes have ended
         self.has_entered = False
         self.plan_run()
-        folder = Path(self.swarm_args.output_dir)
+        folder = Path(self.args.output_dir)
         events = self._events
         leaving = self._leaving
         with contextlib.ExitStack() as stack:
@@ -192,7 +268,8 @@ class SwarmTrainerMixin(TrainerHost):
                     self.node = started(self.swarm_settings, folder)
                     self._given_before = stack.enter_context(announced(self, self.node, events, leaving))
             stack.enter_context(leaving_a_checkpoint(self, events))
-            result = super().train(**kwargs)
+            with temporarily(self, model_init=None):  # `plan_run` has made the model
+                result = super().train(**kwargs)
             optimizer = self.swarm_optimizer
             assert optimizer is not None
             if optimizer.local_epoch >= optimizer.max_steps:
@@ -215,21 +292,41 @@ class SwarmTrainerMixin(TrainerHost):
 
         Raises `RecipeError`, `AssetError` or `SetupError` if this trainer can't train in a swarm.
         """
+        if self.swarm_config is self.usual_config:
+            if self._of_usual_config is not None and self._of_usual_config() is not self:
+                raise RecipeError(
+                    f"Another trainer of this program trains in the run {self.swarm_settings.opt.run_id}; "
+                    "a run has one training.",
+                    hint='give this one a run of its own: hivemind_config={"opt": {"run_id": "...", ...}}',
+                )
+            SwarmTrainerMixin._of_usual_config = weakref.ref(self)
+        if self.model_init is not None:  # as `Trainer.train` does
+            seed = self.args.seed
+            enable_full_determinism(seed) if self.args.full_determinism else set_seed(seed)
+            self.model = self.model_wrapped = self.call_model_init().to(self.args.device)
         put_in_swarm(self)
         require_no_replaced(type(self), SwarmTrainerMixin)  # again, for methods that were assigned meanwhile
-        self._max_steps = self.swarm_settings.max_steps(self.swarm_args, self.train_dataset)
+        self._max_steps = self.swarm_settings.max_steps(self.args, self.train_dataset)
         self._steps_per_pass = self.swarm_settings.steps_per_pass(self.train_dataset) or self._max_steps
         self.divide_data()
         self.make_inner_optimizer()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Upload `output_dir`; raises `RecipeError` in a swarm, where that folder holds this peer's keys."""
+        """Upload the model, its tokenizer and a model card.
+
+        In a swarm they are written to a temporary folder, because `output_dir` holds this peer's keys.
+        """
         if self.swarm_config is None:
             return super().push_to_hub(*args, **kwargs)
-        raise RecipeError(
-            "output_dir holds the keys of this peer and of the swarm; nothing was uploaded.",
-            hint='trainer.model.push_to_hub("...") uploads the weights alone',
-        )
+        files = tempfile.TemporaryDirectory()
+        named = Path(files.name, Path(self.args.output_dir).absolute().name)  # a repository's usual name
+        with temporarily(self.args, output_dir=str(named)):
+            pushed = super().push_to_hub(*args, **kwargs)
+        if isinstance(pushed, Future):
+            pushed.add_done_callback(lambda _: files.cleanup())
+        else:
+            files.cleanup()
+        return pushed
 
     def close(self) -> None:
         """Leave the swarm and end its processes here, even if leaving is interrupted. Safe to call twice."""
@@ -294,7 +391,7 @@ def announced(trainer: Trainer, node: Node, events: Events, leaving: Leaving) ->
         The samples and tokens that this peer gave when it trained in this folder before.
     """
     settings = trainer.swarm_settings
-    folder = Path(trainer.swarm_args.output_dir)
+    folder = Path(trainer.args.output_dir)
     max_steps = trainer._max_steps
     saved = saved_in(folder / CHECKPOINTS)
     earlier = contribution_in(folder)

@@ -41,7 +41,7 @@ class Swarm:
     def __init__(self, clock, args, leave=bool, budget=ENDLESS_BUDGET, steps_per_pass=100, **changes):
         vars(self).update(changes)
         self.clock = clock
-        self.swarm_args = args
+        self.args = args
         self.accelerator = self.swarm_settings = self.swarm = self.tracker = self
         self.told = []
         self.saved = []
@@ -61,7 +61,7 @@ class Swarm:
         self.state.global_step = self.local_epoch
 
     def call(self, event):
-        self.control = getattr(self.handler, event)(self.swarm_args, self.state, self.control)
+        self.control = getattr(self.handler, event)(self.args, self.state, self.control)
 
     def local_step(self, loss=1.0, seconds=1.0, weight=4.0, **changes):
         """One local step of the Trainer, which changes the optimizer."""

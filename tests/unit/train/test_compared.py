@@ -112,10 +112,10 @@ def another(value):
 @pytest.mark.parametrize("cls", [TrainingArguments, SFTConfig, DPOConfig])
 def test_unlike_argument_is_refused_or_listed(arguments, trainer, cls):
     args = arguments(cls)
-    trainer.swarm_args = copy(args)
+    trainer.args = copy(args)
     ours = told(trainer)
     for name in (one.name for one in fields(cls)):
-        vars(trainer.swarm_args).update(vars(args) | {name: another(getattr(args, name))})
+        vars(trainer.args).update(vars(args) | {name: another(getattr(args, name))})
         theirs = told(trainer)
         assert refused(ours, theirs) == refused(theirs, ours) == {name} - MAY_DIFFER
 
@@ -139,13 +139,13 @@ def test_each_argument_is_decided(cls):
 )
 def test_derived_settings_are_compared(arguments, make, trainer, changes, name):
     other = make(args=arguments(**changes))
-    assert refused(told(trainer), told(other, other.swarm_args.max_steps)) == {name}
+    assert refused(told(trainer), told(other, other.args.max_steps)) == {name}
 
 
 def test_passes_compare_by_resulting_steps(arguments, trainer, samples):
     ours = told(trainer)
-    trainer.swarm_args = arguments(max_steps=-1, num_train_epochs=8)  # 8 x 16 samples, 64 a step
-    steps = trainer.swarm_settings.max_steps(trainer.swarm_args, samples)
+    trainer.args = arguments(max_steps=-1, num_train_epochs=8)  # 8 x 16 samples, 64 a step
+    steps = trainer.swarm_settings.max_steps(trainer.args, samples)
     assert refused(ours, told(trainer, steps)) == set()
 
 
@@ -188,6 +188,10 @@ def own_optimizer(_, momentum):
     return {"cls": Mine}
 
 
+def class_of_optimizer(_, momentum):
+    return {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": momentum})}
+
+
 def own_schedule(model, share):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return {"optimizers": (optimizer, LambdaLR(optimizer, lambda step: share**step))}
@@ -212,6 +216,7 @@ def adapter(model, alpha):
     ("name", "given", "ours", "theirs"),
     [
         ("optimizer", own_optimizer, 0.5, 0.9),
+        ("optimizer", class_of_optimizer, 0.5, 0.9),
         ("schedule", own_schedule, 0.5, 0.25),
         ("loss", lambda _, cls: {"cls": cls}, SwarmTrainer, OwnLoss),
         ("loss function", lambda _, function: {"compute_loss_func": function}, None, print),
@@ -237,9 +242,9 @@ class NewerArguments(TrainingArguments):
 
 def test_new_argument_differs_only_when_set(arguments, trainer):
     ours = told(trainer)
-    trainer.swarm_args = arguments(NewerArguments, cache_path="/elsewhere")
+    trainer.args = arguments(NewerArguments, cache_path="/elsewhere")
     assert refused(ours, told(trainer)) == set()
-    trainer.swarm_args.sharpness = 1.0
+    trainer.args.sharpness = 1.0
     assert refused(ours, told(trainer)) == {"sharpness"}
 
 

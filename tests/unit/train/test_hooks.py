@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, SequentialSampler
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.kit.fakes import FakeNode
@@ -242,6 +242,16 @@ def adam_with_frozen_group(model):
 )
 def test_given_optimizer_is_stepped(both, given):
     plain, ours = both(given=given)
+    assert alike(ours, plain)
+
+
+def test_model_init_makes_model_of_seed(trained, llama):
+    config = llama().config
+
+    def draw():
+        return LlamaForCausalLM(config)
+
+    plain, ours = (trained(IN_ORDER, place, model=None, model_init=draw) for place in ("plain", "above"))
     assert alike(ours, plain)
 
 

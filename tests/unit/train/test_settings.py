@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.trainer_utils import HubStrategy
 
 from tests.kit.lone import lone_node
 from tests.unit.conftest import refused
@@ -29,7 +30,11 @@ TROUBLE = {  # by message: fields of the arguments as on another machine; keywor
         "CUDA_VISIBLE_DEVICES=1",
     ),
     "a device of type xpu": ({"_setup_devices": torch.device("xpu")}, {}, "use_cpu=True"),
-    "model_init": ({}, {"model_init": lambda: None, "model": None}, "the model itself"),
+    "hub_strategy=checkpoint": (
+        {"push_to_hub": True, "hub_strategy": HubStrategy.CHECKPOINT},
+        {},
+        "every_save",
+    ),
     "by epoch of data without a length": (
         {"save_strategy": "epoch"},
         {"train_dataset": iter(())},

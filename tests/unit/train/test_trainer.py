@@ -1,6 +1,8 @@
 """What a trainer refuses, keeps and saves in a swarm; without one it is transformers' Trainer."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,8 +25,8 @@ def trainer(swarm_trainer):
 
 
 def test_chosen_checkpoint_is_refused(trainer):
-    with pytest.raises(RecipeError, match="no meaning in a swarm"):
-        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(RecipeError, match="can't name a checkpoint"):
+        trainer.train(resume_from_checkpoint="out/checkpoint-4")
 
 
 def test_taken_folder_is_refused_before_node_starts(trainer, tmp_path):
@@ -34,9 +36,44 @@ def test_taken_folder_is_refused_before_node_starts(trainer, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["lock"]
 
 
-def test_upload_of_keys_is_refused(trainer):
-    with pytest.raises(RecipeError, match="nothing was uploaded"):
-        trainer.push_to_hub()
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for the hub; maps each message to the names of the files that were uploaded with it."""
+    uploads = {}
+
+    def upload_folder(*, repo_id, folder_path, commit_message, run_as_future, **_):
+        uploads[commit_message] = {path.name for path in Path(folder_path).rglob("*") if path.is_file()}
+        assert repo_id == "me/out"
+        return ThreadPoolExecutor().submit(bool) if run_as_future else None
+
+    def create_repo(name, **_):
+        return SimpleNamespace(repo_id=f"me/{name}")
+
+    fake = SimpleNamespace(upload_folder=upload_folder, create_repo=create_repo)
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: fake)
+    return uploads
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_upload_has_model_and_no_keys(trainer, hub, tmp_path, blocking):
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out/identity.key").touch()
+    trainer.push_to_hub(blocking=blocking)
+    [files] = hub.values()
+    assert {"model.safetensors", "config.json", "README.md"} <= files
+    assert "identity.key" not in files
+    assert Path(trainer.args.output_dir) == tmp_path / "out"
+
+
+def test_checkpoints_are_uploaded_as_they_are_saved(swarm_trainer, arguments, hub):
+    trainer = swarm_trainer(args=arguments(push_to_hub=True))
+    put_in_swarm(trainer)
+    saved = []
+    trainer.swarm_callback = SimpleNamespace(save_checkpoint=lambda: saved.append(1))
+    trainer.swarm_optimizer = SimpleNamespace(local_epoch=3, agreed_weights=nullcontext)
+    trainer._save_checkpoint(trainer.model, None)
+    assert saved == [1]
+    assert list(hub) == ["Training in progress, step 3"]
 
 
 @pytest.fixture
