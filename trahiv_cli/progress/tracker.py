@@ -67,8 +67,9 @@ class SwarmTracker(ProgressTracker):
         self.own_id = str(dht.peer_id.to_base58())
         self._committed = committed
         self.past = CommitPath()
+        """The path of this peer to its state. Like `leases`, it is in each report."""
         self.leases = Spans()
-        """The path of this peer to its state, and its leases: each report has them."""
+        """The positions of the data that this peer has leased."""
         self.plausibility = Plausibility()
         self._minority_watch = MinorityWatch()
         self.gone: frozenset[str] = frozenset()
@@ -115,7 +116,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def companions(self) -> frozenset[str]:
-        """Ids of the members of the round that led here, or of the donor."""
+        """Ids of the members of the round that led to this state; after a download, of the donor."""
         return self._committed.now.group
 
     @property
@@ -177,7 +178,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """Whether the swarm holds `target_batch_size` samples for the step that this peer is at."""
+        """Whether the swarm holds `target_batch_size` samples for the next round. hivemind's epoch is a step."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
 
     # -- this peer's reports ----------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 1. A peer claims its contribution. `matchmaking` finds a group, whose members all judge the claims alike.
 2. The group exchanges parts and averages (`allreduce`).
-3. The group votes on the average (`vote`). A member applies it only if most of the group hold the same
-   average, and it can name the members that do not.
+3. The group votes on the average (`vote`). A member applies it only if it knows that more than half of the
+   group hold the same average. A member whose vote did not arrive counts as one that holds another.
 4. Each member keeps the round for peers that missed it, and replays the rounds that it missed itself.
 """
 

@@ -39,9 +39,11 @@ from trahiv_cli.telemetry.events import Events
 logger = get_logger(__name__)
 
 BELIEVED_S = 10.0
+"""Seconds that a peer waits for the other peers' reports to confirm a downloaded state."""
+
 SAID_S = 60.0
-"""Seconds that a peer waits for the other peers' reports to confirm a downloaded state; and seconds that it
-waits while only one peer has reported the state's values, which the others do before their next round."""
+"""Seconds that it waits while only one peer has reported the state's values. The others report them before
+their next round."""
 
 DONOR_PAUSE_S = 1.0
 """Seconds between two tries to download; upstream has no pause and asked a donor 2,230 times in 47 s."""
@@ -81,7 +83,7 @@ class CatchUp:
         self._wait(what, lambda: {peer.peer_id for peer in self.tracker.others}.issuperset(peers), limit_s)
 
     def wait_for_return(self, *, have_others_been_there: bool) -> bool:
-        """Wait for a peer that reported before, or for any peer if `have_others_been_there`.
+        """Wait for a peer that fell silent; with `have_others_been_there`, also for one not seen before.
 
         Returns whether a peer is there within `RunSettings.load_state_s`; False at once if none will return,
         for example after goodbyes.
@@ -341,8 +343,8 @@ class CatchUp:
     def _is_believed(self, history: History, common: bytes, donor: str) -> bool:
         """Check a donor's state against the other peers' reports, and wait a while for these.
 
-        `common` is the digest of the tensors that all peers of that history share; it is empty if it can't
-        be compared.
+        `common` is this peer's digest of the tensors that all peers of that history share. It is empty if a
+        codec has rounded them; then only the history is checked.
         """
         began = time.monotonic()
         pause_s = REFRESH_S

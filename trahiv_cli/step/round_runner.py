@@ -3,8 +3,8 @@
 1. Read the reports: which peers hold this peer's state, and how many of them must come (`Quorum`).
 2. Claim this peer's contribution and its state's digest, and let `RoundService` look for the group.
 3. Read the reports repeatedly meanwhile: peers come, leave, or take the step without this one.
-4. Retry a failed round while there is patience, which grows with each round. Warn the user if that takes
-   long.
+4. Retry a failed round while there is patience, which grows with each failed round. Warn the user if that
+   takes long.
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ class RoundRunner:
     def average(self) -> Attempt:
         """Average the contribution that was set aside with the groupmates; retry while there is patience.
 
-        Returns the round and its outcome. If there is no outcome, the round was not committed. If there is no
-        round, this peer is alone, or has missed the others long enough to step alone.
+        Returns one of:
+            - the round and its outcome, of a committed round;
+            - the round and None: it was not committed, and patience is over;
+            - None and an outcome, or None: this peer steps alone. The outcome is there for joiners to replay.
 
         Raises:
             NotFinite: this peer's weights are not finite.

@@ -271,7 +271,7 @@ class Stepper:
         step = self.position.history.step
         # With local steps a difference would stay for ever: agreed weights always move by equal amounts.
         is_due = self.position.pace.has_local_steps or step >= self._equal_until
-        if not is_due or not (holders := self.digests.restore()):
+        if not is_due or not (holders := self.digests.take_holders()):
             return
         self._equal_until = step + self.settings.average_state_every
         try:

@@ -64,7 +64,7 @@ class WeightDigests:
         """Record the digests that the members of a round claimed before it, if they differ."""
         self.claimed = dict(claimed) if len(set(claimed.values())) > 1 else {}
 
-    def restore(self) -> set[str]:
+    def take_holders(self) -> set[str]:
         """Return ids of the peers whose state to adopt, none if most have this peer's; forget the claims."""
         claimed = self.claimed
         self.claimed = {}
