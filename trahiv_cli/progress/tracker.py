@@ -178,7 +178,7 @@ class SwarmTracker(ProgressTracker):
 
     @property
     def ready_to_update_epoch(self) -> bool:
-        """Whether the swarm holds `target_batch_size` samples for the next round. hivemind's epoch is a step."""
+        """Whether the swarm has `target_batch_size` samples for the next round. An epoch is a step here."""
         return not self.is_behind and self.samples_accumulated >= self.target_batch_size
 
     # -- this peer's reports ----------------------------------------------------------------------
