@@ -141,8 +141,12 @@ def read_run(folder: Path) -> AgreedRun:
     """Read a folder's run from its resolved recipe; raises `SetupError` if none is of this version."""
     path = folder / RESOLVED
     try:
-        return AgreedRun.of(parse_recipe(json.loads(path.read_text(encoding="utf-8")), str(path)))
-    except (OSError, ValueError, RecursionError, RecipeError) as error:
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+        opt = recipe["hivemind_config"]["opt"]
+        if opt.get("averager_opts") == {}:  # a field of earlier versions, at its default
+            del opt["averager_opts"]
+        return AgreedRun.of(parse_recipe(recipe, str(path)))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, RecipeError) as error:
         raise SetupError(f"{path} is not a recipe of this version of trahiv.", ANOTHER_PLACE) from error
 
 

@@ -22,11 +22,12 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -147,13 +148,14 @@ class CheckpointData:
                 files[OWN_STEPS] = copies(enumerate([*held.weights, *held.buffers.live.values()]))
             return cls(state, files)
 
-    def write(self, folder: Path) -> None:
-        """Write all files, the manifest last."""
+    def write(self, folder: Path, base: Mapping[str, str]) -> None:
+        """Write all files, the manifest last; `base` see `Checkpoints`."""
         for name, tensors in self.files.items():
             save_file(tensors, folder / name)
         (folder / STATE_FILE).write_text(json.dumps(self.state.to_data()))
         files = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
-        (folder / MANIFEST).write_text(json.dumps({"version": 1, "files": files}, indent=1) + "\n")
+        manifest = {"version": 1, "files": files, "base": dict(base)}
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,18 @@ class Checkpoint:
         except READ_ERRORS as error:
             return f"it can't be read: {error}"
         return ""
+
+    def require_base(self, base: Mapping[str, str]) -> None:
+        """Raise `AssetError` if it was trained with another base; earlier versions wrote none."""
+        written = json.loads((self.path / MANIFEST).read_text()).get("base", {})
+        unlike = [name for name in base if written.get(name, base[name]) != base[name]]
+        if unlike:
+            raise AssetError(
+                f"{self.path} was trained with another {' and another '.join(unlike)} than those here; "
+                "nothing was loaded.",
+                hint="bring these back (`builtin/bpe` depends on the version of trahiv), or begin anew in "
+                "another --output-dir",
+            )
 
     def load_weights(self, model: torch.nn.Module) -> None:
         """Copy the trainable weights and moving buffers into `model`, keeping its dtypes and devices."""
@@ -261,11 +275,21 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run in `folder`; the newest `keep` of them are kept, or all if it is None."""
+    """The checkpoints of one run in `folder`; the newest `keep` of them are kept, or all if it is None.
 
-    def __init__(self, folder: Path, keep: int | None = None, events: Events | None = None) -> None:
+    `base` has digests, by name, of the frozen weights and the tokenizer that the trained weights belong to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int | None = None,
+        events: Events | None = None,
+        base: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.folder = folder
         self._keep = keep
+        self._base = base
         self._events = events or Events()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self.last: Future[Path | None] | None = None
@@ -276,9 +300,14 @@ class Checkpoints:
         return [Checkpoint(*one) for one in saved_in(self.folder)]
 
     def newest(self) -> Checkpoint | None:
-        """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones."""
+        """Read and return the intact checkpoint of the highest step, or None; warn of damaged ones.
+
+        Raises:
+            AssetError: it was trained with another base.
+        """
         for found in reversed(self.all()):
             if not (damage := found.find_damage()):
+                found.require_base(self._base)
                 return found
             self._events.warn(
                 "checkpoint",
@@ -305,7 +334,7 @@ class Checkpoints:
             for left in self.folder.glob(".step-*"):  # left by a killed process: no other process writes here
                 shutil.rmtree(left, ignore_errors=True)
             with replacing(final) as aside:
-                data.write(aside)
+                data.write(aside, self._base)
         found = self.all()
         kept = [one for one in found if one.step <= step][-(self._keep or 0) :]
         for one in found:

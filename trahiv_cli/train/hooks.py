@@ -34,7 +34,7 @@ from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints, derive_peer_seed, set_random_states
 from trahiv_cli.train.compared import compared_by
-from trahiv_cli.train.comparison import Comparison
+from trahiv_cli.train.comparison import FROZEN, TOKENIZER, Comparison
 from trahiv_cli.train.division import Divided, DividedSampler, DividedStream, divide
 from trahiv_cli.train.entry import enter
 from trahiv_cli.train.inner import (
@@ -215,7 +215,8 @@ class InSwarm(TrainerHost):
         with events.waiting("the model to be compared with the swarm's", until_s=120):
             own = compared_by(self, self._max_steps, self._divided, has_recipe=self._has_recipe)
         comparison = Comparison(self.node, self.swarm_settings.opt.run_id, own)
-        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events)
+        base = {name: own[name] for name in (FROZEN, TOKENIZER) if name in own}
+        checkpoints = Checkpoints(Path(args.output_dir) / CHECKPOINTS, args.save_total_limit, events, base)
         newest = checkpoints.newest()
         if newest is not None:
             newest.load_weights(self.plain_model)  # before the optimizer copies the weights, with offload

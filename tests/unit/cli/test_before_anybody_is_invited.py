@@ -103,6 +103,17 @@ def test_finished_run_has_nothing_to_do(trahiv, without_daemon):
     assert trahiv("init tiny.yaml") == (said, "")
 
 
+def test_folder_of_earlier_version_is_read(trahiv, without_daemon):
+    run = trained(training__max_steps=1)
+    (run / "final").mkdir()
+    file = run / "recipe.json"
+    recipe = json.loads(file.read_text())
+    recipe["hivemind_config"]["opt"]["averager_opts"] = {}  # at its default; it is no field any more
+    file.write_text(json.dumps(recipe))
+    out, _ = trahiv("init tiny.yaml")
+    assert out.startswith("nothing to do")
+
+
 def test_edited_data_starts_another_run(events, monkeypatch):
     monkeypatch.setattr(peer, "start_node", mock.Mock(side_effect=Left))
     run = trained()

@@ -123,6 +123,24 @@ def test_resuming_equals_uninterrupted_training(tmp_path, name):
     assert again.bits == peer.bits
 
 
+def test_checkpoint_of_another_base_is_refused(tmp_path):
+    Peer(tmp_path, base={"tokenizer": "a", "frozen weights": "b"}).save(3)
+    assert Checkpoints(tmp_path).newest().step == 3
+    with refused("another tokenizer", "another --output-dir", AssetError):
+        Checkpoints(tmp_path, base={"tokenizer": "c", "frozen weights": "b"}).newest()
+
+
+def test_checkpoint_without_a_base_is_loaded(tmp_path):
+    """As earlier versions wrote it."""
+    peer = Peer(tmp_path)
+    peer.save(3)
+    manifest = tmp_path / "step-3" / MANIFEST
+    written = json.loads(manifest.read_text())
+    del written["base"]
+    manifest.write_text(json.dumps(written))
+    assert Checkpoints(tmp_path, base={"tokenizer": "c"}).newest().step == 3
+
+
 def test_random_states_are_restored(peer):
     def draw():
         return random.random(), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
