@@ -167,6 +167,8 @@ def sample_text(
     the same text on one kind of processor. Without `ids` the text begins a new document.
     """
     start = torch.tensor([ids or [tokenizer.eos_token_id]], device=model.device)
+    # A padded vocabulary: the model has scores for tokens that the tokenizer can't decode.
+    padding = range(len(tokenizer), model.config.get_text_config().vocab_size)
     was_training = model.training
     model.eval()
     try:
@@ -178,6 +180,7 @@ def sample_text(
                 do_sample=True,
                 temperature=0.7,  # below 1, the text of an early model is easier to read
                 max_new_tokens=max_new_tokens,
+                suppress_tokens=[*padding] or None,
                 pad_token_id=tokenizer.pad_token_id,
             )
     finally:

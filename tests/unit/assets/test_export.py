@@ -8,6 +8,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -16,6 +17,7 @@ from transformers import (
     XLNetLMHeadModel,
 )
 
+from tests.kit.recipes import tiny_llama
 from tests.kit.stand_ins import CHATML, chat_tokenizer
 from tests.unit.assets.conftest import LORA, TINY_LLAMA, are_equal, built, recipe
 from tests.unit.conftest import refused
@@ -127,6 +129,12 @@ def test_sample_depends_only_on_seed(byte_tokenizer, peft, prompt):
     assert text == again != other
     assert model.training
     assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_sample_has_no_token_of_padded_vocabulary(byte_tokenizer):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(vocab_size=4096)))
+    assert len(byte_tokenizer) < 4096
+    assert sample_text(model, byte_tokenizer, [40], 24, seed=3)
 
 
 @pytest.mark.parametrize(
