@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from tests.kit.fakes import FakeNode
 from tests.kit.lone import lone_node, train_alone
@@ -19,7 +19,7 @@ from tests.unit.train.conftest import Hearer
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.train.hooks import put_in_swarm
 from trahiv_cli.train.inner import change_to_float32, require_steppable
-from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin
+from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin, in_swarm
 
 HOOKS = [name for name, value in vars(Trainer).items() if isfunction(value) and not name.startswith("_")]
 HOOKS += ["_get_train_sampler", "_evaluate", "_inner_training_loop", "_prepare_inputs"]
@@ -438,17 +438,18 @@ def test_extra_loader_call_changes_nothing(trained):
     assert len(list(trainer.get_train_dataloader())) == 4
 
 
-def test_grpo_sampler_keeps_groups(arguments, tmp_path, monkeypatch, events, told):
+@pytest.mark.parametrize(("cls", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
+def test_sampler_of_completions_keeps_groups(cls, config, arguments, tmp_path, monkeypatch, events, told):
     groups = []
 
     def reward(prompts, **_):
         groups.append(prompts)
         return [1.0] * len(prompts)
 
-    trainer = type("Swarm", (SwarmTrainerMixin, GRPOTrainer), {})(
+    trainer = in_swarm(cls)(
         model=str(write_llama(tmp_path / "model", hidden_size=16)),
         args=arguments(
-            GRPOConfig, per_device_train_batch_size=4, num_generations=2, max_completion_length=4, bf16=False
+            config, per_device_train_batch_size=4, num_generations=2, max_completion_length=4, bf16=False
         ),
         train_dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(8)]),
         reward_funcs=reward,
