@@ -24,7 +24,7 @@ def test_peers_join_at_start_and_midway(start_paced, tmp_path):
     recipe = write_tiny(
         tmp_path,
         data={"datasets": [{"path": "builtin/trahiv"}]},
-        training__max_steps=20,
+        training__max_steps=30,
         training__learning_rate=5e-3,
         hivemind_config__opt__target_batch_size=40,
         hivemind_config__opt__matchmaking_time=5,
@@ -51,18 +51,18 @@ def test_peers_join_at_start_and_midway(start_paced, tmp_path):
     assert chosen["message"].endswith("is that of another peer.")
     assert joined["source"] == "swarm"
     assert joined["step"] >= 3, "it got the swarm's state, not a fresh model"
-
-    for peer in (first, second, third):
-        done = peer.wait_for("done", 120)
-        assert (done["step"], done["reason"]) == (20, "max_steps")
-        assert peer.exit_code(30) == 0
-        assert peer.noise == []
-        assert left_by(peer.pid) == []
-    committed = first.steps[-1]["round"]
+    committed = first.wait_for_group(size=3)["round"]
     assert committed["committed"]
     assert set(committed["group"]) == set(map(id_of, (first, second, third)))
     assert committed["bytes_sent"] > 0
     assert committed["bytes_received"] > 0
+
+    for peer in (first, second, third):
+        done = peer.wait_for("done", 120)
+        assert (done["step"], done["reason"]) == (30, "max_steps")
+        assert peer.exit_code(30) == 0
+        assert peer.noise == []
+        assert left_by(peer.pid) == []
     for other in (folder.removesuffix("-2"), folder):
         assert_same_weights(tmp_path / "first", tmp_path / other)
     losses = [step["loss"] for step in first.steps if step["loss"] is not None]

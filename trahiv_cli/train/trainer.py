@@ -83,7 +83,8 @@ def in_swarm(cls: type) -> type:
         return cls
     mixin = () if issubclass(cls, SwarmTrainerMixin) else (SwarmTrainerMixin,)
     own = () if cls is Trainer else (cls,)
-    return type(cls.__name__, (*mixin, *own, SwarmSetup), {"__module__": cls.__module__})
+    names = {"__module__": cls.__module__, "called_class": cls}
+    return type(cls.__name__, (*mixin, *own, SwarmSetup), names)
 
 
 class SwarmSetup(Trainer):
@@ -99,6 +100,7 @@ class SwarmSetup(Trainer):
         self.swarm_config = config_of(given, self.swarm_config)
         if self.swarm_config is None:
             super().__init__(**arguments)
+            self.__class__ = self.called_class  # it is as its user made it, and can be pickled
             return
         if given is None:
             raise RecipeError("A swarm needs `args`.", hint="args=SwarmTrainingArguments(max_steps=..., ...)")
