@@ -29,7 +29,7 @@ def outcomes() -> dict[str, dict[str, bool]]:
         found: dict[str, dict[str, bool]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             test, _, row = case.attrib["name"].removesuffix("]").partition("[")
-            found.setdefault(row, {})[test] = len(case.findall("failure") + case.findall("error")) == 0
+            found.setdefault(row, {})[test] = not case.findall("failure") + case.findall("error")
         return found
 
 

@@ -68,6 +68,13 @@ def write_llama(folder, *, chat_template=CHATML, hidden_size=64, seed=0):
     return folder
 
 
+def write_original(folder):
+    """Write the model and the data for `spanish_qlora.py`; return where they are."""
+    quotes = folder / "quotes.jsonl"
+    quotes.write_text("".join(f'{{"quote": "Quote {i}: be the {i} you wish to see."}}\n' for i in range(200)))
+    return write_llama(folder / "model"), quotes
+
+
 def write_bert(folder):
     """Write a BERT of two layers with its head for masked words, and its tokenizer."""
     tokenizer = bert_tokenizer()

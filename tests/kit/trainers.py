@@ -64,7 +64,10 @@ SGD = {"optim": "sgd", "learning_rate": 0.1}
 STEPS = 6
 
 ROWS = {}
-"""Maps the name of a row to a function of a folder, which returns `(class, arguments' class, keywords)`."""
+"""Maps the name of a row to a function that returns its class, the class of its arguments, and keywords.
+
+Two of the keywords are for the kit: `fields` of the arguments, and `positional` arguments of the class.
+"""
 
 
 def row(name):
@@ -77,17 +80,18 @@ def row(name):
     return enter
 
 
-def keywords_of(name, folder, **more):
-    """Make a row's class of trainers and the keywords for it; `more` are fields of the arguments."""
+def parts_of(name, folder):
+    """Make a row's class of trainers, and the positional arguments and the keywords for it."""
     cls, config, keywords = ROWS[name]()
     own = keywords.pop("fields", {})
+    positional = keywords.pop("positional", ())
     args = config(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=BATCH, warmup_steps=2, seed=1,
         lr_scheduler_type="cosine", max_grad_norm=1.0, train_sampling_strategy="sequential",
         save_strategy="no", report_to=[], disable_tqdm=True, logging_steps=1, use_cpu=True,
-        dataloader_pin_memory=False, **USUAL | own | more,
+        dataloader_pin_memory=False, **USUAL | own,
     )  # fmt: skip
-    return cls, {"args": args, **keywords}
+    return cls, positional, {"args": args, **keywords}
 
 
 def drawn(model_class, config):
@@ -136,8 +140,8 @@ def texts():
     return table(input_ids=draw(12), labels=draw(12))
 
 
-def of_trainer(model, data, **more):
-    return Trainer, TrainingArguments, {"model": model, "train_dataset": data, **more}
+def of_trainer(model, data, cls=Trainer, **more):
+    return cls, TrainingArguments, {"model": model, "train_dataset": data, **more}
 
 
 @row("causal language model")
@@ -276,13 +280,13 @@ def chat_model(model_class=LlamaForCausalLM, **more):
     return drawn(model_class, LlamaConfig(**sizes, **more))
 
 
-def of_trl(trainer, config, data, model=None, *, reference=False, **more):
+def of_trl(trainer, config, data, model=None, *, reference=False):
     keywords = {"model": model or chat_model(), "train_dataset": Dataset.from_list(data)}
     keywords["processing_class"] = chat_tokenizer()
     if reference:
         keywords["ref_model"] = chat_model()
     checkpointing = next(name for name in CHECKPOINTING if hasattr(config, name))
-    return trainer, config, keywords | {"fields": {"max_length": 48, checkpointing: False} | more}
+    return trainer, config, keywords | {"fields": {"max_length": 48, checkpointing: False}}
 
 
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -333,13 +337,9 @@ def cpo():
 # -- the ways in which people subclass -----------------------------------------------------------------
 
 
-def subclass(cls, config=TrainingArguments, **more):
+def subclass(cls):
     """Make a row of a subclass of `Trainer`, with a small llama."""
-    ROWS[f"subclass: {cls.__doc__.rstrip('.')}"] = lambda: (
-        cls,
-        config,
-        {"model": llama(), "train_dataset": texts(), **more},
-    )
+    ROWS[f"subclass: {cls.__doc__.rstrip('.')}"] = lambda: of_trainer(llama(), texts(), cls)
     return cls
 
 
@@ -385,11 +385,7 @@ class Distilling(Trainer):
 def distilling():
     torch.manual_seed(7)
     teacher = LlamaForCausalLM(LlamaConfig(**LLAMA, vocab_size=64))
-    return (
-        functools.partial(Distilling, teacher),
-        TrainingArguments,
-        {"model": llama(), "train_dataset": texts()},
-    )
+    return of_trainer(llama(), texts(), Distilling, positional=(teacher,))
 
 
 @subclass

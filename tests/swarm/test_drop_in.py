@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from tests.kit.commands import ORIGINAL, left_by, wait_until
-from tests.kit.stand_ins import Blocks, model_of_blocks, write_llama
+from tests.kit.stand_ins import Blocks, model_of_blocks, write_original
 from tests.swarm.conftest import recorded
 from trahiv_cli import SwarmTrainerMixin
 from trahiv_cli.doctor.report import write_report
@@ -191,9 +191,7 @@ def test_running_statistics_are_shared_and_resumed(workplace):
 
 
 def test_original_example_trains_after_enable(workplace):
-    model = write_llama(workplace.folder / "model")
-    quotes = workplace.folder / "quotes.jsonl"
-    quotes.write_text("".join(f'{{"quote": "Quote {i}: be the {i} you wish to see."}}\n' for i in range(200)))
+    model, quotes = write_original(workplace.folder)
     peer = workplace.start_script(ORIGINAL.read_text(), model, quotes, is_cold=True)
     assert peer.exit_code(120) == 0
     assert "To join the training, use initial_peers = ['@" in peer.err

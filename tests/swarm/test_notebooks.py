@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 
 from tests.kit.commands import LOOPBACK, ORIGINAL, ROOT, VANISH_S
-from tests.kit.stand_ins import write_llama
+from tests.kit.stand_ins import write_original
 from tests.kit.verdicts import group_of
 from tests.kit.warm import MARK
 from tests.swarm.conftest import told
@@ -226,9 +226,7 @@ def test_interrupted_join_cell_resumes(start_paced, endless, workplace):
 
 
 def test_original_example_draws_bar_and_table(workplace):
-    model = write_llama(workplace.folder / "model")
-    quotes = workplace.folder / "quotes.jsonl"
-    quotes.write_text("".join(f'{{"quote": "Quote {i}: be the {i} you wish to see."}}\n' for i in range(200)))
+    model, quotes = write_original(workplace.folder)
     code = f"import sys; sys.argv = ['', {str(model)!r}, {str(quotes)!r}]\n" + ORIGINAL.read_text()
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
     client = NotebookClient(book, timeout=CELL_S, kernel_name="python3")

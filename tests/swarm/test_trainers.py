@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 from tests.kit.lone import lone_node, train_alone
-from tests.kit.trainers import BATCH, NUM_SAMPLES, ROWS, STEPS, keywords_of
+from tests.kit.trainers import BATCH, NUM_SAMPLES, ROWS, STEPS, parts_of
 from tests.swarm.conftest import LOCAL
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
@@ -29,11 +30,6 @@ IN_PAIRS = (ROWS.keys() if os.environ.get("TRAHIV_ALL_ROWS") else KINDS) - OF_WH
 """Rows that two peers train: one of each kind, or all of them for `scripts/trainers.py`."""
 
 
-def made(cls, keywords):
-    """Call a class of trainers, or a partial of one, as a program does after `enable()`."""
-    return in_swarm(getattr(cls, "func", cls))(*getattr(cls, "args", ()), **keywords)
-
-
 def weights(trainer):
     return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
@@ -44,13 +40,14 @@ def losses(trainer):
 
 @pytest.mark.parametrize("name", ROWS)
 def test_one_peer_equals_trainer_alone(name, tmp_path, monkeypatch):
-    cls, keywords = keywords_of(name, tmp_path / "alone")
-    alone = cls(**keywords)
+    cls, positional, keywords = parts_of(name, tmp_path / "alone")
+    alone = cls(*positional, **keywords)
     before = weights(alone)
     alone.train()
-    cls, keywords = keywords_of(name, tmp_path / "swarm")
+    cls, positional, keywords = parts_of(name, tmp_path / "swarm")
     config = {"opt": {"run_id": "row", "target_batch_size": BATCH}}
-    ours = train_alone(monkeypatch, made(cls, keywords | {"hivemind_config": config, "node": lone_node()}))
+    own = {"hivemind_config": config, "node": lone_node()}
+    ours = train_alone(monkeypatch, in_swarm(cls)(*positional, **keywords, **own))
     assert ours.swarm_optimizer.local_epoch == STEPS
     assert (weights(alone) - before).abs().max() > 1e-4, "the comparison would prove nothing"
     assert (weights(ours) - weights(alone)).abs().max() <= 1e-6
@@ -72,30 +69,25 @@ def train_half(name, number, folder, initial, both_in, ready):
 
     Returns the weights at the end, and for each step the indices of the samples that this peer used.
     """
-    cls, keywords = keywords_of(name, folder / f"{number}")
+    cls, positional, keywords = parts_of(name, folder / f"{number}")
     read = []
     used = []
 
-    class Noting(getattr(cls, "func", cls)):
-        def _get_train_sampler(self, *_):
-            for _ in range(100):
-                for index in range(len(self.train_dataset)):
-                    read.append(2 * index + number)
-                    yield index
-
-    class Sized:
-        def __init__(self, sampler):
-            self._sampler = sampler
-
-        def __iter__(self):
-            return self._sampler
+    class Noted(Sampler):
+        """100 passes over this half of the samples; notes each index in the whole data."""
 
         def __len__(self):
             return 100 * NUM_SAMPLES // 2
 
-    class Sequential(Noting):
+        def __iter__(self):
+            for position in range(len(self)):
+                index = position % (NUM_SAMPLES // 2)
+                read.append(2 * index + number)
+                yield index
+
+    class Sequential(cls):
         def _get_train_sampler(self, *_):
-            return Sized(super()._get_train_sampler())
+            return Noted()
 
     def hear(event):
         if event["event"] == "step":
@@ -109,7 +101,7 @@ def train_half(name, number, folder, initial, both_in, ready):
         opt = {"run_id": "row", "target_batch_size": 2 * BATCH, "matchmaking_time": 2}
         swarm = {"mode": "sync", "divide_data": False}
         own = {"node": node, "events": Events(hear), "hivemind_config": {"opt": opt}, "swarm": swarm}
-        trainer = in_swarm(Sequential)(*getattr(cls, "args", ()), **keywords, **own)
+        trainer = in_swarm(Sequential)(*positional, **keywords, **own)
         trainer.add_callback(WaitingForBoth(both_in))
         trainer.train()
     return weights(trainer), used
@@ -164,8 +156,8 @@ def train_reference(name, folder, steps):
     They are not a window of accumulation. There the Trainer adds the mean losses of the batches up, if the
     model's `forward` takes `**kwargs` and ignores `num_items_in_batch` (BERT, T5).
     """
-    cls, keywords = keywords_of(name, folder)
-    trainer = cls(**keywords)
+    cls, positional, keywords = parts_of(name, folder)
+    trainer = cls(*positional, **keywords)
     loader = trainer.get_train_dataloader()
     trainer.create_optimizer()
     trainer.create_scheduler(num_training_steps=STEPS)

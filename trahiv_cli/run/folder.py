@@ -142,11 +142,11 @@ def read_run(folder: Path) -> AgreedRun:
     path = folder / RESOLVED
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))
-        opt = recipe["hivemind_config"]["opt"]
-        if opt.get("averager_opts") == {}:  # a field of earlier versions, at its default
-            del opt["averager_opts"]
+        match recipe:
+            case {"hivemind_config": {"opt": dict(opt)}} if opt.get("averager_opts") == {}:
+                del opt["averager_opts"]  # a field of earlier versions, at its default
         return AgreedRun.of(parse_recipe(recipe, str(path)))
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, RecipeError) as error:
+    except (OSError, ValueError, RecursionError, RecipeError) as error:
         raise SetupError(f"{path} is not a recipe of this version of trahiv.", ANOTHER_PLACE) from error
 
 

@@ -234,7 +234,7 @@ class RoundRunner:
 def is_over(future: MPFuture[Any]) -> bool:
     """Wait for a request for a moment; return whether it is over, with success or without."""
     with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-        future.exception(POLL_S)
+        future.exception(timeout=POLL_S)
     return bool(future.done())
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import ValidationError, field_validator
 from transformers import TrainingArguments
@@ -34,6 +34,7 @@ class SwarmTrainingArguments(TrainingArguments):
     With it, `max_steps` and all other steps (warm-up, logging, ...) are steps of the whole swarm.
     """
 
+    is_taking_config: ClassVar[bool] = True  # the Trainer's own class is the one before it
     hivemind_config: dict[str, Any] | None = field(
         default=None,
         metadata={"help": "Keywords of hivemind.DHT under `dht`, of hivemind.Optimizer under `opt`."},
@@ -186,7 +187,7 @@ def without_config(given: Any) -> Any:
     if not isinstance(given, TrainingArguments):
         return given
     plain: Any = copy.copy(given)
-    if type(plain) is SwarmTrainingArguments or vars(type(plain)).get("is_taking_config"):
+    if vars(type(plain)).get("is_taking_config"):
         plain.__class__ = type(plain).__base__
         del plain.hivemind_config
     elif hasattr(plain, "hivemind_config"):

@@ -194,10 +194,9 @@ class SwarmTrainerMixin(TrainerHost):
             kwargs = {name: without_config(value) for name, value in kwargs.items()}
         super().__init__(*args, **kwargs)
 
-    @staticmethod
-    def set_usual(config: dict[str, Any] | None, swarm: dict[str, Any] | None) -> None:
+    @classmethod
+    def set_usual(cls, config: dict[str, Any] | None, swarm: dict[str, Any] | None) -> None:
         """Set what trainers use that are given no `hivemind_config` or `swarm`; see `enable`."""
-        cls = SwarmTrainerMixin
         cls.usual_config = config
         cls.usual_swarm = swarm
 

@@ -12,7 +12,14 @@ from trahiv_cli.files import INVITATION_FILE, INVITED_BY_FILE, MEMBER_FILE, OWNE
 from trahiv_cli.members.identity import IDENTITY_FILE
 from trahiv_cli.members.invitation import Invitation
 from trahiv_cli.members.membership import KEY_BYTES, Owner
-from trahiv_cli.run.folder import earlier_peers, folders_to_join, known_identity, owned_first, recorded
+from trahiv_cli.run.folder import (
+    earlier_peers,
+    folders_to_join,
+    known_identity,
+    owned_first,
+    read_run,
+    recorded,
+)
 from trahiv_cli.run.lock import owned, require_free
 from trahiv_cli.telemetry.events import PEERS_FILE
 
@@ -50,6 +57,13 @@ def test_taken_folder_is_refused():
                 require_free(Path("runs", name))
             with pytest.raises(FolderTaken), owned(Path("runs", name)):
                 pass
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"hivemind_config": {"opt": []}}', "7"])
+def test_recipe_of_another_form_is_refused(text):
+    Path("recipe.json").write_text(text)
+    with refused("not a recipe of this version", "--output-dir", SetupError):
+        read_run(Path())
 
 
 def test_failure_frees_folders():
