@@ -64,6 +64,8 @@ class Search:
     group: asyncio.Future[GroupInfo]
     followers: dict[PeerID, Follower] = field(default_factory=dict)
     refused: set[PeerID] = field(default_factory=set)  # peers that could not lead in this search
+    asked: PeerID | None = None  # the leader that this peer waits for
+    asked_at: float = 0.0  # by the monotonic clock
 
 
 class Blame:
@@ -190,7 +192,6 @@ class GroupFinder:
         self._clients: frozenset[PeerID] = frozenset()
         self._quorum = 2
         self._search: Search | None = None
-        self._asking: PeerID | None = None  # the leader that this peer asks to let it in
         self.blame = Blame(self._order)
         self._turn = asyncio.Event()
         self._one_at_a_time = asyncio.Lock()
@@ -235,6 +236,8 @@ class GroupFinder:
                 async with asyncio.timeout(max(0.0, left_s)):
                     return await self._search_until_found(search)
             except TimeoutError:
+                if search.asked and time.monotonic() - search.asked_at >= self.patience_s:
+                    self._suspect_leader(search.asked)  # or the next search would wait for it again
                 return None
             finally:
                 self._search = None
@@ -369,7 +372,7 @@ class GroupFinder:
         except ValueError as error:
             self.blame.exclude(peer, f"it brings an unusable claim ({error})")
             return MessageFromLeader(code=GROUP_DISBANDED)
-        elsewhere = self._asking
+        elsewhere = search.asked
         if elsewhere == peer:  # both ask each other: the first in order leads
             elsewhere = peer if self._order(peer) < self._order(self.peer_id) else None
         if elsewhere is None:
@@ -383,19 +386,19 @@ class GroupFinder:
 
         None if it does not lead this peer, or if another peer follows this one.
         """
-        self._asking = leader
+        search.asked, search.asked_at = leader, time.monotonic()
         is_known = leader in self._expected
-        asked = asyncio.ensure_future(self._ask(search, leader))
-        asked.add_done_callback(lambda _: self._wake())
+        answer = asyncio.ensure_future(self._ask(search, leader))
+        answer.add_done_callback(lambda _: self._wake())
         try:
-            while not asked.done() and not search.followers and search.schema == self.schema:
+            while not answer.done() and not search.followers and search.schema == self.schema:
                 if is_known and leader not in self._expected:
-                    return None  # it has left
+                    break  # it has left
                 await wait_at_most(self._turn, 600.0)
-            return asked.result() if asked.done() else None
         finally:
-            self._asking = None
-            await cancel_and_wait(asked)
+            await cancel_and_wait(answer)
+        search.asked = None
+        return None if answer.cancelled() else answer.result()
 
     async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | PeerID | None:
         request = JoinRequest(
@@ -415,14 +418,19 @@ class GroupFinder:
             if answer.code == BEGIN_ALLREDUCE:
                 return self._accepted(search, leader, answer)
             if answer.suggested_leader:
-                return peer_from(answer.suggested_leader)
+                suggested = peer_from(answer.suggested_leader)
+                # Peers that come in turn would else send each other back to a leader that forms no group.
+                return None if suggested in search.refused else suggested
         except (*UNREACHABLE, StopAsyncIteration) as error:
             logger.debug(f"{leader} does not lead: {error!r}")
-            self.blame.suspect(leader, "it did not lead a group")
+            self._suspect_leader(leader)
         except ValueError as error:
             self.blame.exclude(leader, f"it led a group that can't be ({error})")
         search.refused.add(leader)
         return None
+
+    def _suspect_leader(self, leader: PeerID) -> None:
+        self.blame.suspect(leader, "it did not lead a group")
 
     def _accepted(self, search: Search, leader: PeerID, answer: MessageFromLeader) -> GroupInfo:
         """Read the group that a leader formed, or raise `ValueError`.

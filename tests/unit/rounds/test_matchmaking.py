@@ -227,15 +227,21 @@ async def test_newer_view_misses_one_group_only():
     await require_group(peers)
 
 
-@in_a_loop
-async def test_silent_leader_is_awaited_once():
-    peers = await swarm(3, SHORT_S)
+async def with_silent_leader(count):
+    """Return peers, of which the first in order lets others in and forms no group."""
+    peers = await swarm(count, SHORT_S)
 
     async def is_silent(request, context):
         yield averaging_pb2.MessageFromLeader(code=averaging_pb2.ACCEPTED)
-        await asyncio.sleep(LIMIT_S)
+        await asyncio.sleep(10 * LIMIT_S)
 
     peers[0].rpc_join_group = is_silent
+    return peers
+
+
+@in_a_loop
+async def test_silent_leader_is_awaited_once():
+    peers = await with_silent_leader(3)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await require_group(peers[1:])
@@ -243,6 +249,26 @@ async def test_silent_leader_is_awaited_once():
     assert first - began >= SHORT_S
     await require_group(peers[1:])
     assert loop.time() - first < 0.1 * SHORT_S
+
+
+@pytest.mark.parametrize("delays_s", [(0.0, 0.33, 0.0), (0.0, 0.36, 0.03), (0.0, 0.33, 0.27)])
+@in_a_loop
+async def test_unpunctual_peers_abandon_silent_leader(delays_s):
+    _, *others = peers = await with_silent_leader(4)
+    meet(peers, quorum=3)
+
+    async def come(peer, after_s):
+        await asyncio.sleep(after_s)
+        return await peer.look(2.0)
+
+    await require(others, *map(come, others, delays_s))
+
+
+@in_a_loop
+async def test_search_remembers_silent_leader_at_deadline():
+    peers = await with_silent_leader(3)
+    await require(None, *look(peers[1:], 1.5 * SHORT_S))
+    await require(peers[1:], *look(peers[1:], 1.5 * SHORT_S))
 
 
 @in_a_loop
