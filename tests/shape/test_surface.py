@@ -30,6 +30,7 @@ OPTIONS_OF_OTHERS = {
     *("--query-gpu", "--query-compute-apps", "--value"),  # nvidia-smi, loginctl
     *("--machine", "--no-block", "--now", "--user"),  # systemctl
     *("--torch-backend", "--install"),  # uv, wsl
+    *("--model_name_or_path", "--dataset_name", "--output_dir", "--hub_token"),  # TRL's commands
     *("--links", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
 }
 

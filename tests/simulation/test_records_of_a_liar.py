@@ -32,12 +32,12 @@ from trahiv_cli.progress.tracker import ALONE_EVERY_S, SwarmTracker
 from trahiv_cli.progress.trust import CREDIT_MARGIN, FORK_S, MinorityWatch, Plausibility
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import to_wire
+from trahiv_cli.recipe.record import pack, to_wire
 from trahiv_cli.step.position import MOST_ROUNDS_AHEAD
 from trahiv_cli.swarm.corrections.nodes import CorrectedProtocol
 from trahiv_cli.swarm.known_peers import KnownPeers
 from trahiv_cli.swarm.member_list import MEMBERS_KEY, POLICY_KEY, MemberList, read_members
-from trahiv_cli.swarm.published_run import fetch_offer, publish_recipe
+from trahiv_cli.swarm.published_run import fetch_offer, publish_run
 from trahiv_cli.swarm.reconnector import Reconnector
 from trahiv_cli.swarm.status import Status, publish_status
 from trahiv_cli.train.comparison import Comparison
@@ -263,7 +263,7 @@ def test_false_recipes_leave_offer_intact(nodes, caplog):
         assert offer.step == 5, what
 
     for name in MEMBERS:
-        publish_recipe(nodes[name], RECIPE)
+        publish_run(nodes[name], RECIPE.run_id, pack(RECIPE))
         publish_status(nodes[name], Status(run_id=RUN, step=5, max_steps=40))
     for key in (RUNS_KEY, recipe_key(RUN)):
         for what, _ in published(nodes, key, caplog):

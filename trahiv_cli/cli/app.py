@@ -11,7 +11,8 @@ import typer
 
 from trahiv_cli.cli.doctor import doctor
 from trahiv_cli.cli.guest import finish, pause, resume
-from trahiv_cli.cli.options import hide_invitations
+from trahiv_cli.cli.launch import OF_RECIPES, launch
+from trahiv_cli.cli.options import hide_invitations, with_shared_options
 from trahiv_cli.cli.output import out, quiet_libraries
 from trahiv_cli.cli.owner import invite, kick, members
 from trahiv_cli.cli.preview import preview
@@ -52,6 +53,7 @@ def _options(
 for command in (  # in the order of `--help`
     init,
     join,
+    with_shared_options(launch, without=OF_RECIPES),
     status,
     watch,
     pause,

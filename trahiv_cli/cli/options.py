@@ -96,6 +96,7 @@ PeerOption = Annotated[
         f"An invitation, @FILE with one, or a multiaddr. Can be repeated. Also read from {PEER_VARIABLE}.",
     ),
 ]
+PublicOption = Annotated[bool, option("--public", "Let in each peer that knows the address.")]
 HostOption = Annotated[
     list[str] | None,
     option(
@@ -207,9 +208,13 @@ class SharedOptions:
     dry_run: Annotated[bool, option("--dry-run", "Only show what would run and what it costs.")] = False
 
 
-def with_shared_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `SharedOptions` after its own; it gets them as its last parameter."""
-    shared = inspect.signature(SharedOptions, eval_str=True).parameters
+def with_shared_options(command: Callable[..., None], without: Sequence[str] = ()) -> Callable[..., None]:
+    """Give a command the options of `SharedOptions` after its own; it gets them as its last parameter.
+
+    The ones in `without` have no meaning for it and keep their defaults.
+    """
+    every = inspect.signature(SharedOptions, eval_str=True).parameters
+    shared = {name: parameter for name, parameter in every.items() if name not in without}
     *own, last = inspect.signature(command, eval_str=True).parameters.values()
 
     @functools.wraps(command)
@@ -251,7 +256,7 @@ def understood(typed: Sequence[str]) -> tuple[list[str], list[str]]:
     if words[:3] == ["join", "trahiv", "join"]:
         del words[:2]
     words = words or ["join"] * bool(invitations)
-    if invitations and words[0] not in ("join", "status", "watch", "doctor", "members"):
+    if invitations and words[0] not in ("join", "launch", "status", "watch", "doctor", "members"):
         return [INVITATION.sub(f"{INVITATION_PREFIX}...", word) for word in typed], []  # none accepted
     return words, invitations
 

@@ -102,7 +102,7 @@ class Output:
     def invitation(self, path: Path, **fields: Any) -> None:
         """Write an invitation: for a person the line to paste, for programs and logs the file that has it."""
         is_for_a_person = self.format is Format.human and sys.stdout.isatty()
-        text = line_in(path) if is_for_a_person else fields["join"]
+        text = pasteable(fields["join"], path) if is_for_a_person else fields["join"]
         self.record(text, "invitation", path=str(path), **fields)
 
     def hint(self, text: str) -> None:
@@ -198,12 +198,12 @@ def for_a_person(event: Event) -> Event:
     """Replace the name of the invitation's file in an event `ready` by the join line."""
     if event["event"] != "ready" or not event["invitation"]:
         return event
-    return event | {"join": line_in(Path(event["invitation"])), "invitation": None}
+    return event | {"join": pasteable(event["join"], Path(event["invitation"])), "invitation": None}
 
 
-def line_in(invitation: Path) -> str:
-    """Return the join line with the invitation of a file."""
-    return f"trahiv join --peer {invitation.read_text(encoding='ascii').strip()}"
+def pasteable(line: str, invitation: Path) -> str:
+    """Put an invitation itself into a line that names its file."""
+    return line.replace(f"@{invitation}", invitation.read_text(encoding="ascii").strip())
 
 
 def visible(text: str) -> str:
@@ -215,6 +215,10 @@ def write(stream: TextIO, text: str) -> None:
     """Write a line, and flush."""
     stream.write(text + "\n")
     stream.flush()
+
+
+set_here: set[str] = set()
+"""Names of the environment variables that `quiet_libraries` has set."""
 
 
 def quiet_libraries() -> None:
@@ -233,7 +237,9 @@ def quiet_libraries() -> None:
         "CUDA_VISIBLE_DEVICES": "0",
     }
     for name, value in defaults.items():
-        os.environ.setdefault(name, value)
+        if name not in os.environ:
+            os.environ[name] = value
+            set_here.add(name)
     # On some CPUs bitsandbytes asks for `kernels`, needed only to generate text with 4-bit weights.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     # torch 2.15 warns about a function of hivemind's.

@@ -52,7 +52,7 @@ def invite(
         said = "who watches leaves no trace: give a time, --expires 1d"
         raise typer.BadParameter(said, param_hint="--once")
     from trahiv_cli.members.membership import Role
-    from trahiv_cli.recipe.pasted import join_by
+    from trahiv_cli.run.lock import join_line
     from trahiv_cli.swarm.owner import OwnedSwarm, own_folder
 
     swarm = OwnedSwarm(output_dir or own_folder())
@@ -68,7 +68,7 @@ def invite(
         hand_on(swarm)
     role = Role.watcher if watch else Role.member
     grant, path = swarm.invite(role, is_once=once, lasts_s=expires)
-    out.invitation(path, **fields_of(grant), join=join_by(f"@{path}"))
+    out.invitation(path, **fields_of(grant), join=join_line(path.parent, f"@{path}"))
     out.say(f"It is {words_of(grant)}.")
 
 

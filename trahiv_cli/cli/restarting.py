@@ -23,7 +23,13 @@ SPENT_VARIABLE = "TRAHIV_SPENT"
 
 
 def restart(command: str, failure: PeerBroken) -> NoReturn:
-    """Restart this process with a command line because of a failure.
+    """Restart this process with a command line because of a failure; see `count_restart`."""
+    count_restart(failure)
+    start_again(command)
+
+
+def count_restart(failure: PeerBroken) -> None:
+    """Count a restart because of a failure.
 
     Raises:
         PeerBroken: this peer has already restarted 3 times within 10 minutes.
@@ -34,11 +40,15 @@ def restart(command: str, failure: PeerBroken) -> NoReturn:
         said = f"{failure.message} This peer had started again 3 times within 10 minutes."
         raise PeerBroken(said, hint=failure.hint) from failure
     os.environ[RESTARTS_VARIABLE] = " ".join(map(str, [*recent, now]))
-    start_again(command)
 
 
 def start_again(command: str) -> NoReturn:
     """Restart this process with a command line, whose first word is `trahiv`."""
+    replace_process([sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
+
+
+def replace_process(arguments: list[str]) -> NoReturn:
+    """Replace this process by this interpreter with these arguments, of which the first is its name."""
     os.environ.setdefault(RESTARTS_VARIABLE, "")
     atexit._run_exitfuncs()  # `execv` does not run them: temporary folders and shared memory would stay
     sys.stdout.flush()
@@ -46,7 +56,7 @@ def start_again(command: str) -> NoReturn:
     for file in map(int, os.listdir("/dev/fd")):  # torch's shared-memory manager lives while one is open
         with contextlib.suppress(OSError):  # the listing's own descriptor
             os.set_inheritable(file, file <= 2)
-    os.execv(sys.executable, [sys.executable, "-m", "trahiv_cli", *shlex.split(command)[1:]])
+    os.execv(sys.executable, arguments)
 
 
 def is_again() -> bool:

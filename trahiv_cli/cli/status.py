@@ -24,7 +24,7 @@ REACHED = {
     "punched": "met through both routers",
     "relayed": "met through a member",
     "dials-out": "it dials others",
-    "alone": "nobody has tried to reach it",
+    "alone": "no peer has tried to reach it",
 }
 """Way to reach a peer -> the words of `status` for it."""
 

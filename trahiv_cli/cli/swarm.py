@@ -6,6 +6,7 @@ import contextlib
 import math
 import shlex
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ import typer
 from trahiv_cli.cli.options import (
     RECIPE,
     PeerOption,
+    PublicOption,
     SharedOptions,
     argument,
     option,
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from trahiv_cli.recipe.document import Document
     from trahiv_cli.recipe.load import Loaded
     from trahiv_cli.recipe.schema import Recipe
+    from trahiv_cli.run.peer_options import PeerOptions
     from trahiv_cli.telemetry.events import Events
-    from trahiv_cli.train.peer import PeerOptions
 
 
 @with_shared_options
@@ -43,7 +45,7 @@ def init(
     no_train: Annotated[
         bool, option("--no-train", "Only help peers find each other; train nothing.")
     ] = False,
-    public: Annotated[bool, option("--public", "Let in everybody who learns the address.")] = False,
+    public: PublicOption = False,
     *,
     shared: SharedOptions,
 ) -> None:
@@ -202,7 +204,7 @@ def agreed(
 
 def options_of(shared: SharedOptions, loaded: Loaded | None, **more: Any) -> PeerOptions:
     """Return a peer's options; `more` are fields that only one of the commands sets."""
-    from trahiv_cli.train.peer import PeerOptions
+    from trahiv_cli.run.peer_options import PeerOptions
 
     if shared.niceness is not None:
         try:
@@ -237,17 +239,11 @@ def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, loa
     """
     from trahiv_cli.run.leaving import Leaving
     from trahiv_cli.telemetry.events import Events
-    from trahiv_cli.telemetry.notifier import Notifier
     from trahiv_cli.train.peer import run_peer, serve_bootstrap
 
     events = Events()
-    if shared.metrics is not None:
-        serve_metrics(shared.metrics, events)
     try:
-        with contextlib.ExitStack() as listeners:
-            if shared.on_event is not None:
-                events.add(listeners.enter_context(Notifier(shlex.split(shared.on_event))))
-            give_terminal_back = listeners.enter_context(out.listening(events))
+        with listened(events, shared) as give_terminal_back:
 
             def leave_at_once() -> None:
                 give_terminal_back()
@@ -268,6 +264,19 @@ def live(run: AgreedRun | None, options: PeerOptions, shared: SharedOptions, loa
         start_again(leaving.resume)
     if ended.reason in ("signal", "pause"):  # a signal after the end of the work is ignored
         raise typer.Exit(leaving.exit_code)
+
+
+@contextlib.contextmanager
+def listened(events: Events, shared: SharedOptions) -> Iterator[Callable[[], None]]:
+    """Show a run's events, and pass them on, while the block runs; yields `Output.listening`'s function."""
+    from trahiv_cli.telemetry.notifier import Notifier
+
+    if shared.metrics is not None:
+        serve_metrics(shared.metrics, events)
+    with contextlib.ExitStack() as listeners:
+        if shared.on_event is not None:
+            events.add(listeners.enter_context(Notifier(shlex.split(shared.on_event))))
+        yield listeners.enter_context(out.listening(events))
 
 
 def serve_metrics(port: int, events: Events) -> None:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trahiv_cli.cli.options import PEER_VARIABLE, argument, option, taken_peers
-from trahiv_cli.cli.output import FormatOption, line_in, out
+from trahiv_cli.cli.output import FormatOption, out, pasteable
 from trahiv_cli.cli.owner import SwarmOption, remove, words_of
 from trahiv_cli.errors import SetupError, TrahivError
 from trahiv_cli.files import OWNER_FILE
 from trahiv_cli.recipe.builtin import how_to_install
-from trahiv_cli.run.lock import RESOLVED, RUNS
+from trahiv_cli.run.control import reads_requests
+from trahiv_cli.run.lock import RUNS, join_line
 
 if TYPE_CHECKING:
     from trahiv_cli.run.control import Request
@@ -181,7 +182,10 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         lasts_s = None if hours is None else 3600.0 * hours
         role = Role.watcher if is_watcher else Role.member
         grant, path = OwnedSwarm(folder).invite(role, is_once=is_once, lasts_s=lasts_s)
-        return {"message": f"It is {words_of(grant)}.", "line": line_in(path)}
+        return {
+            "message": f"It is {words_of(grant)}.",
+            "line": pasteable(join_line(folder, f"@{path}"), path),
+        }
 
     def kick(wanted: dict[str, Any]) -> dict[str, Any]:
         from trahiv_cli.swarm.owner import OwnedSwarm
@@ -193,7 +197,7 @@ def deeds_of(folder: Path) -> dict[str, Deed]:
         return {"message": text}
 
     deeds: dict[str, Deed] = {}
-    if (folder / RESOLVED).exists():  # the peer of a user's program reads no requests
+    if reads_requests(folder):
         deeds = {
             "pause": wishing("pause", "It pauses when its present local step is over."),
             "resume": wishing(None, "It goes on, unless a condition of --only-when speaks against that."),

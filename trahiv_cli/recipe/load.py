@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,7 +22,9 @@ from trahiv_cli.recipe.content import with_copies
 from trahiv_cli.recipe.document import Document, Location, leaves, read_document
 from trahiv_cli.recipe.explain import explain
 from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
-from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, marks_of
+from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, Section, marks_of
+
+_Section = TypeVar("_Section", bound=Section)
 
 
 @dataclass(frozen=True)
@@ -148,3 +150,19 @@ def _read(path: Path | None, max_bytes: int, what: str) -> str:
         line = content.count(b"\n", 0, error.start) + 1
         finding = Finding("", "is not UTF-8 text", "save it as UTF-8", name, line, 1)
         raise RecipeError(f"{name}: 1 error", finding.hint, (finding,)) from None
+
+
+def parse_section(section: type[_Section], path: str, values: Mapping[str, Any] | None) -> _Section:
+    """Validate values as a recipe's section at `path`, and leave out None; raises `RecipeError`."""
+    given = {
+        name: list(map(str, value)) if isinstance(value, list | tuple) else value
+        for name, value in (values or {}).items()
+        if value is not None
+    }
+    try:
+        return section.model_validate(given)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, (path, *one['loc'])))}: {one['msg']}" for one in error.errors()]
+        raise RecipeError(
+            "; ".join(wrong), hint="see `trahiv schema` for the fields and their values"
+        ) from error

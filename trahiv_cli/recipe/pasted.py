@@ -62,6 +62,11 @@ def peers_in(text: str) -> list[str]:
     return peers
 
 
+def launch_by(place: str, program: str) -> str:
+    """Return the command that joins with a program, through an address or the `@FILE` of an invitation."""
+    return f"{shlex.join(['trahiv', 'launch', '--peer', place, '--'])} {program}"
+
+
 def join_by(place: str) -> str:
     """Return the command that joins through an address, or through the `@FILE` of an invitation."""
     return shlex.join(["trahiv", "join", "--peer", place])

@@ -65,7 +65,17 @@ class Search:
     followers: dict[PeerID, Follower] = field(default_factory=dict)
     refused: set[PeerID] = field(default_factory=set)  # peers that could not lead in this search
     asked: PeerID | None = None  # the leader that this peer waits for
-    asked_at: float = 0.0  # by the monotonic clock
+    _asked_at: float = 0.0
+
+    def ask(self, leader: PeerID | None) -> None:
+        """Note the leader that this peer waits for from now on; None: it waits no more."""
+        self.asked = leader
+        self._asked_at = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        """The seconds for which this peer has waited for the leader."""
+        return time.monotonic() - self._asked_at if self.asked else 0.0
 
 
 class Blame:
@@ -236,7 +246,7 @@ class GroupFinder:
                 async with asyncio.timeout(max(0.0, left_s)):
                     return await self._search_until_found(search)
             except TimeoutError:
-                if search.asked and time.monotonic() - search.asked_at >= self.patience_s:
+                if search.asked and search.waited_s >= self.patience_s:
                     self._suspect_leader(search.asked)  # or the next search would wait for it again
                 return None
             finally:
@@ -386,7 +396,7 @@ class GroupFinder:
 
         None if it does not lead this peer, or if another peer follows this one.
         """
-        search.asked, search.asked_at = leader, time.monotonic()
+        search.ask(leader)
         is_known = leader in self._expected
         answer = asyncio.ensure_future(self._ask(search, leader))
         answer.add_done_callback(lambda _: self._wake())
@@ -397,7 +407,7 @@ class GroupFinder:
                 await wait_at_most(self._turn, 600.0)
         finally:
             await cancel_and_wait(answer)
-        search.asked = None
+        search.ask(None)
         return None if answer.cancelled() else answer.result()
 
     async def _ask(self, search: Search, leader: PeerID) -> GroupInfo | PeerID | None:

@@ -17,12 +17,11 @@ from trahiv_cli.background import every
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.members.invitation import write_invitation
 from trahiv_cli.net.addresses import reach_of
-from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.pasted import join_by
 from trahiv_cli.run.leaving import Reason
 from trahiv_cli.run.own_status import OwnStatus
 from trahiv_cli.swarm.node import GRACE_S, REACH_KNOWN_S, Node
-from trahiv_cli.swarm.published_run import publish_recipe
+from trahiv_cli.swarm.published_run import publish_run
 from trahiv_cli.swarm.status import Status, fetch_statuses, fields_of, publish_status
 from trahiv_cli.telemetry.events import Event, Events
 from trahiv_cli.telemetry.lines import line
@@ -127,13 +126,13 @@ def is_shown_to_a_person(log: logging.Logger) -> bool:
 @contextmanager
 def published(
     node: Node,
-    run: AgreedRun | None,
+    packed: bytes | None,
     own_status: OwnStatus,
     events: Events,
     every_s: float = 15.0,
     gap_s: float = 1.0,
 ) -> Iterator[None]:
-    """While the block runs, keep this peer's status, and the run's recipe if there is one, in the DHT.
+    """While the block runs, keep this peer's status, and its run if that is `packed`, in the DHT.
 
     They are published every `every_s`, and a changed status at once, but at most every `gap_s`. The event
     `peers` reports the statuses of the swarm's peers every `every_s`; 25 peers more add another `every_s`.
@@ -144,8 +143,8 @@ def published(
 
     def publish() -> None:
         nonlocal look_at, is_warned
-        if run is not None:
-            publish_recipe(node, run)
+        if packed is not None:
+            publish_run(node, own_status.current.run_id, packed)
         if stop.is_set():
             return
         if time.monotonic() >= look_at:

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from trahiv_cli.errors import SetupError
 from trahiv_cli.files import write_whole
-from trahiv_cli.run.lock import RESOLVED, holder_of
+from trahiv_cli.run.lock import LAUNCHED, RESOLVED, holder_of
 
 Request = Literal["pause", "finish"]
 
@@ -45,7 +45,12 @@ def request(folder: Path, what: Request | None) -> None:
 def heeds_requests(folder: Path) -> bool:
     """Return whether a peer trains in a folder; with an earlier request, it may be restarting."""
     is_there = holder_of(folder) is not None or requested(folder) is not None
-    return is_there and (folder / RESOLVED).exists()
+    return is_there and reads_requests(folder)
+
+
+def reads_requests(folder: Path) -> bool:
+    """Return whether the peer of a folder reads requests: of a recipe, or of `trahiv launch`."""
+    return (folder / RESOLVED).exists() or (folder / LAUNCHED).exists()
 
 
 def requested(folder: Path) -> Request | None:

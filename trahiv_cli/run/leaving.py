@@ -66,10 +66,10 @@ class Leaving:
     `Left` at once. `at_once` is called before the second signal ends the process.
     """
 
-    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, at_once: Callable[[], None] = lambda: None, resume: str = "") -> None:
         self.signal: signal.Signals | None = None
         self.reason: Reason | None = None
-        self.resume = ""
+        self.resume = resume
         """The command that resumes the run."""
         self.spent = Budget(0.0, 0, 0)
         """The part of the budget that this process has spent, also if it fails."""
@@ -83,6 +83,10 @@ class Leaving:
     def leave(self, reason: Literal["finish", "pause", "budget"]) -> None:
         """Leave in good order, unless there is a reason already; does not end an `interruptible()` block."""
         self.reason = self.reason or reason
+
+    def note_spent(self, spent: Budget) -> None:
+        """Note the part of the budget that this process has spent."""
+        self.spent = spent
 
     @property
     def exit_code(self) -> int:

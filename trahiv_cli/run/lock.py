@@ -15,15 +15,22 @@ from pathlib import Path
 
 from trahiv_cli.errors import FolderTaken, SetupError
 from trahiv_cli.files import INVITATION_FILE
-from trahiv_cli.recipe.pasted import join_by
+from trahiv_cli.recipe.pasted import join_by, launch_by
 
 RUNS = Path("runs")
 """The folder in which runs live unless the user says otherwise."""
 
 RESOLVED = "recipe.json"
+LAUNCHED = "program.txt"
 LOCK_FILE = "lock"
 
 _held: set[Path] = set()  # folders that this process owns; the kernel's locks work between processes only
+
+
+def join_line(folder: Path, place: str) -> str:
+    """Return the command that joins the run of a folder, through an address or an invitation's `@FILE`."""
+    program = folder / LAUNCHED
+    return launch_by(place, program.read_text().strip()) if program.exists() else join_by(place)
 
 
 @contextlib.contextmanager
@@ -83,7 +90,7 @@ def holder_of(folder: Path) -> int | None:
 def folder_taken(folder: Path, pid: int | None) -> FolderTaken:
     """Return the error that a peer runs in a folder, in a process with this id (None or 0: elsewhere)."""
     file = folder / INVITATION_FILE
-    line = join_by(f"@{file}") if file.exists() else "the `trahiv join` line that it printed"
+    line = join_line(folder, f"@{file}") if file.exists() else "the `trahiv join` line that it printed"
     return FolderTaken(
         f"A peer runs in {folder} already{f' (process {pid})' if pid else ''}; nothing was changed.",
         hint=f"to train with that peer, type: {line}; for anything else, name another folder with "

@@ -1,4 +1,4 @@
-"""The recipe in the DHT: peers publish the one that they agreed on, and newcomers fetch and check it.
+"""The run in the DHT: peers publish the recipe, or program, that they agreed on, and newcomers fetch it.
 
 `recipe.record` packs a recipe; a long one takes several records. A fetched recipe is untrusted input: its
 size is bounded before and after inflation, and the schema checks it before anything is used. In an open
@@ -18,7 +18,8 @@ from trahiv_cli.errors import NothingPublished, RecipeError, RecipeMismatch
 from trahiv_cli.members.records import ignore_peer
 from trahiv_cli.net.keys import MAX_RECORD_BYTES, recipe_key
 from trahiv_cli.recipe.agreement import AgreedRun, differences, fingerprint, resolve
-from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, pack, unpack
+from trahiv_cli.recipe.program import PROGRAM, ProgramRun
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, from_wire, unpack
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.status import fetch_statuses, moving, require_protocol
 
@@ -33,16 +34,12 @@ class PublishedRun:
     step: int  # the run's step, by its peers' last statuses
 
 
-def publish_recipe(node: Node, run: AgreedRun) -> None:
-    """Store the run's recipe in the DHT for two minutes.
-
-    Raises RecipeError if the recipe is too long, or if other peers would refuse it.
-    """
-    packed = pack(run)
+def publish_run(node: Node, run_id: str, packed: bytes) -> None:
+    """Store a run's packed recipe, or program, in the DHT for two minutes."""
     # In reverse, so that a reader that finds the first part finds all.
     for start in reversed(range(0, len(packed), MAX_RECORD_BYTES)):
         part = packed[start : start + MAX_RECORD_BYTES]
-        node.publish(recipe_key(run.run_id, start // MAX_RECORD_BYTES), part, 120.0)
+        node.publish(recipe_key(run_id, start // MAX_RECORD_BYTES), part, 120.0)
 
 
 def fetch_offer(
@@ -114,15 +111,22 @@ def _fetch_wires(node: Node, run_id: str) -> dict[str, dict[str, Any]]:
 
 
 def accept_offer(offer: PublishedRun, overrides: Sequence[str] = (), files: Path | None = None) -> AgreedRun:
-    """Turn an offer into the run to train, with the checks for a stranger's recipe.
+    """Turn an offer of a recipe into the run to train, with the checks for a stranger's recipe.
 
     `overrides` are the newcomer's own `--set`; `files` is the folder with its copies of the starter's data.
 
     Raises:
         RecipeError: it is not a valid recipe, or needs files that the newcomer must bring.
         AssetError: these files are missing.
-        RecipeMismatch: these files have other content, or the recipe resolves to another fingerprint here.
+        RecipeMismatch: these files have other content, or the recipe resolves to another fingerprint here; or
+            the swarm trains a program.
     """
+    if PROGRAM in offer.wire["shared"]:
+        program = ProgramRun.from_wire(offer.wire).program
+        raise RecipeMismatch(
+            "This swarm trains a program, not a recipe; nothing was started.",
+            hint=f"look at the program first, then: trahiv launch --peer LINE -- {program}",
+        )
     run = resolve(from_wire(offer.wire, overrides, files))
     if run.fingerprint != offer.fingerprint:
         raise RecipeMismatch(

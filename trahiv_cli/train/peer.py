@@ -17,10 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 import threading
-import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,14 +25,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trahiv_cli.assets import hub
-from trahiv_cli.errors import PeerBroken
 from trahiv_cli.files import INVITED_BY_FILE, MEMBER_FILE
-from trahiv_cli.members.invitation import Invitation, keep_invitation
-from trahiv_cli.reach.reachability import ReachRules, Wanted
+from trahiv_cli.members.invitation import keep_invitation
 from trahiv_cli.recipe.agreement import AgreedRun
+from trahiv_cli.recipe.record import pack
 from trahiv_cli.recipe.schema import DhtSection
 from trahiv_cli.run.announcing import Ended, announce, progress_reported, published, reach_reported
-from trahiv_cli.run.conditions import Condition
 from trahiv_cli.run.control import forget_request
 from trahiv_cli.run.folder import (
     CHECKPOINTS,
@@ -44,12 +39,13 @@ from trahiv_cli.run.folder import (
     owned_first,
     recorded,
     saved_in,
-    start_node,
     warn_of_edited_data,
 )
-from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.run.lock import RESOLVED, RUNS, owned
+from trahiv_cli.run.leaving import Budget, Leaving, Left
+from trahiv_cli.run.lock import RUNS, owned
 from trahiv_cli.run.own_status import OwnStatus, contribution_in
+from trahiv_cli.run.pausing import wait_while_paused
+from trahiv_cli.run.peer_options import PeerOptions
 from trahiv_cli.run.requests import ControlRequests
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.swarm.reconnector import known_peers
@@ -62,54 +58,6 @@ if TYPE_CHECKING:
 
 FINAL = "final"
 """Name of the folder of the finished model in a run's folder."""
-
-
-@dataclass(frozen=True)
-class PeerOptions:
-    """Options that a peer chooses for itself; none of them can change the run."""
-
-    output_dir: Path | None = None  # default: `runs/<run_id>`, or the first of `folders` that is free
-    folders: tuple[Path, ...] = ()
-    identity: Path | None = None  # key file; default: `identity.key` in the run's folder
-    host_maddrs: list[str] | None = None
-    announce_maddrs: list[str] | None = None
-    reach: Wanted = "auto"
-    invitation: Invitation = Invitation()  # an empty one starts a swarm
-    is_public: bool = False  # whether a swarm that it starts is open to everyone
-    reached_step: int = 0  # the step that the swarm had reached when this peer asked to join
-    wait_s: float | None = None  # longest wait of a run's first step for `swarm.min_peers`
-    budget: Budget = ENDLESS_BUDGET  # the contribution after which this peer leaves
-    resume: str = ""  # the command to resume after a stop; only its `--on-event` may hold a secret
-    piped: str | None = None  # the word in `resume` for a recipe that came through a pipe
-    name: str = ""  # the user's name for this peer, which it publishes
-    conditions: Sequence[Condition] = ()  # it trains only while all of them hold
-    max_upload: float | None = None  # Mbit/s
-    max_download: float | None = None
-    is_again: bool = False  # whether it has restarted itself: earlier control requests stay in force
-    was_line_hidden: bool = False  # whether the join line was removed from `resume`; the folder has it
-
-    def node(self, section: DhtSection, folder: Path, relay_mbit: float | None = None) -> Node:
-        """Start this peer's node by the options of the command line; `section` has their defaults."""
-        chosen = {"host_maddrs": self.host_maddrs, "announce_maddrs": self.announce_maddrs}
-        return start_node(
-            section.model_copy(update={key: value for key, value in chosen.items() if value}),
-            folder,
-            self.invitation,
-            identity=self.identity,
-            is_public=self.is_public,
-            reach=ReachRules(self.reach, relay_mbit, self.max_upload, self.max_download),
-        )
-
-    def resume_in(self, folder: Path, run: str) -> str:
-        """Return the command to resume, with the options that depend on the folder."""
-        # A recipe from a pipe can't be read again; the paths in the run's own copy are absolute.
-        typed = shlex.split(self.resume)
-        words: list[object] = [folder / RESOLVED if word == self.piped else word for word in typed]
-        if folder != RUNS / run and "--output-dir" not in self.resume:
-            words += ["--output-dir", folder]
-        if self.was_line_hidden and (folder / INVITED_BY_FILE).exists():
-            words += ["--peer", f"@{folder / INVITED_BY_FILE}"]
-        return shlex.join(map(str, words))
 
 
 def run_peer(
@@ -206,7 +154,11 @@ class Peer:
             requests = ControlRequests(self.folder, leaving, options.conditions)
             events.add(self.own_status)
             events.add(requests)
-            paused_s = self.wait_while_paused(requests)
+            seconds = options.budget.seconds
+            packed = pack(self.run)
+            paused_s = wait_while_paused(
+                self.node, requests, self.own_status, packed, events, leaving, self.invite, seconds
+            )
             stack.enter_context(requests.polled())
             with leaving.interruptible():
                 with events.waiting("the hub to answer", until_s=hub.PATIENCE_S):
@@ -220,8 +172,8 @@ class Peer:
 
             stack.enter_context(translated_out_of_memory())
             with forwarding_trl_warnings(partial(events.warn, "data")):
-                self.load(replace(options.budget, seconds=options.budget.seconds - paused_s))
-            stack.enter_context(published(self.node, self.run, self.own_status, events))
+                self.load(replace(options.budget, seconds=seconds - paused_s))
+            stack.enter_context(published(self.node, packed, self.own_status, events))
             if not paused_s:
                 self.invite()
             with leaving.interruptible():
@@ -236,52 +188,6 @@ class Peer:
             ):
                 self.train()
             return self.finish()
-
-    def wait_while_paused(self, requests: ControlRequests) -> float:
-        """Wait while this peer is paused; its node still serves joiners, and peers that need a relay.
-
-        Heavy libraries are not loaded yet, and nothing is on the GPU. If the peer is paused, it announces how
-        others join. Returns the seconds of the pause.
-
-        Raises:
-            PeerBroken: the node has ended.
-            NotAdmitted: the swarm's owner has removed this peer.
-            Left: this peer should leave, or the time of its budget is over.
-        """
-        node = self.node
-        events = self.events
-        step = self.own_status.current.step
-        began_at = time.monotonic()
-
-        def leave_if_due() -> None:
-            if requests.is_to_finish or time.monotonic() >= began_at + self.options.budget.seconds:
-                self.leaving.leave("finish" if requests.is_to_finish else "budget")
-                raise Left
-
-        leave_if_due()
-        if not requests.pause_reason():
-            return 0.0
-        reported = ""
-        publishing = published(node, self.run, self.own_status, events)
-        with self.leaving.interruptible(), publishing, reach_reported(node, events):
-            self.invite()
-            while why := requests.pause_reason():
-                if why != reported:
-                    events.emit("paused", step=step, why=why, run_id=self.run.run_id, peer_id=node.peer_id)
-                reported = why
-                time.sleep(1.0)
-                leave_if_due()
-                node.require_membership()
-                if not node.is_alive():
-                    raise PeerBroken(
-                        "This peer's DHT process has ended while the peer was paused.",
-                        hint="nothing to do where a command trains: it starts again by itself, and is paused "
-                        "again",
-                    )
-        leave_if_due()
-        paused_s = time.monotonic() - began_at
-        events.emit("resumed", step=step, seconds=round(paused_s, 1))
-        return paused_s
 
     def load(self, budget: Budget) -> None:
         """Load the data and the model, check them and this machine, and rehearse training and saving."""
@@ -354,7 +260,7 @@ class Peer:
             self.trainer.train()
         finally:
             if self.trainer.has_entered:
-                self.leaving.spent = self.trainer.swarm_callback.spent
+                self.leaving.note_spent(self.trainer.swarm_callback.spent)
 
     def finish(self) -> Ended:
         """Write a checkpoint, and at the run's end the finished model."""

@@ -12,19 +12,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
-from pydantic import ValidationError, field_validator
+from pydantic import field_validator
 from transformers import TrainingArguments
 from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
 from trahiv_cli.progress.pace import Pace, RoundRules
-from trahiv_cli.recipe.schema import DhtSection, HivemindConfig, OptSection, Section, SwarmSection
+from trahiv_cli.recipe.load import parse_section
+from trahiv_cli.recipe.schema import DhtSection, HivemindConfig, OptSection, SwarmSection
 from trahiv_cli.step.build import OptKeywords
 from trahiv_cli.step.run_settings import RunSettings
-
-_Section = TypeVar("_Section", bound=Section)
 
 
 @dataclass
@@ -70,11 +69,11 @@ class SwarmSettings:
             RecipeError: a field is unknown or wrong, or there is no `run_id`.
         """
         if not isinstance(swarm, SwarmSection):
-            swarm = _checked(SwarmSection, "swarm", swarm)
+            swarm = parse_section(SwarmSection, "swarm", swarm)
         if not isinstance(config, HivemindConfig):
             config = HivemindConfig(
-                opt=_checked(OptKeywords, "hivemind_config.opt", config.get("opt")),
-                dht=_checked(DhtKeywords, "hivemind_config.dht", config.get("dht")),
+                opt=parse_section(OptKeywords, "hivemind_config.opt", config.get("opt")),
+                dht=parse_section(DhtKeywords, "hivemind_config.dht", config.get("dht")),
             )
         if config.opt.run_id is None:
             raise RecipeError(
@@ -111,22 +110,6 @@ class SwarmSettings:
     def steps_per_pass(self, dataset: Any) -> int | None:
         """Return the swarm's steps in a pass over the data; None for data without a length."""
         return math.ceil(len(dataset) / self.opt.target_batch_size) if has_length(dataset) else None
-
-
-def _checked(section: type[_Section], path: str, values: Mapping[str, Any] | None) -> _Section:
-    """Validate values as a recipe's section at `path`, and leave out None; raises `RecipeError`."""
-    given = {
-        name: list(map(str, value)) if isinstance(value, list | tuple) else value
-        for name, value in (values or {}).items()
-        if value is not None
-    }
-    try:
-        return section.model_validate(given)
-    except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, (path, *one['loc'])))}: {one['msg']}" for one in error.errors()]
-        raise RecipeError(
-            "; ".join(wrong), hint="see `trahiv schema` for the fields and their values"
-        ) from error
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:

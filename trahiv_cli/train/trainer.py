@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,8 +28,6 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import is_in_notebook
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.members.invitation import Invitation
-from trahiv_cli.reach.reachability import ReachRules
 from trahiv_cli.recipe.schema import HivemindConfig, SwarmSection
 from trahiv_cli.run.announcing import (
     Ended,
@@ -39,10 +38,11 @@ from trahiv_cli.run.announcing import (
     published,
     reach_reported,
 )
-from trahiv_cli.run.folder import CHECKPOINTS, recorded, saved_in, start_node
+from trahiv_cli.run.folder import CHECKPOINTS, recorded, saved_in
 from trahiv_cli.run.leaving import ENDLESS_BUDGET, Budget, Leaving, Left
-from trahiv_cli.run.lock import owned
+from trahiv_cli.run.lock import join_line, owned
 from trahiv_cli.run.own_status import Contribution, OwnStatus, contribution_in
+from trahiv_cli.run.peer_options import PeerOptions
 from trahiv_cli.step.optimizer import SwarmOptimizer
 from trahiv_cli.swarm.node import Node
 from trahiv_cli.telemetry.events import Events
@@ -51,6 +51,7 @@ from trahiv_cli.train.callbacks import SwarmCallback
 from trahiv_cli.train.failing import leaving_a_checkpoint
 from trahiv_cli.train.hooks import TrainerHost, put_in_swarm, require_no_replaced
 from trahiv_cli.train.inner import GivenOptimizer
+from trahiv_cli.train.launched import Launch
 from trahiv_cli.train.settings import (
     SwarmSettings,
     config_of,
@@ -111,8 +112,11 @@ class SwarmSetup(Trainer):
         super().__init__(**arguments | {"args": own})
         self._given_optimizer = GivenOptimizer(self.optimizer, self.lr_scheduler)
         self.accelerator.backward = partial(self._batches.backward, self.accelerator.backward)
+        if self._launch is not None:  # the live view has their figures
+            self.pop_callback(PrinterCallback)
+            self.pop_callback(DEFAULT_PROGRESS_CALLBACK)
         # Printed rows have the swarm's figures; a progress bar has no room for them.
-        if not is_in_notebook() and self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
+        elif not is_in_notebook() and self.pop_callback(DEFAULT_PROGRESS_CALLBACK) is not None:
             self.add_callback(PrinterCallback)
 
 
@@ -148,6 +152,8 @@ class SwarmTrainerMixin(TrainerHost):
     usual_config: ClassVar[dict[str, Any] | None] = None
     """The `hivemind_config` of trainers that are given none; see `enable`."""
     usual_swarm: ClassVar[dict[str, Any] | None] = None
+    launch: ClassVar[Launch | None] = None
+    """What trainers use beside `usual_config` in a program that `trahiv launch` runs."""
     _of_usual_config: ClassVar[weakref.ref[Any] | None] = None  # the trainer that trains by `usual_config`
     node: Node | None = None
     swarm_callback: SwarmCallback  # of the last call of `train`, like `swarm_optimizer`
@@ -175,6 +181,13 @@ class SwarmTrainerMixin(TrainerHost):
             hivemind_config = config_of(given, self.usual_config)
         self.swarm_config = hivemind_config
         self._swarm_section = self.usual_swarm if swarm is None else swarm
+        self._launch = self.launch if hivemind_config is self.usual_config else None
+        if self._launch is not None:
+            options = self._launch.options
+            budget = options.budget
+            wait_s = options.wait_s
+            reached_step = options.reached_step
+            events = Events()
         self._owns_node = node is None
         self.node = node
         self._events = events or Events(log_event)
@@ -195,10 +208,13 @@ class SwarmTrainerMixin(TrainerHost):
         super().__init__(*args, **kwargs)
 
     @classmethod
-    def set_usual(cls, config: dict[str, Any] | None, swarm: dict[str, Any] | None) -> None:
-        """Set what trainers use that are given no `hivemind_config` or `swarm`; see `enable`."""
+    def set_usual(
+        cls, config: dict[str, Any] | None, swarm: dict[str, Any] | None, launch: Launch | None = None
+    ) -> None:
+        """Set what trainers use that are given no `hivemind_config` or `swarm`; see `enable` and `Launch`."""
         cls.usual_config = config
         cls.usual_swarm = swarm
+        cls.launch = launch
 
     def require_usable(self, args: TrainingArguments, keywords: Mapping[str, Any]) -> None:
         """Read the swarm's settings; raise `RecipeError` if a swarm can't use them or this trainer."""
@@ -228,11 +244,15 @@ class SwarmTrainerMixin(TrainerHost):
         """
         if self.swarm_config is None:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        train = partial(self._train_in_swarm, **kwargs)
         if resume_from_checkpoint not in (None, False, True):
             raise RecipeError(
                 "In a swarm, `resume_from_checkpoint` can't name a checkpoint.",
                 hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",
             )
+
+        if self._launch is not None:
+            return self._launch.train(self, self._events, train)
 
         def interrupt() -> None:  # raise instead of ending the process, which may be a notebook's kernel
             raise KeyboardInterrupt
@@ -244,7 +264,7 @@ class SwarmTrainerMixin(TrainerHost):
             self._leaving.installed() if handles_signals else contextlib.nullcontext(),
             contextlib.suppress(Left),
         ):
-            result = self._train_in_swarm(**kwargs)
+            result = train()
         received = self._leaving.signal
         self._leaving = Leaving()  # so that the next evaluation does not end early
         if received is not None:
@@ -266,7 +286,8 @@ class SwarmTrainerMixin(TrainerHost):
             stack.enter_context(contextlib.closing(self))
             if self._owns_node:
                 with leaving.interruptible():
-                    self.node = started(self.swarm_settings, folder)
+                    options = self._launch.options if self._launch else PeerOptions()
+                    self.node = started(self.swarm_settings, folder, options)
                     self._given_before = stack.enter_context(announced(self, self.node, events, leaving))
             stack.enter_context(leaving_a_checkpoint(self, events))
             with temporarily(self, model_init=None):  # `plan_run` has made the model
@@ -287,6 +308,10 @@ class SwarmTrainerMixin(TrainerHost):
                     what = f"No checkpoint could be written to {folder / CHECKPOINTS}."
                 logger.warning("Stopped at step %d. %s", optimizer.local_epoch, what)
             return result
+
+    def leave_by(self, leaving: Leaving) -> None:
+        """Leave when `leaving` says so."""
+        self._leaving = leaving
 
     def plan_run(self) -> None:
         """Decide the run's end, divide the data and make the inner optimizer, before a node is started.
@@ -368,17 +393,11 @@ class SwarmTrainer(SwarmTrainerMixin, Trainer):
     """
 
 
-def started(settings: SwarmSettings, folder: Path) -> Node:
+def started(settings: SwarmSettings, folder: Path, options: PeerOptions) -> Node:
     """Start the node of a drop-in; raises the same errors as `Node`."""
     if not settings.opt.verbose and "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.WARNING)
-    return start_node(
-        settings.dht,
-        folder,
-        Invitation(),
-        is_public=settings.swarm.public,
-        reach=ReachRules(relay_mbit=settings.swarm.relay),
-    )
+    return replace(options, is_public=settings.swarm.public).node(settings.dht, folder, settings.swarm.relay)
 
 
 @contextlib.contextmanager
@@ -396,28 +415,34 @@ def announced(trainer: Trainer, node: Node, events: Events, leaving: Leaving) ->
     max_steps = trainer._max_steps
     saved = saved_in(folder / CHECKPOINTS)
     earlier = contribution_in(folder)
-    own_status = OwnStatus(settings.opt.run_id, saved[-1].step if saved else 0, max_steps, earlier)
+    launch = trainer._launch
+    name = launch.options.name if launch else ""
+    step = saved[-1].step if saved else 0
+    own_status = OwnStatus(settings.opt.run_id, step, max_steps, earlier, name)
     events.add(own_status)
-    with (
-        contextlib.ExitStack() as stack,
-        published(node, None, own_status, events),
-        reach_reported(node, events),
-    ):
+    with contextlib.ExitStack() as stack:
         stack.callback(events.remove, own_status)
+        if launch is not None:
+            stack.enter_context(launch.heeding(folder, events, leaving))
+        stack.enter_context(published(node, launch.run.pack() if launch else None, own_status, events))
+        stack.enter_context(reach_reported(node, events))
         file = announce(
             node,
             folder,
             events,
             settings.opt.run_id,
-            joined="initial_peers = [{!r}]".format,
+            launch.run.fingerprint if launch else "",
+            joined=partial(join_line, folder) if launch else "initial_peers = [{!r}]".format,
             max_steps=max_steps,
             target_batch_size=settings.opt.target_batch_size,
         )
-        log_how_to_join(node, file)
+        if launch is None:
+            log_how_to_join(node, file)
         with progress_reported(trainer, events):
             yield earlier
     step = trainer.swarm_optimizer.local_epoch
     early = leaving.reason or ("budget" if trainer.swarm_callback.has_spent_budget else "finish")
     reason = "max_steps" if step >= max_steps else early
     path = next((saved.path for saved in saved_in(folder / CHECKPOINTS) if saved.step == step), None)
-    Ended(reason, step, path).report(events)
+    if reason != "pause":  # else it starts again
+        Ended(reason, step, path).report(events, leaving.resume or None)

@@ -25,11 +25,12 @@ from trahiv_cli.progress.history import History
 from trahiv_cli.recipe import content
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.run import folder
+from trahiv_cli.recipe.record import pack
+from trahiv_cli.run import folder, peer_options
 from trahiv_cli.run.folder import CHECKPOINTS, saved_in
 from trahiv_cli.run.leaving import Left
 from trahiv_cli.swarm.corrections.dht import CorrectedDHT
-from trahiv_cli.swarm.published_run import publish_recipe
+from trahiv_cli.swarm.published_run import publish_run
 from trahiv_cli.swarm.status import PROTOCOL, Status, publish_status
 from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train import peer
@@ -59,7 +60,7 @@ pytestmark = pytest.mark.usefixtures("here")
 def test_init_refuses_before_inviting(events, here, monkeypatch, changes, message, hint):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(trainer_optimizer, "is_bitsandbytes_available", lambda: False)
-    monkeypatch.setattr(peer, "start_node", lambda *_, **__: FakeNode())
+    monkeypatch.setattr(peer_options, "start_node", lambda *_, **__: FakeNode())
     monkeypatch.setattr(peer, "announce", lambda *_: pytest.fail("others would have been invited"))
     (here / "short.txt").write_text("a text of one block and a half, which is less than two of them")
     *_, error = events("init", write_tiny(here, **changes), code=3)
@@ -115,7 +116,7 @@ def test_folder_of_earlier_version_is_read(trahiv, without_daemon):
 
 
 def test_edited_data_starts_another_run(events, monkeypatch):
-    monkeypatch.setattr(peer, "start_node", mock.Mock(side_effect=Left))
+    monkeypatch.setattr(peer_options, "start_node", mock.Mock(side_effect=Left))
     run = trained()
     kept = bytes_of(run)
     Path("text.txt").write_text("Another text.\n" * 200)
@@ -151,7 +152,7 @@ def publish(here, nothing_starts, monkeypatch):
 
     def publish(**spoken):
         theirs = resolve(load_recipe(write_tiny(here)).recipe)
-        publish_recipe(node, theirs)
+        publish_run(node, theirs.run_id, pack(theirs))
         publish_status(node, Status(run_id=theirs.run_id, step=3, max_steps=4, **spoken))
 
     return publish

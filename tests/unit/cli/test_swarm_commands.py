@@ -25,6 +25,7 @@ from trahiv_cli.errors import PeerBroken, Unreachable
 from trahiv_cli.files import INVITATION_FILE
 from trahiv_cli.members.invitation import Invitation, find_credentials, keep_invitation
 from trahiv_cli.run.leaving import Budget
+from trahiv_cli.run.peer_options import PeerOptions
 from trahiv_cli.swarm import owner as owning
 from trahiv_cli.swarm.member_list import write_down
 from trahiv_cli.train import peer
@@ -113,7 +114,7 @@ def test_restart_carries_spent_budget(begun, monkeypatch, is_broken):
     monkeypatch.setenv(RESTARTS_VARIABLE, "")
     monkeypatch.setenv(SPENT_VARIABLE, "100 5")
     with pytest.raises(SystemExit):
-        live(object(), peer.PeerOptions(resume="trahiv init"), SharedOptions(), None)
+        live(object(), PeerOptions(resume="trahiv init"), SharedOptions(), None)
     assert spent_before() == (140, 8)
 
 

@@ -16,6 +16,7 @@ from trahiv_cli.net.keys import RUNS_KEY
 from trahiv_cli.reach.reachability import Reach
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.load import load_recipe
+from trahiv_cli.recipe.record import pack
 from trahiv_cli.run import announcing
 from trahiv_cli.run.announcing import (
     announce,
@@ -57,8 +58,8 @@ def test_publishing_survives_dht_failures(home, own_status, monkeypatch):
         if number > 5:
             is_over.set()
 
-    monkeypatch.setattr(announcing, "publish_recipe", publish)
-    with published(home, RUN, own_status, Events(), **AT_ONCE):
+    monkeypatch.setattr(announcing, "publish_run", publish)
+    with published(home, pack(RUN), own_status, Events(), **AT_ONCE):
         own_status({"event": "reach"})
         assert is_over.wait(10)
     own = {"run_id": RUN.run_id, "step": 3, "max_steps": 40, "reached": "punched"}
@@ -67,8 +68,8 @@ def test_publishing_survives_dht_failures(home, own_status, monkeypatch):
 
 def test_change_republishes_status_alone(home, own_status, monkeypatch):
     recipes = []
-    monkeypatch.setattr(announcing, "publish_recipe", lambda *_: recipes.append(1))
-    with published(home, RUN, own_status, Events(), gap_s=0.001):
+    monkeypatch.setattr(announcing, "publish_run", lambda *_: recipes.append(1))
+    with published(home, pack(RUN), own_status, Events(), gap_s=0.001):
         own_status({"event": "paused"})
         deadline = time.monotonic() + 10
         while fetch_statuses(home).ours["QmOwn"].state != "paused":

@@ -15,8 +15,8 @@ from trahiv_cli.errors import NothingPublished, RecipeMismatch
 from trahiv_cli.net.keys import MAX_RECORD_BYTES, recipe_key
 from trahiv_cli.recipe.agreement import fingerprint, resolve
 from trahiv_cli.recipe.load import load_recipe
-from trahiv_cli.recipe.record import MAX_PACKED_BYTES
-from trahiv_cli.swarm.published_run import PublishedRun, accept_offer, fetch_offer, publish_recipe
+from trahiv_cli.recipe.record import MAX_PACKED_BYTES, pack
+from trahiv_cli.swarm.published_run import PublishedRun, accept_offer, fetch_offer, publish_run
 from trahiv_cli.swarm.status import Status, publish_status
 
 
@@ -25,7 +25,7 @@ def recipe(*overrides, run="run-1"):
 
 
 def publish(node, recipe, step=7):
-    publish_recipe(node, recipe)
+    publish_run(node, recipe.run_id, pack(recipe))
     publish_status(node, Status(run_id=recipe.run_id, step=step, max_steps=100))
 
 

@@ -7,7 +7,7 @@ import { bytes, clean, clock, count, decimal, duration, percent } from "./words.
 
 const REACHED = new Map([
   ["direct", "others dial it"], ["punched", "through both routers"], ["relayed", "through a member"],
-  ["dials-out", "it dials others"], ["alone", "nobody has tried"],
+  ["dials-out", "it dials others"], ["alone", "no peer has tried"],
 ]);
 const SILENT_AFTER_S = 100; // of a hundred peers each is looked at every 75 s
 const COLORS = { idle: "#8a8f98", good: "#0f8a7e", wait: "#c27c0e", bad: "#c8372d", done: "#0f8a7e" };
