@@ -1,6 +1,7 @@
 """A trainer that trains in a swarm of its own: all of it is real but processes and the network."""
 
 import contextlib
+import itertools
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -59,8 +60,8 @@ class LoneOptimizer(torch.optim.Optimizer):
         self.state_averager = SimpleNamespace(lock_state=StateLock())
         self._held = []
 
-    def divide_data(self, number, **_):
-        positions = iter(range(10**6))
+    def divide_data(self, number, *, unit):
+        positions = itertools.count(step=unit)
         return SimpleNamespace(take=lambda _: next(positions))
 
     def expect_batch(self, samples, weight, *, lend):

@@ -45,10 +45,14 @@ from transformers import (
 from trl import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -332,6 +336,43 @@ def orpo():
 @row("TRL, CPO")
 def cpo():
     return of_trl(CPOTrainer, CPOConfig, preferences())
+
+
+class FixedCompletions:
+    """Draws the completions of a prompt from its tokens, where a trainer would generate them."""
+
+    def _generate_single_turn(self, prompt_ids, *_, **__):
+        completions = []
+        for number, tokens in enumerate(prompt_ids):
+            draws = torch.Generator().manual_seed(2 * sum(tokens) + number % self.num_generations)
+            completions.append(torch.randint(5, 60, (6,), generator=draws).tolist())
+        return (completions, None) if isinstance(self, GRPOTrainer) else completions
+
+
+class GRPO(FixedCompletions, GRPOTrainer):
+    pass
+
+
+class RLOO(FixedCompletions, RLOOTrainer):
+    pass
+
+
+def sum_of_letters(completions, **_):
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@row("TRL, GRPO")
+def grpo(trainer=GRPO, config=GRPOConfig):
+    prompts = [{"prompt": f"{n} + {n} ="} for n in range(NUM_SAMPLES)]
+    trainer, config, keywords = of_trl(trainer, config, prompts)
+    fields = keywords["fields"] | {"num_generations": 2, "max_completion_length": 8, "beta": 0.0}
+    del fields["max_length"]
+    return trainer, config, keywords | {"reward_funcs": sum_of_letters, "fields": fields}
+
+
+@row("TRL, RLOO")
+def rloo():
+    return grpo(RLOO, RLOOConfig)
 
 
 # -- the ways in which people subclass -----------------------------------------------------------------

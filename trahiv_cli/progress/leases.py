@@ -24,7 +24,7 @@ from typing import TypeVar
 from trahiv_cli.background import in_background
 from trahiv_cli.errors import SwarmError
 from trahiv_cli.members.records import ignore_peer
-from trahiv_cli.progress.ledger import MOST_LEASES, SHARD, USELESS_AT_MOST, Ledger, Spans
+from trahiv_cli.progress.ledger import MAX_POSITION, MOST_LEASES, SHARD, USELESS_AT_MOST, Ledger, Spans
 from trahiv_cli.progress.tracker import SwarmTracker
 
 T = TypeVar("T")
@@ -49,8 +49,9 @@ FIRST_BLOCK = 64  # positions, until the speed of this peer is known
 class Leases:
     """Hands out units of the data to train, one after the other, `number` in a pass. Thread-safe.
 
-    A unit is a sample; with `is_stream`, a shard, whose samples `read` yields. If some samples of a shard
-    must be trained again, the shard is handed out once more. `SwarmOptimizer.divide_data` creates the object.
+    A unit has `unit` positions, one for each sample that training counts. It is a sample; with `SHARD`
+    positions a shard, whose samples `read` yields; else a prompt, whose completions are samples. If some of a
+    unit must be trained again, it is handed out once more. `SwarmOptimizer.divide_data` creates the object.
 
     `ledger` returns the ledger of trained positions, and `samples_per_second` the speed of this peer, 0 if it
     is not known yet. A thread that waits for a position calls `while_waiting` repeatedly; it may raise.
@@ -63,7 +64,7 @@ class Leases:
         ledger: Callable[[], Ledger],
         number: int,
         *,
-        is_stream: bool = False,
+        unit: int = 1,
         samples_per_second: Callable[[], float] = lambda: 0.0,
         while_waiting: Callable[[], None] = lambda: None,
         pause_s: float = 0.5,
@@ -72,7 +73,7 @@ class Leases:
         self._reports = reports
         self._ledger = ledger
         self.number = number
-        self.unit = SHARD if is_stream else 1  # positions that are leased together
+        self.unit = unit  # positions that are leased together
         self._samples_per_second = samples_per_second
         self._while_waiting = while_waiting
         self._pause_s = pause_s
@@ -181,9 +182,9 @@ class Leases:
         """Return the number of units to hold ahead of training."""
         if self.unit == SHARD:
             return 1
-        most = min(self.number, 8 * self._reports.target_batch_size)
+        most = min(self.number * self.unit, 8 * self._reports.target_batch_size)
         speed = self._samples_per_second()
-        return min(most, max(1, round(AHEAD_S * speed)) if speed else FIRST_BLOCK)
+        return max(1, min(most, round(AHEAD_S * speed) if speed else FIRST_BLOCK) // self.unit)
 
     def _leased_by_others(self) -> Spans:
         """Return the positions of the data that other peers have leased.
@@ -207,14 +208,14 @@ class Leases:
 
     def _lease(self) -> None:
         """Lease another block; runs in a background thread, which takes the lock for moments."""
-        num_shards = self.number if self.unit == SHARD else None
+        in_a_row = self.number * SHARD if self.unit == SHARD else MAX_POSITION
         skip = sum(peer.peer_id < self._reports.own_id for peer in self._reports.others)
         for skipped in range(skip, skip + 8):
             with self._lock:
                 size = max(self._ahead(), len(self.held) // self.unit)
                 least = size if len(self.held.spans) >= FREE_LEASES else 1
                 leased = self.held | self._leased_by_others()
-                start, stop = self._ledger().free_block(leased, size, skipped, least, num_shards)
+                start, stop = self._ledger().free_block(leased, size, skipped, least, self.unit, in_a_row)
                 block = Spans.of([(start, stop)]) - self._ledger().covered
                 wanted = self.held | block
             if not block or len(wanted.spans) > MOST_LEASES:
@@ -309,8 +310,8 @@ class Work:
     def figures(self, ledger: Ledger) -> dict[str, int] | None:
         """Return how much of the data was trained; None if it is not divided.
 
-        `covered` counts samples or shards after the complete `passes`. `duplicates` counts samples that were
-        trained twice in a pass, and `lost` units that this peer gave up.
+        `covered` counts units after the complete `passes`: samples, shards or prompts. `duplicates` counts
+        samples that were trained twice in a pass, and `lost` units that this peer gave up.
         """
         if (leases := self.leases) is None:
             return None
@@ -318,7 +319,7 @@ class Work:
         return {
             "passes": passes,
             "covered": covered // leases.unit,
-            "samples" if leases.unit == 1 else "shards": leases.number,
+            {1: "samples", SHARD: "shards"}.get(leases.unit, "prompts"): leases.number,
             "duplicates": ledger.duplicates,
             "lost": leases.lost,
         }

@@ -163,18 +163,21 @@ class Ledger:
         return whole, len(self.covered) - whole * num_samples
 
     def free_block(
-        self, leased: Spans, size: int, skip: int = 0, least: int = 1, num_shards: int | None = None
+        self,
+        leased: Spans,
+        size: int,
+        skip: int = 0,
+        least: int = 1,
+        unit: int = 1,
+        in_a_row: int = MAX_POSITION,
     ) -> tuple[int, int]:
         """Return start and stop of the lowest free block of positions; `MAX_POSITION` twice if there is none.
 
-        It has `size` positions, or at least `least` if the gap ends earlier. `skip` blocks are left to other
-        peers, which look at the same time.
-
-        In a stream both sizes count shards, and `num_shards` are a pass. A shard is free if it is not
-        completely covered and no peer has leased any of it, so some positions of the block may be covered. A
-        block stays within a pass, and comes from the next pass only if this one has none.
+        It has `size` units of `unit` positions, or at least `least` if the gap ends earlier. `skip` blocks
+        are left to other peers, which look at the same time. A unit is free if it is not completely covered
+        and no peer has leased any of it, so some positions of the block may be covered. A block stays within
+        one stretch of `in_a_row` positions, and comes from the next one only if this one has none.
         """
-        unit, in_a_row = (1, MAX_POSITION) if num_shards is None else (SHARD, num_shards * SHARD)
         covered = [(-(-start // unit) * unit, stop // unit * unit) for start, stop in self.covered.spans]
         taken = Spans.of(covered) | leased.widened(unit)
         size = size * unit

@@ -260,13 +260,13 @@ class SwarmOptimizer(hivemind.Optimizer):
         """Whether the DHT's process runs this peer's rounds."""
         return self.rounds.is_alive()
 
-    def divide_data(self, number: int, *, is_stream: bool = False) -> Leases:
-        """Divide `number` samples, or shards of a stream, among the peers; return the leases of this peer."""
+    def divide_data(self, number: int, *, unit: int = 1) -> Leases:
+        """Divide `number` units of `unit` samples each among the peers; return the leases of this peer."""
         leases = Leases(
             self.tracker,
             lambda: self.ledger,
             number,
-            is_stream=is_stream,
+            unit=unit,
             samples_per_second=lambda: self.adaptation.measured.samples_per_second,
             # Without a DHT there are no leases, and without leases no steps to notice a failed process.
             while_waiting=self._alive.require,

@@ -30,20 +30,21 @@ class Divided:
     """
 
     leases: Leases  # the source of positions, from `lease_from` on
-    is_stream = False
+    kind = SAMPLES
+    unit = 1  # samples that are leased together
 
     def __init__(self, number: int, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
         self.number = number
         self._batch = batch
         self.seed = seed
         self._should_leave = should_leave
-        self.size = {SHARDS if self.is_stream else SAMPLES: str(number)}  # it must be equal on all peers
+        self.size = {self.kind: str(number)}  # it must be equal on all peers
         self._asked: deque[int] = deque()
         self._drawn: tuple[int, torch.Tensor] = -1, torch.empty(0)
 
     def lease_from(self, optimizer: SwarmOptimizer) -> None:
         """Divide the data with the swarm's other peers."""
-        self.leases = optimizer.divide_data(self.number, is_stream=self.is_stream)
+        self.leases = optimizer.divide_data(self.number, unit=self.unit)
 
     def next_batch(self) -> list[int]:
         """Return the positions of the next batch to train; the loader reads ahead of training."""
@@ -76,13 +77,48 @@ class DividedSampler(Divided, Sampler[int]):
             yield self.index(position)
 
 
+class DividedPrompts(Divided, Sampler[int]):
+    """Yields indices of prompts in the structure of `order`, a `RepeatSampler` of TRL, as GRPO needs them.
+
+    A chunk has the prompts of one generation: each is there as often as it has completions, and the chunk is
+    repeated for each batch that trains on them. The unit of a lease is a prompt. Its positions are its
+    completions, each as often as it is trained, so all completions of a prompt belong to one peer.
+    """
+
+    def __init__(self, order: Any, batch: int, seed: int | None, should_leave: Callable[[], bool]) -> None:
+        super().__init__(len(order.data_source), batch, seed if order.shuffle else None, should_leave)
+        self._order = order
+        self.unit = samples_of_a_prompt(order, batch)
+
+    def __len__(self) -> int:
+        """Return the number of indices in all whole chunks of the dataset."""
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the next indices."""
+        order = self._order
+        copies = order.mini_repeat_count
+        for _ in range(self.number // order.batch_size):
+            chunk = []
+            for _ in range(order.batch_size):
+                if (start := self.leases.take(self._should_leave)) is None:
+                    return
+                chunk.append(start)
+            for first in range(0, self.unit, copies):
+                self._asked.extend(start + first + copy for start in chunk for copy in range(copies))
+            indices = [self.index(start // self.unit) for start in chunk for _ in range(copies)]
+            for _ in range(order.repeat_count):
+                yield from indices
+
+
 class DividedStream(Divided, IterableDataset[Any]):
     """Reads this peer's shards of a stream, pass after pass, without an end.
 
     No peer shuffles the stream itself: the seed draws an order of the shards and of the samples in each.
     """
 
-    is_stream = True
+    kind = SHARDS
+    unit = SHARD
 
     def __init__(self, stream: datasets.IterableDataset, *more: Any) -> None:
         super().__init__(shards_of(stream), *more)
@@ -102,17 +138,29 @@ class DividedStream(Divided, IterableDataset[Any]):
                 yield sample
 
 
-def divide(samples: Any, args: TrainingArguments, should_leave: Callable[[], bool]) -> Divided | None:
+def samples_of_a_prompt(order: Any, batch: int) -> int:
+    """Return how many samples a prompt trains: its completions, each as often as it is trained.
+
+    `order` is TRL's `RepeatSampler`: a chunk of prompts is there once for each `batch` that trains on it.
+    """
+    return int(order.repeat_count * batch // order.batch_size)
+
+
+def divide(
+    samples: Any, args: TrainingArguments, should_leave: Callable[[], bool], prompts: Any = None
+) -> Divided | None:
     """Return a reader of this peer's part of the data; None if peers can't divide the data.
 
     They can't divide a stream of one shard, a stream with loader workers, data without a length, or a dataset
-    whose order is neither random nor sequential.
+    whose order is neither random nor sequential. `prompts` is TRL's order of a dataset of prompts.
     """
     batch = args.per_device_train_batch_size
     strategy = args.train_sampling_strategy
-    seed = None
-    if strategy == "random":
-        seed = args.seed if args.data_seed is None else args.data_seed
+    seed = args.seed if args.data_seed is None else args.data_seed
+    if prompts is not None:
+        return DividedPrompts(prompts, batch, seed, should_leave)
+    if strategy != "random":
+        seed = None
     if not is_divisible(samples, args.dataloader_num_workers):
         return None
     if isinstance(samples, datasets.IterableDataset):

@@ -35,7 +35,14 @@ from trahiv_cli.train.callbacks import SwarmCallback, SwarmEvents
 from trahiv_cli.train.checkpoint import Checkpoint, Checkpoints, derive_peer_seed, set_random_states
 from trahiv_cli.train.compared import compared_by
 from trahiv_cli.train.comparison import FROZEN, TOKENIZER, Comparison
-from trahiv_cli.train.division import Divided, DividedSampler, DividedStream, divide
+from trahiv_cli.train.division import (
+    Divided,
+    DividedPrompts,
+    DividedSampler,
+    DividedStream,
+    divide,
+    samples_of_a_prompt,
+)
 from trahiv_cli.train.entry import enter
 from trahiv_cli.train.inner import (
     change_to_float32,
@@ -100,6 +107,8 @@ class InSwarm(TrainerHost):
     control: Any
     swarm_callback: SwarmCallback
     swarm_optimizer: SwarmOptimizer | None
+    samples_per_pass: int | None = None
+    """Samples that a pass over the data trains, of which a prompt has several; None: it has no length."""
     _divided: Divided | None = None
     _resumes_from: Checkpoint | None = None
     _pushed: Future[Any] | None = None  # the last upload of a model during training
@@ -122,21 +131,37 @@ class InSwarm(TrainerHost):
         hooks = ("get_train_dataloader", "_get_train_sampler")
         own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
         samples = self.train_dataset
-        if not own and has_length(samples):
-            # With fewer samples, the Trainer would end at once without an error.
-            require_a_batch(len(samples), self._samples_per_step)
         self._divided = None
+        prompts = self._order_of_prompts() if own else None
+        self.samples_per_pass = None
+        if has_length(samples):
+            batch = self.args.per_device_train_batch_size
+            each = 1 if prompts is None else samples_of_a_prompt(prompts, batch)
+            self.samples_per_pass = each * len(samples)
+            if not own:
+                # With fewer samples, the Trainer would end at once without an error.
+                require_a_batch(len(samples), self._samples_per_step)
         self._undivided_for = ""
         if not self.swarm_settings.swarm.divide_data:
             return
-        if own:
+        if own and prompts is None:
             self._undivided_for = ", ".join(own)
             return
-        self._divided = divide(samples, self.args, self._should_leave)
+        self._divided = divide(samples, self.args, self._should_leave, prompts)
         if self._divided is None and has_length(samples):
             self._undivided_for = self.args.train_sampling_strategy
         elif self._divided is None:
             self._undivided_for = "a stream of one shard, or with workers"
+
+    def _order_of_prompts(self) -> Any:
+        """Return TRL's sampler that repeats each prompt; None if this trainer has another order."""
+        maker = definer(type(self), "_get_train_sampler")
+        loader = definer(type(self), "get_train_dataloader")
+        are_of_trl = all(by.__module__.startswith("trl.") for by in (maker, loader))
+        if not are_of_trl or not has_length(self.train_dataset):
+            return None
+        order = self._get_train_sampler(self.train_dataset)
+        return order if type(order).__name__ == "RepeatSampler" else None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this peer's data, seeded for this peer; without a node, the Trainer's own."""
@@ -163,7 +188,7 @@ class InSwarm(TrainerHost):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         # Private, but TRL's trainers override it, too: only here does the Trainer ask for an order.
-        is_order = isinstance(self._divided, DividedSampler)
+        is_order = isinstance(self._divided, DividedSampler | DividedPrompts)
         return self._divided if is_order else super()._get_train_sampler(train_dataset)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

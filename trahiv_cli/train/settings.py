@@ -99,17 +99,13 @@ class SwarmSettings:
             )
         return int(local)
 
-    def max_steps(self, args: TrainingArguments, dataset: Any) -> int:
+    def max_steps(self, args: TrainingArguments, samples_per_pass: int | None) -> int:
         """Return the run's length in steps of the swarm; raises `RecipeError` if it can't be determined."""
         if args.max_steps > 0:
             return int(args.max_steps)
-        if not has_length(dataset):
+        if samples_per_pass is None:
             raise RecipeError("A dataset without a length needs `max_steps`.", hint="max_steps=1000")
-        return max(1, math.ceil(args.num_train_epochs * len(dataset) / self.opt.target_batch_size))
-
-    def steps_per_pass(self, dataset: Any) -> int | None:
-        """Return the swarm's steps in a pass over the data; None for data without a length."""
-        return math.ceil(len(dataset) / self.opt.target_batch_size) if has_length(dataset) else None
+        return max(1, math.ceil(args.num_train_epochs * samples_per_pass / self.opt.target_batch_size))
 
 
 def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> None:

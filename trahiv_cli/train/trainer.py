@@ -332,9 +332,11 @@ class SwarmTrainerMixin(TrainerHost):
             self.model = self.model_wrapped = self.call_model_init().to(self.args.device)
         put_in_swarm(self)
         require_no_replaced(type(self), SwarmTrainerMixin)  # again, for methods that were assigned meanwhile
-        self._max_steps = self.swarm_settings.max_steps(self.args, self.train_dataset)
-        self._steps_per_pass = self.swarm_settings.steps_per_pass(self.train_dataset) or self._max_steps
         self.divide_data()
+        samples = self.samples_per_pass
+        self._max_steps = self.swarm_settings.max_steps(self.args, samples)
+        target = self.swarm_settings.opt.target_batch_size
+        self._steps_per_pass = self._max_steps if samples is None else -(-samples // target)
         self.make_inner_optimizer()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ class Tracker:
 
 
 class Peer:
-    """A peer's leases and tracker; a pass has `count` samples, or shards with `is_stream`."""
+    """A peer's leases and tracker; a pass has `count` samples, or units of `unit` positions."""
 
     def __init__(self, board, name="A", count=SAMPLES, **more):
         self.board = board
@@ -213,7 +213,7 @@ def test_gaps_of_dead_peers_are_filled(board):
 
 @pytest.mark.parametrize("num_peers", [1, 4, 16])
 def test_each_shard_is_read_once(board, num_peers):
-    peers = [Peer(board, number, 256, is_stream=True) for number in range(num_peers)]
+    peers = [Peer(board, number, 256, unit=SHARD) for number in range(num_peers)]
     for number in range(1, 7):
         trained = {one: [] for one in peers}
         for one in (128 // num_peers) * peers:
@@ -227,7 +227,7 @@ def test_each_shard_is_read_once(board, num_peers):
 
 
 def test_only_shards_taken_over_are_yielded(board):
-    one = Peer(board, count=256, is_stream=True)
+    one = Peer(board, count=256, unit=SHARD)
     begun = one.read(3)
     assert one.leases.held == spans(0, 4 * SHARD)
     one.sees("B", spans(0, SHARD, 3 * SHARD, 3 * SHARD + 1))
@@ -243,7 +243,7 @@ def test_only_shards_taken_over_are_yielded(board):
 
 def test_contribution_includes_last_shard_positions(board):
     work = Work()
-    one = Peer(board, count=4, is_stream=True)
+    one = Peer(board, count=4, unit=SHARD)
     assert work.figures(board.ledger) is None
     assert work.unit == 1
     work.leases = one.leases

@@ -120,8 +120,8 @@ def test_lowest_free_positions_are_leased_first():
     blocks = [ledger.free_block(spans(11, 12), size=4, skip=rank) for rank in range(4)]
     assert blocks == [(5, 9), (9, 11), (12, 16), (16, 20)]
     for ledger, leased in ((Ledger(ALL), Spans()), (Ledger(), ALL)):
-        for num_shards in (None, 10):
-            assert ledger.free_block(leased, 8, num_shards=num_shards) == (MAX_POSITION, MAX_POSITION)
+        for how in ({}, {"unit": SHARD, "in_a_row": 10 * SHARD}, {"unit": 6}):
+            assert ledger.free_block(leased, 8, **how) == (MAX_POSITION, MAX_POSITION)
 
 
 def test_last_position_covers_its_shard():
@@ -144,14 +144,17 @@ def test_lowest_free_shards_are_leased_first():
         start, stop = Ledger().extend([Spans.of(covered)]).free_block(Spans.of(leased), **how)
         return start // SHARD, stop // SHARD
 
-    begun = {"covered": [(0, SHARD), (SHARD, SHARD + 30)], "size": 1, "num_shards": 3}
+    def a_pass(num_shards):
+        return {"unit": SHARD, "in_a_row": num_shards * SHARD}
+
+    begun = {"covered": [(0, SHARD), (SHARD, SHARD + 30)], "size": 1, **a_pass(3)}
     assert free(**begun) == (1, 2)
     assert free(skip=1, **begun) == (2, 3)
     assert free(skip=2, **begun) == (1, 2), "not of the next pass while this has one"
     assert free([(SHARD + 30, 2 * SHARD)], **begun) == (2, 3)
     assert free([(SHARD + 30, 3 * SHARD)], **begun) == (3, 4)
     second = [(2 * SHARD, 2 * SHARD + 1)]
-    many = {"covered": [(0, SHARD)], "size": 4, "num_shards": 4}
+    many = {"covered": [(0, SHARD)], "size": 4, **a_pass(4)}
     assert free(**many) == (1, 4)
     assert free(second, **many) == (1, 2)
     assert free(second, skip=1, **many) == (3, 4)

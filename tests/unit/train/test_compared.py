@@ -145,7 +145,7 @@ def test_derived_settings_are_compared(arguments, make, trainer, changes, name):
 def test_passes_compare_by_resulting_steps(arguments, trainer, samples):
     ours = told(trainer)
     trainer.args = arguments(max_steps=-1, num_train_epochs=8)  # 8 x 16 samples, 64 a step
-    steps = trainer.swarm_settings.max_steps(trainer.args, samples)
+    steps = trainer.swarm_settings.max_steps(trainer.args, len(samples))
     assert refused(ours, told(trainer, steps)) == set()
 
 

@@ -3,12 +3,13 @@
 from types import SimpleNamespace
 
 import datasets
+from trl.trainer.utils import RepeatSampler
 
 from tests.unit.progress.test_leases import Board, Tracker
 from trahiv_cli.assets.data import MOST_SHARDS
 from trahiv_cli.progress.leases import Leases
 from trahiv_cli.progress.ledger import SHARD, Spans
-from trahiv_cli.train.division import DividedSampler, DividedStream, divide
+from trahiv_cli.train.division import DividedPrompts, DividedSampler, DividedStream, divide
 
 SHARDS = 4
 SAMPLES = 26
@@ -20,6 +21,10 @@ def stream_of(num_samples=SAMPLES, num_shards=SHARDS):
     return rows.to_iterable_dataset(num_shards)
 
 
+def leases_of(board, number, unit):
+    return Leases(Tracker(board, "A"), lambda: board.ledger, number, unit=unit)
+
+
 class Reader:
     """A peer that reads, and commits each batch before it reads on."""
 
@@ -29,8 +34,8 @@ class Reader:
         self.stream.lease_from(SimpleNamespace(divide_data=self._divide))
         self._samples = iter(self.stream)
 
-    def _divide(self, number, *, is_stream):
-        self.leases = Leases(Tracker(self.board, "A"), lambda: self.board.ledger, number, is_stream=is_stream)
+    def _divide(self, number, *, unit):
+        self.leases = leases_of(self.board, number, unit)
         return self.leases
 
     def train(self):
@@ -68,6 +73,26 @@ def test_restarted_peer_reads_on_within_shard():
 def test_stream_without_seed_is_read_in_order():
     reader = Reader(Board(), seed=None, stream=stream_of(12, 2))
     assert [number for _ in range(4) for number in reader.train()] == list(range(12))
+
+
+def test_prompt_belongs_to_one_peer():
+    prompts = RepeatSampler(range(7), mini_repeat_count=2, batch_size=3, repeat_count=4, seed=7)
+    board = Board()
+    sampler = DividedPrompts(prompts, BATCH, 7, lambda: False)
+    sampler.lease_from(SimpleNamespace(divide_data=lambda number, unit: leases_of(board, number, unit)))
+    assert sampler.unit == 4  # two completions, each trained twice
+    read = iter(sampler)
+    chunks = [[next(read) for _ in range(4 * 6)] for _ in range(2)]
+    for chunk, starts in zip(chunks, ([0, 4, 8], [12, 16, 20]), strict=True):
+        indices = [sampler.index(start // 4) for start in starts]
+        assert chunk == 4 * [index for index in indices for _ in range(2)]
+        positions = [position for _ in range(4) for position in sampler.next_batch()]
+        assert positions == [
+            start + copy for copies in ((0, 1), (2, 3)) for start in starts for copy in copies
+        ]
+        assert set(positions) < set(sampler.leases.held)
+    assert len({index for chunk in chunks for index in chunk}) == 6
+    assert len(sampler) == len(prompts)
 
 
 def test_dataset_is_read_by_whole_batches():

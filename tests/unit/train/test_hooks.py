@@ -439,7 +439,7 @@ def test_extra_loader_call_changes_nothing(trained):
 
 
 @pytest.mark.parametrize(("cls", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
-def test_sampler_of_completions_keeps_groups(cls, config, arguments, tmp_path, monkeypatch, events, told):
+def test_prompts_of_completions_are_divided(cls, config, arguments, tmp_path, monkeypatch, events, told):
     groups = []
 
     def reward(prompts, **_):
@@ -460,4 +460,6 @@ def test_sampler_of_completions_keeps_groups(cls, config, arguments, tmp_path, m
     train_alone(monkeypatch, trainer)
     assert trainer.swarm_optimizer.trained == [(4, 4.0)] * 2
     assert all(prompts[::2] == prompts[1::2] for prompts in groups)
-    assert [event["code"] for event in told if event["event"] == "warning"] == ["not-divided"]
+    assert trainer.swarm_optimizer.announced == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a position is a completion
+    assert trainer.samples_per_pass == 16
+    assert [event["code"] for event in told if event["event"] == "warning"] == []

@@ -106,10 +106,10 @@ def test_local_batch_beyond_target_is_refused(arguments):
 def test_passes_determine_steps_by_length(arguments):
     settings = SwarmSettings.read(SWARM, None)
     args = arguments(max_steps=-1)
-    steps = [settings.max_steps(args, range(samples)) for samples in (16, 22)]
+    steps = [settings.max_steps(args, samples) for samples in (16, 22)]
     assert steps == [1, 2], "3 epochs, 64 samples a step"
     with pytest.raises(RecipeError, match="needs `max_steps`"):
-        settings.max_steps(args, iter(()))
+        settings.max_steps(args, None)
 
 
 @pytest.mark.parametrize(

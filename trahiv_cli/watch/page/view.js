@@ -51,7 +51,7 @@ export function showProgress(state, now) {
     ["Peers", state.peers == null ? "–" : count(state.peers), state.own && "with this one"],
     ["Speed", speed == null ? "–" : decimal(speed, 1), "samples a second"],
     ["Loss", decimal(loss, 3), state.heldOut && `held-out ${decimal(state.heldOut.eval_loss, 3)}`],
-    data && ["Data", percent((data.covered ?? 0) / (data.samples || 1)), `of pass ${(data.passes ?? 0) + 1}`],
+    data && ["Data", percent((data.covered ?? 0) / (data.samples ?? data.shards ?? data.prompts ?? 1)), `of pass ${(data.passes ?? 0) + 1}`],
   ]);
 }
 
