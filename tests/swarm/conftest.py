@@ -31,6 +31,7 @@ STORIES = (
     "test_trainers.py::test_one_peer_equals_trainer_alone[Seq2SeqTrainer, T5]",
     "test_trainers.py::test_one_peer_equals_trainer_alone[peft, DoRA]",
     "test_trainers.py::test_one_peer_equals_trainer_alone[TRL, Reward]",
+    "test_launch.py::test_two_launched_peers_end_equal",
     "test_drop_in.py::test_good_run_prints_only_join_line",
     "test_recipes.py::test_two_peers_train_one_model[spanish-qlora]",
     "test_recipes.py::test_two_peers_train_one_model[review-classes]",

@@ -50,7 +50,6 @@ def launch(start, tmp_path):
     return start_program
 
 
-@pytest.mark.story
 def test_two_launched_peers_end_equal(launch, tmp_path):
     first = launch("first", 60)
     first.wait_for("ready", 90)

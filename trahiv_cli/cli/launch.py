@@ -94,8 +94,9 @@ def launch(
     from trahiv_cli.members.invitation import Invitation, read_invitation
 
     invitation = read_invitation(peers) if peers else Invitation()
-    given = {"run_id": run_id, "target_batch_size": target_batch_size}
-    run = program_run(program or [], {key: value for key, value in given.items() if value}, swarm or [])
+    typed = {"run_id": run_id, "target_batch_size": target_batch_size}
+    opt = {key: value for key, value in typed.items() if value}
+    run = program_run(program or [], opt, swarm or [])
     options = options_of(shared, None, invitation=invitation, is_public=public)
     options = replace(options, resume=os.environ.setdefault(RESUME_VARIABLE, options.resume))
     if LAUNCH_VARIABLE in os.environ:
@@ -103,7 +104,7 @@ def launch(
         take_part(run, replace(options, reached_step=reached_step), shared, peers)
         return
     if peers:
-        run = joined(run, options, given, swarm or [])
+        run = joined(run, options, opt, swarm or [])
         if not program:
             out.say("This swarm's first peer runs the program below. Look at it first, then type:")
             out.data(visible(f"trahiv launch --peer LINE -- {run.program}"))
@@ -139,8 +140,8 @@ def program_run(program: Sequence[str], opt: dict[str, Any], swarm: Sequence[str
     return replace(run, opt=run.opt.model_copy(update={"run_id": f"{name[:39]}-{digest[:8]}"}))
 
 
-def joined(run: ProgramRun, options: PeerOptions, given: dict[str, Any], swarm: Sequence[str]) -> ProgramRun:
-    """Fetch the swarm's run; the user's own options must agree with it. Notes the step for `take_part`.
+def joined(run: ProgramRun, options: PeerOptions, opt: dict[str, Any], swarm: Sequence[str]) -> ProgramRun:
+    """Fetch the swarm's run, with which the user's own options must agree; note its step for `take_part`.
 
     Raises:
         RecipeMismatch: they differ, or the swarm trains a recipe.
@@ -150,16 +151,15 @@ def joined(run: ProgramRun, options: PeerOptions, given: dict[str, Any], swarm: 
     from trahiv_cli.recipe.program import PROGRAM, ProgramRun
     from trahiv_cli.run.folder import scout
 
-    offer = scout(options.invitation, given["run_id"])
+    offer = scout(options.invitation, opt.get("run_id"))
     if PROGRAM not in offer.wire["shared"]:
         raise RecipeMismatch(
             "This swarm trains a recipe, not a program; nothing was started.", hint="trahiv join --peer LINE"
         )
     theirs = ProgramRun.from_wire(offer.wire)
-    typed = {key: value for key, value in given.items() if value}
     names = {word.partition("=")[0] for word in swarm}
     mine = ProgramRun(
-        theirs.opt.model_copy(update=typed),
+        theirs.opt.model_copy(update=opt),
         theirs.swarm.model_copy(update={name: getattr(run.swarm, name) for name in names}),
         theirs.program,
     )

@@ -135,11 +135,12 @@ class InSwarm(TrainerHost):
         prompts = self._order_of_prompts() if own else None
         self.samples_per_pass = None
         if has_length(samples):
-            batch = self.args.per_device_train_batch_size
-            each = 1 if prompts is None else samples_of_a_prompt(prompts, batch)
-            self.samples_per_pass = each * len(samples)
-            if not own:
-                # With fewer samples, the Trainer would end at once without an error.
+            self.samples_per_pass = len(samples)
+            # With fewer samples, the Trainer would end at once without an error.
+            if prompts is not None:
+                require_a_batch(len(samples), prompts.batch_size)
+                self.samples_per_pass *= samples_of_a_prompt(prompts, self.args.per_device_train_batch_size)
+            elif not own:
                 require_a_batch(len(samples), self._samples_per_step)
         self._undivided_for = ""
         if not self.swarm_settings.swarm.divide_data:

@@ -438,28 +438,43 @@ def test_extra_loader_call_changes_nothing(trained):
     assert len(list(trainer.get_train_dataloader())) == 4
 
 
+@pytest.fixture
+def rewarded(arguments, tmp_path, events):
+    """Make a trainer of TRL that compares two completions of each prompt."""
+
+    def make(cls, config, num_prompts, reward):
+        fields = {"num_generations": 2, "max_completion_length": 4, "bf16": False}
+        return in_swarm(cls)(
+            model=str(write_llama(tmp_path / "model", hidden_size=16)),
+            args=arguments(config, per_device_train_batch_size=4, **fields),
+            train_dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(num_prompts)]),
+            reward_funcs=reward,
+            hivemind_config={"opt": {"run_id": "run-1", "target_batch_size": 4}},
+            node=lone_node(),
+            events=events,
+        )
+
+    return make
+
+
 @pytest.mark.parametrize(("cls", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
-def test_prompts_of_completions_are_divided(cls, config, arguments, tmp_path, monkeypatch, events, told):
+def test_prompts_of_completions_are_divided(cls, config, rewarded, monkeypatch, told):
     groups = []
 
     def reward(prompts, **_):
         groups.append(prompts)
         return [1.0] * len(prompts)
 
-    trainer = in_swarm(cls)(
-        model=str(write_llama(tmp_path / "model", hidden_size=16)),
-        args=arguments(
-            config, per_device_train_batch_size=4, num_generations=2, max_completion_length=4, bf16=False
-        ),
-        train_dataset=Dataset.from_list([{"prompt": f"say {i}"} for i in range(8)]),
-        reward_funcs=reward,
-        hivemind_config={"opt": {"run_id": "run-1", "target_batch_size": 4}},
-        node=lone_node(),
-        events=events,
-    )
+    trainer = rewarded(cls, config, 8, reward)
     train_alone(monkeypatch, trainer)
     assert trainer.swarm_optimizer.trained == [(4, 4.0)] * 2
     assert all(prompts[::2] == prompts[1::2] for prompts in groups)
     assert trainer.swarm_optimizer.announced == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a position is a completion
     assert trainer.samples_per_pass == 16
     assert [event["code"] for event in told if event["event"] == "warning"] == []
+
+
+def test_prompts_fill_a_generation_or_are_refused(rewarded):
+    trainer = rewarded(GRPOTrainer, GRPOConfig, 1, lambda prompts, **_: [1.0] * len(prompts))
+    with refused("Samples in the training data: 1; in one local batch: 2"):
+        trainer.plan_run()
