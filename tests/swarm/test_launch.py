@@ -117,7 +117,7 @@ def test_unlike_run_is_refused(running, workplace, tmp_path, words, said):
         ("print('hello')", 3, "no Trainer of transformers trained in it"),
         ("raise SystemExit(7)", 7, ""),
         ("from transformers import Trainer; Trainer(model=None)", 2, "A swarm needs `args`"),
-        ("from transformers import Trainer; Trainer(modle=None)", 1, "modle"),
+        ("from transformers import Trainer; Trainer(no_such=None)", 1, "no_such"),
     ],
 )
 def test_program_that_does_not_train_is_reported(workplace, tmp_path, program, code, said):
