@@ -82,6 +82,14 @@ def test_signal_leaves_checkpoint_and_its_code(running, launch, tmp_path):
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
 
 
+def test_spent_budget_leaves_checkpoint(launch, tmp_path):
+    peer = launch("first", 100_000, "--budget", "3steps")
+    assert peer.exit_code(90) == 0
+    [done] = told(peer.events, "done")
+    assert (done["reason"], done["step"]) == ("budget", 3)
+    assert (tmp_path / done["path"]).is_dir()
+
+
 def test_paused_program_restarts_when_resumed(running, workplace):
     assert workplace.run("pause", "first").code == 0
     paused = running.wait_for("paused", 60)

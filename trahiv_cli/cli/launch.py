@@ -97,7 +97,8 @@ def launch(
     typed = {"run_id": run_id, "target_batch_size": target_batch_size}
     opt = {key: value for key, value in typed.items() if value}
     run = program_run(program or [], opt, swarm or [])
-    options = options_of(shared, None, invitation=invitation, is_public=public)
+    is_public = public or run.swarm.public
+    options = options_of(shared, None, invitation=invitation, is_public=is_public)
     options = replace(options, resume=os.environ.setdefault(RESUME_VARIABLE, options.resume))
     if LAUNCH_VARIABLE in os.environ:
         reached_step = int(os.environ.get(REACHED_VARIABLE, 0))

@@ -47,7 +47,7 @@ class AgreedRun:
         The recipe's own `run_id` goes before the one given here. The default is the recipe's name and 8
         digits of the hash of the rest.
         """
-        shared = _without_own(recipe.to_data(), ())
+        shared = without_own(recipe.to_data(), ())
         for key in ("model_name_or_path", "tokenizer_name_or_path"):
             shared["model"][key] = local_name(shared["model"][key])
         for dataset in shared["data"]["datasets"]:
@@ -143,9 +143,10 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     return nameless
 
 
-def _without_own(data: dict[str, Any], location: Location) -> dict[str, Any]:
+def without_own(data: dict[str, Any], location: Location) -> dict[str, Any]:
+    """Return the data of a recipe, or of its section at `location`, without fields that are a peer's own."""
     return {
-        key: _without_own(value, (*location, key)) if isinstance(value, dict) else value
+        key: without_own(value, (*location, key)) if isinstance(value, dict) else value
         for key, value in data.items()
         if OWN not in marks_of((*location, key))
     }

@@ -15,9 +15,9 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from trahiv_cli.errors import RecipeError
-from trahiv_cli.recipe.agreement import canonical, fingerprint
+from trahiv_cli.recipe.agreement import canonical, fingerprint, without_own
 from trahiv_cli.recipe.record import MAX_PACKED_BYTES, WIRE_VERSION
-from trahiv_cli.recipe.schema import OWN, OptSection, SwarmSection, marks_of
+from trahiv_cli.recipe.schema import OptSection, SwarmSection
 
 PROGRAM = "program"
 """The key of a program's settings among the shared ones, and of its command line among the suggested ones."""
@@ -60,7 +60,7 @@ class ProgramRun:
     @property
     def agreement(self) -> dict[str, Any]:
         """The part that all peers share, as plain data."""
-        swarm = {key: value for key, value in self.swarm if is_shared("swarm", key)}
+        swarm = without_own(dict(self.swarm), ("swarm",))
         opt = {"run_id": self.run_id, "target_batch_size": self.opt.target_batch_size}
         return {PROGRAM: {"opt": opt, "swarm": swarm}}
 
@@ -97,8 +97,3 @@ class ProgramRun:
                 hint="give the same --run-id, --target-batch-size and --swarm as the first peer",
             ) from error
         return cls(opt, swarm, program)
-
-
-def is_shared(*location: str) -> bool:
-    """Whether a field of a recipe is the same on all peers."""
-    return OWN not in marks_of(location)

@@ -297,7 +297,8 @@ class SwarmTrainerMixin(TrainerHost):
             if optimizer.local_epoch >= optimizer.max_steps:
                 # Another peer may take hours to download the state from this one.
                 optimizer.catch_up.wait_for_stragglers(60.0, 4 * 3600.0)
-            is_callers = self._should_leave() or self.swarm_callback.has_spent_budget
+            is_due = self._should_leave() or self.swarm_callback.has_spent_budget
+            is_callers = is_due and self._launch is None  # the caller saves, but no program does
             if optimizer.local_epoch < optimizer.max_steps and (leaving() or not is_callers):
                 self.swarm_callback.save_checkpoint()
                 self.callback_handler.on_save(self.args, self.state, self.control)
@@ -399,7 +400,8 @@ def started(settings: SwarmSettings, folder: Path, options: PeerOptions) -> Node
     """Start the node of a drop-in; raises the same errors as `Node`."""
     if not settings.opt.verbose and "HIVEMIND_LOGLEVEL" not in os.environ:
         logging.getLogger("hivemind").setLevel(logging.WARNING)
-    return replace(options, is_public=settings.swarm.public).node(settings.dht, folder, settings.swarm.relay)
+    is_public = options.is_public or settings.swarm.public
+    return replace(options, is_public=is_public).node(settings.dht, folder, settings.swarm.relay)
 
 
 @contextlib.contextmanager

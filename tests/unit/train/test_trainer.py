@@ -4,19 +4,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from tests.unit.train.conftest import SWARM
 from trahiv_cli.errors import FolderTaken, RecipeError
+from trahiv_cli.run import peer_options
 from trahiv_cli.run.leaving import Left
 from trahiv_cli.run.lock import owned
 from trahiv_cli.run.own_status import Contribution
+from trahiv_cli.run.peer_options import PeerOptions
 from trahiv_cli.train import trainer as trainer_module
 from trahiv_cli.train.hooks import put_in_swarm
-from trahiv_cli.train.settings import SwarmTrainingArguments
-from trahiv_cli.train.trainer import SwarmTrainer
+from trahiv_cli.train.settings import SwarmSettings, SwarmTrainingArguments
+from trahiv_cli.train.trainer import SwarmTrainer, started
 
 
 @pytest.fixture
@@ -168,3 +172,14 @@ def test_without_swarm_equals_trainer_bitwise(arguments, llama, samples, args_cl
 def test_without_swarm_takes_given_optimizer(arguments, llama):
     optimizer = torch.optim.SGD(llama().parameters(), lr=0.1)
     SwarmTrainer(model=llama(), args=arguments(), optimizers=(optimizer, None)).close()
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "is_public"), [(False, False, False), (True, False, True), (False, True, True)]
+)
+def test_option_or_field_opens_swarm(option, field, is_public, monkeypatch, tmp_path):
+    start = mock.Mock()
+    monkeypatch.setattr(peer_options, "start_node", start)
+    settings = SwarmSettings.read(SWARM, {"public": field})
+    started(settings, tmp_path, PeerOptions(is_public=option))
+    assert start.call_args.kwargs["is_public"] is is_public
