@@ -23,7 +23,8 @@ from typer.main import get_command
 from trahiv_cli.cli.app import app
 from trahiv_cli.recipe.document import dotted
 from trahiv_cli.recipe.foreign import CALLED_ELSEWHERE, FOREIGN_CHOICES, REFUSED_CHOICES, TOOLS
-from trahiv_cli.recipe.schema import OWN, SUGGESTED, marks_of, recipe_schema
+from trahiv_cli.recipe.schema import marks_of, recipe_schema
+from trahiv_cli.recipe.section import OWN, SUGGESTED
 
 ROOT = Path(__file__).parents[1]
 PAGES_OF_THE_ROOT = {
@@ -97,7 +98,7 @@ def _section(
     for name, field in section["properties"].items():
         place = (*location, name)
         if found := re.search(r"#/definitions/(\w+)", json.dumps(field)):
-            is_list = field.get("type") == "array"
+            is_list = any(kind.get("type") == "array" for kind in field.get("anyOf", [field]))
             inner.append(((*place, 0) if is_list else place, field, known[found[1]]))
             continue
         is_required = name in section.get("required", ())

@@ -339,13 +339,14 @@ def cpo():
 
 
 class FixedCompletions:
-    """Draws the completions of a prompt from its tokens, where a trainer would generate them."""
+    """Draws completions of 3 to 7 tokens from those of their prompt, where a trainer would generate them."""
 
     def _generate_single_turn(self, prompt_ids, *_, **__):
         completions = []
         for number, tokens in enumerate(prompt_ids):
             draws = torch.Generator().manual_seed(2 * sum(tokens) + number % self.num_generations)
-            completions.append(torch.randint(5, 60, (6,), generator=draws).tolist())
+            length = 3 + int(torch.randint(5, (), generator=draws))
+            completions.append(torch.randint(5, 60, (length,), generator=draws).tolist())
         return (completions, None) if isinstance(self, GRPOTrainer) else completions
 
 

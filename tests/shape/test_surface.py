@@ -23,6 +23,7 @@ MAY_CATCH_EVERYTHING = (
     "trahiv_cli/swarm/service.py",  # hands an error of one process to the waiting caller in the other
     "trahiv_cli/reach/upnp.py",  # miniupnpc raises nothing narrower
     "trahiv_cli/train/rehearsal.py",  # any error of a library there is about the user's model or data
+    "trahiv_cli/train/rewards.py",  # runs the user's own code
     "trahiv_cli/background.py",  # hands an error of its thread to the waiting caller
 )
 MAY_PRINT = "trahiv_cli/cli/output.py"

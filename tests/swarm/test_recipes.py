@@ -12,7 +12,16 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
@@ -32,11 +41,18 @@ CHATS = [
 REFUSAL = {"role": "assistant", "content": "I would rather not."}
 SENTENCES = [{"text": f"the {it} fox is a fox and no {it} dog"} for it in ("red", "old", "big") * 50]
 
+PAIRS = [{"chosen": chat, "rejected": [chat[0], REFUSAL]} for chat in CHATS]
+
 ROWS = {
+    "answers-reward": PAIRS,
     "bert-mlm": SENTENCES,
     "chat-sft": [{"messages": chat} for chat in CHATS],
+    "feedback-kto": [
+        {"prompt": [question], "completion": [REFUSAL if i % 2 else answer], "label": i % 2 == 0}
+        for i, (question, answer) in enumerate(CHATS)
+    ],
     "mistral-7b-lora": [{"text": f"### Human: say {it} ### Assistant: {it}!"} for it in ANSWERS],
-    "preference-dpo": [{"chosen": chat, "rejected": [chat[0], REFUSAL]} for chat in CHATS],
+    "preference-dpo": PAIRS,
     "qwen3-0.6b-full": SENTENCES,
     "review-classes": [
         {"text": f"{('bad', 'good')[i % 2]} film, number {i}", "label": i % 2} for i in range(160)
@@ -64,8 +80,10 @@ SETTINGS = [
 HELD_OUT = ["data.eval.test_split_size=0.1", "swarm.mode=sync"]
 FULL = ["training.learning_rate=3e-3"]
 OF_ONE = {
+    "answers-reward": [*HELD_OUT, "reward.max_length=96", "model.dtype=float32"],
     "bert-mlm": [*HELD_OUT, *FULL, "mlm.max_length=48"],
     "chat-sft": [*HELD_OUT, "sft.max_length=96"],
+    "feedback-kto": [*HELD_OUT, "kto.max_length=96", "model.dtype=float32"],
     "mistral-7b-lora": [*HELD_OUT, "clm.max_length=32"],
     "preference-dpo": [*HELD_OUT, "dpo.max_length=96", "model.dtype=float32"],  # bfloat16 rounds 1e-4
     "qwen3-0.6b-full": [*FULL, "clm.max_length=32"],
@@ -87,7 +105,7 @@ those of the untrained weights."""
 
 
 def test_every_builtin_recipe_has_rows():
-    assert set(ROWS) == set(builtin_recipes()) - {"quickstart"}
+    assert set(ROWS) == set(builtin_recipes()) - {"quickstart", "arithmetic-grpo"}
 
 
 def trained(run):
@@ -111,6 +129,12 @@ def evaluate_plainly(recipe, run):
         is_auto = recipe.sft.completion_only_loss == "auto"  # which is None in TRL
         fields = recipe.sft.model_dump(exclude={"completion_only_loss"} if is_auto else None)
         trainer = SFTTrainer(model, SFTConfig(**common, **fields), **both)
+    elif recipe.reward is not None:
+        trainer = RewardTrainer(model, RewardConfig(**common, **recipe.reward.model_dump()), **both)
+    elif recipe.kto is not None:
+        base = AutoModelForCausalLM.from_pretrained("./model", dtype=recipe.model.dtype)
+        size = {"per_device_train_batch_size": recipe.training.per_device_train_batch_size}  # of its KL pairs
+        trainer = KTOTrainer(model, base, KTOConfig(**common, **size, **recipe.kto.model_dump()), **both)
     elif recipe.dpo is not None:
         base = AutoModelForCausalLM.from_pretrained("./model", dtype=recipe.model.dtype)
         trainer = DPOTrainer(model, base, DPOConfig(**common, **recipe.dpo.model_dump()), **both)
@@ -135,6 +159,8 @@ def load_plainly(recipe, final):
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.float32,
         )  # fmt: skip
+    if recipe.reward is not None:
+        options["num_labels"] = 1
     base = loader.from_pretrained("./model", dtype=recipe.model.dtype, **options)
     return PeftModel.from_pretrained(base, final)
 
@@ -178,3 +204,23 @@ def test_two_peers_train_one_model(name, start, tmp_path, monkeypatch):
         for name in ("eval_accuracy", "eval_f1"):
             assert told[name] == pytest.approx(again[name])
         assert told["eval_accuracy"] > 0.9, "far better than guessing"
+
+
+def test_two_peers_learn_arithmetic_from_rewards(start, tmp_path):
+    changes = [one for one in SETTINGS if one.startswith(("hivemind_config.dht", "swarm"))]
+    changes += ["hivemind_config.opt.matchmaking_time=4", "training.max_steps=100"]
+    words = [word for change in changes for word in ("--set", change)]
+    first = start("init", "arithmetic-grpo", *words, "--output-dir", str(tmp_path / "first"))
+    second = start(
+        "join", "--peer", first.address, "--output-dir", str(tmp_path / "second"), "--yes", *words[:2]
+    )
+    for peer in (first, second):
+        assert peer.wait_for("done", 200)["reason"] == "max_steps"
+        assert peer.exit_code(30) == 0
+        rewards = [step["reward"] for step in peer.steps if "reward" in step]
+        assert statistics.mean(rewards[:5]) < 0.05, "guesses at first"
+        assert statistics.mean(rewards[-5:]) > 0.2
+        data = peer.steps[-1]["data"]
+        assert (data["duplicates"], data["lost"], data["prompts"]) == (0, 0, 55)
+    one, two = trained(tmp_path / "first"), trained(tmp_path / "second")
+    torch.testing.assert_close(one, two, rtol=0, atol=0)

@@ -6,12 +6,22 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmDPOTrainer, SwarmSFTTrainer
 from trahiv_cli.train.tasks import CHECKPOINTING
+from trahiv_cli.train.trl import SwarmKTOTrainer, SwarmRewardTrainer
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -33,6 +43,15 @@ def preference(number):
 
 
 CHATS = Dataset.from_list([chat(number) for number in range(64)])
+
+
+def judgement(number):
+    good = number % 3 > 0
+    answer = f"{2 * number + (not good)}"
+    return {"prompt": f"What is {number} and {number}? ", "completion": answer, "label": good}
+
+
+JUDGEMENTS = Dataset.from_list([judgement(number) for number in range(64)])
 PREFERENCES = Dataset.from_list([preference(number) for number in range(64)])
 
 
@@ -53,10 +72,16 @@ def arguments(config, folder):
 
 
 def build(trainer, config, data, llama, folder, lora, **more):
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    torch.manual_seed(1)  # for the head of a reward model
+    if config is RewardConfig:
+        options = {"num_labels": 1, "dtype": torch.float32}
+        model = AutoModelForSequenceClassification.from_pretrained(llama, **options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     if lora:
-        more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    elif config is DPOConfig:
+        kind = "SEQ_CLS" if config is RewardConfig else "CAUSAL_LM"
+        more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type=kind)
+    elif config in (DPOConfig, KTOConfig):
         more["ref_model"] = copy.deepcopy(model)
     return trainer(
         model,
@@ -77,8 +102,10 @@ def trainable(trainer):
     [
         (SFTTrainer, SwarmSFTTrainer, SFTConfig, CHATS),
         (DPOTrainer, SwarmDPOTrainer, DPOConfig, PREFERENCES),
+        (KTOTrainer, SwarmKTOTrainer, KTOConfig, JUDGEMENTS),
+        (RewardTrainer, SwarmRewardTrainer, RewardConfig, PREFERENCES),
     ],
-    ids=["sft", "dpo"],
+    ids=["sft", "dpo", "kto", "reward"],
 )
 def test_one_peer_equals_trl(tmp_path, llama, trl, ours, config, data, lora):
     torch.set_num_threads(1)

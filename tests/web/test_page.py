@@ -141,6 +141,16 @@ def test_events_are_shown_live_and_after_reload(watch, browse, tmp_path):
     hear_chart(page, "Loss over 2 steps: 2.300 now")
 
 
+def test_rewards_are_charted_instead_of_loss(watch, browse, tmp_path):
+    now = time.time()
+    steps = [step(now, number, 0.0) | {"reward": number / 4} for number in (1, 2, 3)]
+    held = event(now, "eval", step=3, eval_loss=0.0, eval_reward=0.625)
+    page = browse(watch(write(tmp_path / "run", [ready(now), joined(now, 0), *steps, held])))
+    hear_chart(page, "Reward over 3 steps: 0.750 now, 0.750 at its highest")
+    see(page, "#h-curve", "Reward")
+    see(page, "#figures", "held-out 0.625")
+
+
 def test_page_reconnects_to_restarted_server(watch, browse, tmp_path):
     folder = write(tmp_path / "run", run(30, ends_at=time.time()))
     peer = watch(folder)

@@ -44,8 +44,8 @@ class Splits:
     """The samples for training and for evaluation (None without a held-out share), and the tokenizer.
 
     A sample of `clm` and `mlm` is `{"input_ids": [int, ...]}`, of `seq-cls` `{"input_ids": [int, ...],
-    "labels": int}`, of `sft` and `dpo` a raw row, which TRL tokenizes. A stream raises `AssetError` at a row
-    that does not fit.
+    "labels": int}`, of TRL's tasks a raw row, which TRL tokenizes. A stream raises `AssetError` at a row that
+    does not fit.
     """
 
     train: Dataset | IterableDataset
@@ -79,7 +79,8 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
         held_out = drawn.take(num_taken)
     # Data that peers divide is shuffled in `train/division.py`, in an order that all peers share.
     is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
-    is_shuffled = data.shuffle and not is_divided
+    is_shuffled = data.shuffle and not (is_divided and recipe.shuffles_passes)
+    peer_seed = recipe.training.seed if is_divided else peer_seed
     is_stream = isinstance(train, IterableDataset)
     if is_shuffled and is_stream:
         # Files are mixed before blocks are packed: packing continues from one document to the next, so it
@@ -131,7 +132,7 @@ def prepared(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
         elif recipe.seq_cls is not None:
             documents = classified(opened, recipe.seq_cls, tokenizer)
         else:
-            return trl_rows(opened, recipe.sft, tokenizer)
+            return trl_rows(opened, recipe, tokenizer)
         if next(iter(documents), None) is not None:
             tell_left_out(opened.rows, documents, f"rows of {opened.name} have nothing to learn from")
             return documents

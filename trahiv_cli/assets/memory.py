@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from trahiv_cli.errors import OutOfMemory
 from trahiv_cli.recipe.schema import OptimName, QuantizationSection, Recipe, TrainingSection
+from trahiv_cli.recipe.task_sections import TASKS_OF_TRL, WRITING_TASKS
 
 FLOAT32_BYTES = 4
 
@@ -157,7 +158,7 @@ def add_up(
             quantized_bytes(one.shape, quantization) if quantization and one in quantized else one.nbytes
             for one in frozen
         ),
-        reference_bytes=one_copy if recipe.dpo is not None and recipe.peft is None else 0,
+        reference_bytes=one_copy if recipe.has_reference else 0,
         trainable_bytes=one_copy,
         gradient_bytes=2 * one_copy if training.fp16 else one_copy,
         activation_bytes=activation_bytes,
@@ -249,8 +250,8 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
         model.set_attn_implementation("sdpa")  # other kernels have no fakes; they need as much
     if recipe.training.activation_checkpointing:
         checkpoint_activations(model)
-    rows = recipe.training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
-    has_tiled_head = recipe.sft is not None or recipe.dpo is not None
+    rows = recipe.training.per_device_train_batch_size * recipe.sequences_per_sample
+    has_tiled_head = recipe.task in WRITING_TASKS & TASKS_OF_TRL
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs its errors with a traceback
     silence = logging.Filter("another logger")  # only records of a logger of this name pass
     log.addFilter(silence)
@@ -262,7 +263,7 @@ def activation_bytes(outline: torch.nn.Module, recipe: Recipe, length: int, dtyp
                 weight.grad = torch.empty_like(weight) if weight.requires_grad else None
             tokens = torch.zeros(rows, length, dtype=torch.long)
             with Count(model) as count:
-                held = run(model, tokens, dtype, count, has_head=not has_tiled_head)
+                held = run(model, tokens, dtype, count, has_head=recipe.task not in TASKS_OF_TRL)
     except RuntimeError as failure:  # where fake tensors lack values, they raise a subclass
         misfits = (
             "broadcast a dimension|must match the size|cannot be multiplied|is invalid for input of size"

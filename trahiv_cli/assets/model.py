@@ -52,7 +52,8 @@ from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
 from trahiv_cli.recipe.paths import is_local
 from trahiv_cli.recipe.rows import listed
-from trahiv_cli.recipe.schema import ModelSection, Recipe, Task, TrainingSection, repeated_too_often
+from trahiv_cli.recipe.schema import ModelSection, Recipe, TrainingSection, repeated_too_often
+from trahiv_cli.recipe.task_sections import SCORING_TASKS, Task
 from trahiv_cli.recipe.upstream import mistakes_in_config
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def kind_of(task: Task) -> Kind:
     """Return the kind of model that a task trains."""
     if task == "mlm":
         return Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, None)
-    if task == "seq-cls":
+    if task in SCORING_TASKS:
         configs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         return Kind(AutoModelForSequenceClassification, configs, "SEQ_CLS")
     return Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
@@ -206,10 +207,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
             f"{model_name(model)!r} is a {config.model_type}, which `task: {recipe.task}` can't train.",
             f"Choose a model that transformers' {kind.loader.__name__} can load, or another task.",
         )
-    if recipe.seq_cls is not None:
-        names = dict(enumerate(recipe.seq_cls.labels))
-        numbers = {label: index for index, label in names.items()}
-        config.update({"id2label": names, "label2id": numbers, "problem_type": "single_label_classification"})
+    config.update(recipe.head)
     return config
 
 
@@ -311,7 +309,7 @@ def head_drawn(model: PreTrainedModel, recipe: Recipe, info: Mapping[str, Any]) 
     drawn = [name for name in weights if name in info["missing_keys"]]
     # Weights outside of the base model, and its pooler, belong to one task. A masked model's head shares
     # weights with its embeddings, and can't be trained beside adapters.
-    has_head = recipe.task == "seq-cls" or (recipe.task == "mlm" and recipe.peft is None)
+    has_head = recipe.task in SCORING_TASKS or (recipe.task == "mlm" and recipe.peft is None)
     lost = [
         name
         for name in drawn

@@ -1,7 +1,7 @@
-"""Turn rows into samples: tokens for `clm`, `mlm` and `seq-cls`, raw rows for `sft` and `dpo`.
+"""Turn rows into samples: tokens for `clm`, `mlm` and `seq-cls`, raw rows for the tasks of TRL.
 
 Everything here maps rows of a `Dataset` or a stream, batch by batch in bounded memory. Rows without a text
-are left out. TRL tokenizes the rows of `sft` and `dpo` itself. They are checked here, since TRL looks only at
+are left out. TRL tokenizes the rows of its tasks itself. They are checked here, since TRL looks only at
 the first one, and then fails in the middle of the data or trains on other text than intended.
 """
 
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trahiv_cli.assets.sources import Documents, Opened, require_text
 from trahiv_cli.errors import AssetError
-from trahiv_cli.recipe.forms import dpo_form, require_column, sft_form
+from trahiv_cli.recipe.forms import require_column, task_form
 from trahiv_cli.recipe.rows import (
     CHATML,
     KEYS,
@@ -34,7 +34,8 @@ from trahiv_cli.recipe.rows import (
     listed,
     texts_of,
 )
-from trahiv_cli.recipe.schema import ClmSection, MlmSection, SeqClsSection, SftSection
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.task_sections import ClmSection, GrpoSection, MlmSection, SeqClsSection
 
 logger = logging.getLogger(__name__)
 """`train/tasks.py` passes its warnings on while data is prepared."""
@@ -175,28 +176,33 @@ def classified(opened: Opened, seq_cls: SeqClsSection, tokenizer: PreTrainedToke
     return mapped(opened.rows, classify, [text, label], features, with_indices=True, **opened.parallel)
 
 
-# -- sft, dpo -------------------------------------------------------------------------------------
+# -- the tasks of TRL -----------------------------------------------------------------------------
 
 
-def trl_rows(opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokenizerBase) -> Documents:
-    """Keep the columns of a dataset that TRL's SFTTrainer reads, or its DPOTrainer if `sft` is None.
+def trl_rows(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """Keep the columns of a dataset that TRL's trainer of the recipe's task reads.
 
     `conversations` become `messages` with `user` and `assistant` for ShareGPT's `human` and `gpt` (TRL
     renames the keys only). Columns that TRL passes to the chat template are kept too. A stream is checked
     while it is read.
 
     Raises:
-        AssetError: see `sft_form` and `dpo_form`; there is no chat template; a row has an error.
+        AssetError: see `task_form`; there is no chat template; a row has an error.
     """
-    form = dpo_form(opened) if sft is None else sft_form(opened, sft)
+    form = task_form(opened, recipe)
+    assert form is not None
     if form.keys is not None and tokenizer.chat_template is None:
         problem = "holds conversations, and the tokenizer has no chat template to write them as text"
         hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
         raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
     passed_on = ("tools", "chat_template_kwargs")  # to the chat template
     optional = [column for column in passed_on if column in opened.first]
-    rows = opened.rows.select_columns([*form.columns, *optional])
+    flag = [form.flag] if form.flag else []
+    columns = dict.fromkeys([*form.columns, *flag, *form.kept, *optional])
+    rows = opened.rows.select_columns(list(columns))
     rows = judged(replace(opened, rows=rows), form, tokenizer)
+    if recipe.grpo is not None:
+        return short_prompts(rows, recipe.grpo, tokenizer)
     if form.columns != ("conversations",):
         return rows
     if form.keys == CHATML:
@@ -211,6 +217,30 @@ def trl_rows(opened: Opened, sft: SftSection | None, tokenizer: PreTrainedTokeni
     only = ["conversations"]
     options = {"input_columns": only, "remove_columns": only, "features": features}
     return rows.map(to_messages, **options, **opened.parallel)
+
+
+def short_prompts(rows: Documents, grpo: GrpoSection, tokenizer: PreTrainedTokenizerBase) -> Documents:
+    """Leave out prompts that leave no room for a completion; log their number.
+
+    Raises:
+        AssetError: no prompt is left.
+    """
+    most = grpo.max_length - grpo.max_completion_length
+
+    short = rows.filter(lambda row: len(prompt_ids(tokenizer, row)) <= most)
+    tell_left_out(rows, short, f"prompts have more than {most:,} tokens (`grpo.max_length`)")
+    if next(iter(short), None) is None:
+        raise AssetError(f"No prompt has at most {most:,} tokens.", "Raise `grpo.max_length`.")
+    return short
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
+    """Return the tokens of a row's prompt, a text or a conversation, as TRL's GRPO makes them."""
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    options = {"tools": row.get("tools"), "add_generation_prompt": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(prompt, **options))
 
 
 def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -116,7 +116,7 @@ def memory_table(recipe: Recipe, needed: Estimate, free: dict[str, int], num_tok
     """Return lines with the needed memory by purpose, and a column for each of GPU and RAM."""
     training = recipe.training
     batch = needed.activation_bytes or 0
-    sequences = training.per_device_train_batch_size * (2 if recipe.dpo is not None else 1)
+    sequences = training.per_device_train_batch_size * recipe.sequences_per_sample
     state = (0, needed.optimizer_bytes) if needed.is_offloaded else (needed.optimizer_bytes, 0)
     counts = (needed.num_frozen, needed.num_trainable)
     frozen, trained = (size(number, "count").replace(" ", "") for number in counts)

@@ -60,15 +60,18 @@ def look(recipe: Recipe, num_shown: int, words: str) -> tuple[Preview, list[tupl
 
 def picture(preview: Preview) -> str:
     """Format the samples, each part below its name, and the figures, with rules between them."""
+    from trahiv_cli.recipe.task_sections import SCORING_TASKS
+
     lines = []
     for number, sample in enumerate(preview.samples, 1):
         title = f"{'row' if preview.packed else 'sample'} {number}, {sample.tokens:,} tokens"
-        if not preview.classes:
+        if preview.task not in SCORING_TASKS:
             title += f", {sample.trained_tokens:,} {trained_word(preview)}"
         lines.append(rule(title, "━"))
         for part in sample.parts:
             if part.name:
-                lines.append(rule(part.name, "─"))
+                earned = "" if part.reward is None else f", reward {part.reward:g}"
+                lines.append(rule(part.name + earned, "─"))
             lines.append(text_of(part))
     lines.append(rule(f"{preview.name} ({preview.task})", "━"))
     rows = figures(preview)
@@ -117,7 +120,7 @@ def readable(text: str) -> str:
 
 def figures(preview: Preview) -> dict[str, str]:
     """Return the statistics of a preview: name -> a few words."""
-    from trahiv_cli.recipe.schema import TASK_SECTIONS
+    from trahiv_cli.recipe.task_sections import TASK_SECTIONS
 
     looked_at = preview.looked_at
     total = preview.num_samples
@@ -126,7 +129,7 @@ def figures(preview: Preview) -> dict[str, str]:
     rows = {"samples": (f"{total:,}" if total is not None else "a stream") + seen}
     if preview.packed:
         rows["packed"] = f"into rows of at most {preview.max_length:,} tokens: {preview.rows:,}"
-    elif preview.rows < looked_at:
+    elif preview.rows < looked_at and preview.task != "reward":
         rows["left out"] = f"{looked_at - preview.rows:,} that would train nothing once they are cut"
     if preview.trained_tokens is not None:
         share = 100 * preview.trained_tokens / max(preview.tokens, 1)
@@ -136,7 +139,10 @@ def figures(preview: Preview) -> dict[str, str]:
         half = f"half of them up to {lengths['median']:,}"
         rows["lengths"] = f"{lengths['shortest']:,} to {lengths['longest']:,} tokens, {half}"
         limit = f"{preview.max_length:,} tokens ({TASK_SECTIONS[preview.task]}.max_length)"
-        rows["full"] = f"{preview.full_samples:,} have {limit}, and longer ones are cut"
+        if preview.task in ("reward", "grpo"):
+            rows["limit"] = f"{limit}; longer ones are left out"
+        else:
+            rows["full"] = f"{preview.full_samples:,} have {limit}, and longer ones are cut"
     if preview.classes:
         rows["classes"] = ", ".join(f"{readable(name)} {n:,}" for name, n in preview.classes.items())
     return rows

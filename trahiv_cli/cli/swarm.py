@@ -301,6 +301,13 @@ def show(run: AgreedRun) -> None:
         "run": f"{run.run_id} ({recipe.task})",
         "model": f"{source}, {how}",
         "data": ", ".join(dataset.path for dataset in recipe.data.datasets),
+    }
+    if recipe.grpo is not None:
+        named = (
+            f"{one.name} (code that runs here)" if one.is_own else one.name for one in recipe.grpo.rewards
+        )
+        rows["rewards"] = ", ".join(named)
+    rows |= {
         "steps": f"{training.max_steps} of {samples} samples over all peers",
         "optimizer": f"{training.optim}, {training.lr_scheduler_type} from {training.learning_rate:g}",
         "fingerprint": run.fingerprint,

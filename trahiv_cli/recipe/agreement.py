@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from trahiv_cli.recipe.content import read_contents
 from trahiv_cli.recipe.document import Location, dotted, leaves
-from trahiv_cli.recipe.paths import LOCAL, local_name
-from trahiv_cli.recipe.schema import OWN, Recipe, marks_of
+from trahiv_cli.recipe.paths import LOCAL, is_own_reward, local_name
+from trahiv_cli.recipe.schema import Recipe, marks_of
+from trahiv_cli.recipe.section import OWN
 
 Differences = tuple[tuple[str, object, object], ...]
 
@@ -53,6 +54,8 @@ class AgreedRun:
         for dataset in shared["data"]["datasets"]:
             if (travelling := local_name(dataset["path"])) != dataset["path"]:
                 dataset |= {"path": travelling, "data_files": None}  # its `content` identifies the data
+        for reward in shared.get("grpo", {}).get("rewards", ()):
+            reward["name"] = local_name(reward["name"]) if is_own_reward(reward["name"]) else reward["name"]
         opt = shared["hivemind_config"]["opt"]
         opt["run_id"] = opt["run_id"] or run_id or f"{recipe.name[:39]}-{fingerprint(shared)[:8]}"
         return cls(_renamed(recipe, opt["run_id"]), opt["run_id"], shared, fingerprint(shared))
@@ -128,7 +131,8 @@ def _renamed(recipe: Recipe, run_id: str | None) -> Recipe:
 def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     """Return an agreement, maybe a stranger's, without names that only people read.
 
-    These are the names of local data whose content is known, and of model folders: `train/comparison.py`
+    These are the names of local data whose content is known, of files of rewards (their functions count), and
+    of model folders: `train/comparison.py`
     compares the models and tokenizers that were loaded from these folders.
     """
     nameless = copy.deepcopy(shared)
@@ -137,6 +141,8 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
             match location:
                 case ("model", str(key)):
                     nameless["model"][key] = LOCAL
+                case ("grpo", "rewards", int(index), "name"):
+                    nameless["grpo"]["rewards"][index]["name"] = LOCAL + value.rpartition(":")[2]
                 case ("data", "datasets", int(index), "path"):
                     dataset = nameless["data"]["datasets"][index]
                     dataset["path"] = LOCAL if dataset.get("content") else value

@@ -1,4 +1,4 @@
-"""Built-in recipes, and a text that is the same in every installation of one version of trahiv.
+"""Built-in recipes, a text that is the same in every installation of one version of trahiv, and sums.
 
 The text is trahiv's own source and documentation. The embedded default trains on it, because every machine
 that can join has it, and it depends on neither Python nor the distribution.
@@ -12,6 +12,9 @@ from pathlib import Path
 
 TEXT = "builtin/trahiv"
 """The `path` of the text in a recipe's `data.datasets`."""
+
+ARITHMETIC = "builtin/arithmetic"
+"""The `path` of the sums of two digits that have one digit: 55 rows with a `prompt` and an `answer`."""
 
 BYTES = "builtin/bytes"
 """The name of a tokenizer of single bytes."""
@@ -35,6 +38,11 @@ def text_files() -> list[Path]:
 def read_text() -> list[str]:
     """Read the text, one document for each of its files."""
     return [file.read_text(encoding="utf-8") for file in text_files()]
+
+
+def sums() -> list[dict[str, str]]:
+    """Return the rows of `ARITHMETIC`."""
+    return [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10) for b in range(10 - a)]
 
 
 def how_to_install(requirement: str) -> str:

@@ -1,12 +1,14 @@
-"""The content of datasets of files: which files they have, their digests, and where copies of them are.
+"""The content of files that a run needs: their digests, and where copies of them are.
 
-These datasets are local files, or the text that comes with trahiv. Files are read as bytes, in bounded
+The files of a user's own rewards are read as datasets are, but never searched for: they are code. Datasets of
+files are local files, or the text that comes with trahiv. Files are read as bytes, in bounded
 memory, and compared by their SHA-256: names do not matter. By joining, a peer reveals to the swarm that it
 has a copy of the recipe's files. So copies are searched only in the folder that the user names.
 """
 
 from __future__ import annotations
 
+import ast
 import glob
 import hashlib
 import os
@@ -21,13 +23,14 @@ from trahiv_cli.recipe.schema import ContentSection, DatasetSection, Recipe
 
 
 def read_contents(recipe: Recipe) -> Recipe:
-    """Return the recipe with the `content` of its datasets of files filled in; each file is read once.
+    """Return the recipe with the content of its datasets of files and its own rewards; files are read once.
 
     Raises:
         AssetError: files are missing or can't be read; the message covers all such datasets.
         RecipeMismatch: the recipe, from a swarm or a run's folder, already has a `content`, and the files
             here differ from it.
     """
+    recipe = _with_digests_of_rewards(recipe)
     missing = []
     datasets = []
     for index, dataset in enumerate(recipe.data.datasets):
@@ -58,8 +61,10 @@ def read_contents(recipe: Recipe) -> Recipe:
 
 
 def knows_contents(recipe: Recipe) -> bool:
-    """Tell whether the recipe has the `content` of each dataset of files, so that no file need be read."""
-    return all(dataset.content or not _is_of_files(dataset) for dataset in recipe.data.datasets)
+    """Tell whether the recipe has the content of each dataset and reward, so that no file need be read."""
+    rewards = recipe.grpo.rewards if recipe.grpo else []
+    has_data = all(dataset.content or not _is_of_files(dataset) for dataset in recipe.data.datasets)
+    return has_data and all(reward.sha256 or not reward.is_own for reward in rewards)
 
 
 def content_of(dataset: DatasetSection) -> ContentSection:
@@ -123,6 +128,48 @@ def local_files(dataset: DatasetSection) -> list[Path]:
         if not is_data(file):
             raise AssetError(f"{file.name!r} has a suffix that is not known.", known)
     return sorted(set(files), key=lambda file: file.parts)
+
+
+def functions_in(file: Path) -> list[str]:
+    """Return the names of the functions that a Python file defines; the file is not run.
+
+    Raises:
+        AssetError: the file is missing, can't be read, or is no Python.
+    """
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except FileNotFoundError as error:
+        near = closest_file(file)
+        hint = f"Did you mean {near!r}?" if near else f"Looked in {file.parent.absolute()}."
+        raise AssetError(f"There is no file {str(file)!r}.", hint) from error
+    except OSError as error:
+        raise unreadable(error) from error
+    except (SyntaxError, ValueError) as error:
+        raise AssetError(f"{str(file)!r} is no Python file: {error}.", "Correct it.") from error
+    return [one.name for one in body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _with_digests_of_rewards(recipe: Recipe) -> Recipe:
+    if recipe.grpo is None:
+        return recipe
+    rewards = []
+    for index, reward in enumerate(recipe.grpo.rewards):
+        if reward.is_own:
+            file, _, function = reward.name.rpartition(":")
+            if function not in (known := functions_in(Path(file))):
+                there = f"It has {', '.join(known)}." if known else "It has none."
+                raise AssetError(f"{file!r} has no function {function!r}.", there)
+            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            if reward.sha256 not in (None, digest):
+                raise RecipeMismatch(
+                    f"{file!r} is not the file that the run takes its rewards from: its SHA-256 is "
+                    f"{digest[:12]}, and the run has {reward.sha256[:12]}.",
+                    "bring an unchanged copy of the starter's",
+                    ((f"grpo.rewards.{index}.sha256", digest, reward.sha256),),
+                )
+            reward = reward.model_copy(update={"sha256": digest})
+        rewards.append(reward)
+    return recipe.changed("grpo", rewards=rewards)
 
 
 def in_words(content: ContentSection) -> str:

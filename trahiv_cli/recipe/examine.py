@@ -21,7 +21,8 @@ from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.files import READ_BYTES, read_rows
 from trahiv_cli.recipe.paths import reader_of
 from trahiv_cli.recipe.rows import LABEL_HINT, MEND_A_ROW, Form, Tally, broken_row, label_error, listed
-from trahiv_cli.recipe.schema import TASK_SECTIONS, DatasetSection, ModelSection, Recipe
+from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe
+from trahiv_cli.recipe.task_sections import TASK_SECTIONS, TASKS_OF_TRL
 from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_types, unknown_model_type
 
 DOUBT = "data"
@@ -149,10 +150,8 @@ def _about_file(
 
 def _form_of(recipe: Recipe, table: forms.Table) -> Form:
     """Return the form of a table's rows; for `clm`, `mlm` and `seq-cls` the form of a text."""
-    if recipe.sft is not None:
-        return forms.sft_form(table, recipe.sft)
-    if recipe.dpo is not None:
-        return forms.dpo_form(table)
+    if (form := forms.task_form(table, recipe)) is not None:
+        return form
     section = TASK_SECTIONS[recipe.task]
     text = getattr(recipe, section).dataset_text_field
     forms.require_text(table, text, f"{section}.dataset_text_field")
@@ -164,7 +163,7 @@ def _form_of(recipe: Recipe, table: forms.Table) -> Form:
 
 def _about_row(recipe: Recipe, form: Form, row: dict[str, Any]) -> tuple[str, str]:
     """Return the error and the warning about a row, as words to follow its number; empty if there is none."""
-    if recipe.sft is not None or recipe.dpo is not None:
+    if recipe.task in TASKS_OF_TRL:
         template = recipe.data.chat_template
         error = form.error(row, template)
         return error, "" if error else form.doubt(row, template) or form.warning(row)

@@ -17,7 +17,8 @@ from trahiv_cli.errors import Finding
 from trahiv_cli.recipe.document import Document, Location, dotted, kind_of, read_location
 from trahiv_cli.recipe.foreign import FOREIGN, FOREIGN_CHOICES, REFUSED_CHOICES
 from trahiv_cli.recipe.paths import closest
-from trahiv_cli.recipe.schema import NAME_PATTERN, general, sections_of_a_recipe
+from trahiv_cli.recipe.schema import general, sections_of_a_recipe
+from trahiv_cli.recipe.section import NAME_PATTERN
 
 
 def explain(error: ValidationError, document: Document) -> list[Finding]:

@@ -7,13 +7,14 @@ first rows of local files.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.rows import CHATML, SHAREGPT, Form, is_conversation, listed
-from trahiv_cli.recipe.schema import DatasetSection, SftSection
+from trahiv_cli.recipe.schema import DatasetSection, Recipe
+from trahiv_cli.recipe.task_sections import GrpoSection, SftSection
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,60 @@ def dpo_form(table: Table) -> Form:
         hint = "It is a dataset of answers without preferences: set `task: sft`." if has_answers else ""
         raise _lacks(table, "`chosen` and `rejected`", hint)
     return _form(table, tuple(name for name in ("prompt", "chosen", "rejected") if name in table.first))
+
+
+def kto_form(table: Table) -> Form:
+    """Find the form of a dataset of answers that are good or bad, or of pairs.
+
+    Raises:
+        AssetError: the dataset is neither.
+    """
+    columns = ("prompt", "completion", "label")
+    if table.first.keys() >= set(columns):
+        return replace(_form(table, columns[:2]), flag="label")
+    if table.first.keys() >= {"chosen", "rejected"}:
+        return dpo_form(table)
+    raise _lacks(table, "`prompt`, `completion` and `label`, or `chosen` and `rejected`")
+
+
+def grpo_form(table: Table, grpo: GrpoSection) -> Form:
+    """Find the form of a dataset of prompts, with the columns that its rewards read.
+
+    Raises:
+        AssetError: a column is missing, or a reward reads conversations and the prompts are texts.
+    """
+    if "prompt" not in table.first:
+        raise _lacks(table, "`prompt`")
+    form = _form(table, ("prompt",))
+    kept = []
+    for index, reward in enumerate(grpo.rewards):
+        has_answer = reward.name.endswith(("accuracy_reward", "cosine_scaled_reward"))
+        if form.keys is None and (has_answer or reward.name == "think_format_reward"):
+            raise AssetError(
+                f"The reward {reward.name!r} reads conversations, and the prompts of {table.name} are texts.",
+                "Write prompts as messages, or choose a reward of trahiv's own, such as `regex`.",
+            )
+        if reward.name in ("exact_match", "number"):
+            require_column(table, reward.column, f"grpo.rewards.{index}.column")
+            kept.append(reward.column)
+        elif has_answer:
+            if "solution" not in table.first:
+                raise _lacks(table, f"`solution`, which `{reward.name}` reads")
+            kept.append("solution")
+        elif reward.is_own:  # it may read any column
+            kept += [column for column in table.first if column != "prompt"]
+    return replace(form, kept=tuple(dict.fromkeys(kept)))
+
+
+def task_form(table: Table, recipe: Recipe) -> Form | None:
+    """Find the form of a dataset for the recipe's task; None if its data is tokenized by trahiv itself."""
+    if recipe.sft is not None:
+        return sft_form(table, recipe.sft)
+    if recipe.dpo is not None or recipe.reward is not None:
+        return dpo_form(table)
+    if recipe.kto is not None:
+        return kto_form(table)
+    return None if recipe.grpo is None else grpo_form(table, recipe.grpo)
 
 
 def require_column(table: Table, column: str, setting: str) -> None:
@@ -147,7 +202,7 @@ def _form(table: Table, columns: tuple[str, ...]) -> Form:
     return Form(columns, kinds[columns[0]])
 
 
-def _lacks(table: Table, columns: str, hint: str) -> AssetError:
+def _lacks(table: Table, columns: str, hint: str = "") -> AssetError:
     """Make the error for a dataset without some columns; by default, it hints at renaming others."""
     rename = f"Rename its columns with `{table.place}.columns`"
     return AssetError(

@@ -21,8 +21,9 @@ from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.content import with_copies
 from trahiv_cli.recipe.document import Document, Location, leaves, read_document
 from trahiv_cli.recipe.explain import explain
-from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_template_file
-from trahiv_cli.recipe.schema import LOOKED_UP, Recipe, Section, marks_of
+from trahiv_cli.recipe.paths import anchor, closest, closest_file, is_own_reward, is_template_file
+from trahiv_cli.recipe.schema import Recipe, marks_of
+from trahiv_cli.recipe.section import LOOKED_UP, Section
 
 _Section = TypeVar("_Section", bound=Section)
 
@@ -93,6 +94,8 @@ def _checked(document: Document, folder: Path, *, reads_template: bool) -> Recip
             _put_template(document, location, Path(anchor(value, base, always=True)))
         elif location[-2:-1] == ("initial_peers",) and value.startswith("@"):
             document.put(location, "@" + anchor(value[1:], base, always=True))
+        elif location[:2] == ("grpo", "rewards") and is_own_reward(value):
+            document.put(location, anchor(value, base, always=True))
         elif LOOKED_UP in marks_of(location):
             document.put(location, anchor(value, base, always="dht" in location))
     findings = list(document.findings)

@@ -55,6 +55,7 @@ def is_local(name: str) -> bool:
         re.search(r"^[/.~]|[*?\[]", name) is not None
         or name.count("/") > 1
         or is_data(name)
+        or is_own_reward(name)
         or os.path.exists(name)
     )
 
@@ -75,6 +76,11 @@ def anchor(name: str, folder: Path, *, always: bool = False) -> str:
 def is_template_file(text: str) -> bool:
     """Tell whether `text` is the name of a chat template's file rather than a chat template."""
     return text.endswith((".jinja", ".j2")) and "{" not in text
+
+
+def is_own_reward(name: str) -> bool:
+    """Tell whether a reward's name means a function in a file: `FILE.py:FUNCTION`."""
+    return re.search(r"\.py:[^\W\d]\w*$", name) is not None
 
 
 def local_name(name: _Text) -> _Text:

@@ -27,8 +27,16 @@ from trahiv_cli.recipe.agreement import AgreedRun, canonical
 from trahiv_cli.recipe.content import in_words, with_copies
 from trahiv_cli.recipe.document import LARGEST, Document, Location, dotted, is_text, kind_of, leaves
 from trahiv_cli.recipe.load import parse_recipe
-from trahiv_cli.recipe.paths import LOCAL, PACKAGED_BUILDERS, is_hub_id, is_local, reaches_out
-from trahiv_cli.recipe.schema import COMPARED, OWN, SUGGESTED, Recipe, marks_of
+from trahiv_cli.recipe.paths import (
+    LOCAL,
+    PACKAGED_BUILDERS,
+    is_hub_id,
+    is_local,
+    is_own_reward,
+    reaches_out,
+)
+from trahiv_cli.recipe.schema import Recipe, marks_of
+from trahiv_cli.recipe.section import COMPARED, OWN, SUGGESTED
 
 SOURCE = "the swarm's recipe"
 WIRE_VERSION = 1
@@ -158,14 +166,22 @@ def _objection(location: Location, value: Any) -> str:
         return "is a pattern, which a stranger could make run for ever; a list of names is not"
     if not isinstance(value, str) or COMPARED in marks_of(location):
         return ""
-    if location[-1] not in PATH_KEYS:
+    if location[:2] == ("grpo", "rewards") and location[-1] == "name":
+        is_harmless = not is_own_reward(value) or _is_local_name(value)
+    elif location[-1] not in PATH_KEYS:
         is_harmless = not reaches_out(value)
     elif value.startswith(LOCAL):
-        name = value.removeprefix(LOCAL)
-        is_harmless = bool(re.fullmatch(r"[^/\\]+", name)) and name.isprintable() and name != ".."
+        is_harmless = _is_local_name(value)
     else:
         is_harmless = is_hub_id(value) and not is_local(value) and value not in PACKAGED_BUILDERS
     return "" if is_harmless else f"{kind_of(value)} names a place on this machine or a URL"
+
+
+def _is_local_name(value: str) -> bool:
+    """Tell whether a stranger's text is `local:` and the name of a file or folder, without a place."""
+    name = value.removeprefix(LOCAL)
+    is_name = bool(re.fullmatch(r"[^/\\]+", name)) and name.isprintable() and name != ".."
+    return value.startswith(LOCAL) and is_name
 
 
 def _completed(shared: dict[str, Any], suggested: dict[str, Any]) -> dict[str, Any]:
@@ -182,10 +198,15 @@ def _require_brought(recipe: Recipe, looked_in: Path | None) -> None:
     """Raise `RecipeError` if the recipe still names files that only the starter has; hints say which."""
     findings = []
     for location, value in leaves(recipe.to_data()):
-        if location[-1] not in PATH_KEYS or not str(value).startswith(LOCAL):
+        if location[-1] not in {*PATH_KEYS, "name"} or not str(value).startswith(LOCAL):
             continue
         path = dotted(location)
         name = value.removeprefix(LOCAL)
+        if location[0] == "grpo":
+            said = "the starter's own code gives rewards: get the file from them, read it, and"
+            hint = f"{said} `--set {path}=FILE.py:{name.rpartition(':')[2]}`"
+            findings.append(Finding(path, "is on the starter's machine only", hint, SOURCE))
+            continue
         content = recipe.data.datasets[int(location[2])].content if location[0] == "data" else None
         if content is None:
             hint = f"the starter has its own folder `{name}`: bring a copy and `--set {path}=FOLDER`"

@@ -40,6 +40,8 @@ class Form:
 
     columns: tuple[str, ...]
     keys: tuple[str, str] | None
+    flag: str | None = None  # a column of true or false
+    kept: tuple[str, ...] = ()  # columns that only rewards read
 
     def error(self, row: Mapping[str, Any], template: str | None = None) -> str:
         """Return the error in a row, as words to follow its number, or "".
@@ -51,6 +53,11 @@ class Form:
         for column in self.columns:
             if problem := self._error_in(column, row.get(column), template):
                 return problem
+        if self.flag and not isinstance(row.get(self.flag), bool):
+            return f"has {kind_of(row.get(self.flag))} in {self.flag!r}, and not true or false"
+        for column in self.kept:
+            if row.get(column) is None:
+                return f"has no {column!r}"
         return ""
 
     def doubt(self, row: Mapping[str, Any], template: str | None = None) -> str:

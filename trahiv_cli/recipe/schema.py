@@ -12,69 +12,58 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from statistics import mode
-from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from trahiv_cli.recipe.document import Location, dotted, kind_of, leaves
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX
-from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
+from trahiv_cli.recipe.paths import (
+    PACKAGED_BUILDERS,
+    Reader,
+    is_template_file,
+    reaches_out,
+)
+from trahiv_cli.recipe.section import (
+    AutoBool,
+    Compared,
+    Count,
+    CountOrZero,
+    Dtype,
+    LookedUp,
+    Name,
+    NotNegative,
+    Own,
+    Positive,
+    Rules,
+    Section,
+    Share,
+    Some,
+    Suggested,
+    Word,
+)
+from trahiv_cli.recipe.task_sections import (
+    PAIRED_TASKS,
+    TASK_SECTIONS,
+    TASKS_OF_TRL,
+    ClmSection,
+    DpoSection,
+    GrpoSection,
+    KtoSection,
+    MlmSection,
+    RewardSection,
+    SeqClsSection,
+    SftSection,
+    Task,
+    TaskSection,
+)
 from trahiv_cli.recipe.upstream import mistake_in, mistakes_in_schedule
-
-OWN = "own"
-SUGGESTED = "suggested"
-COMPARED = "compared"
-LOOKED_UP = "looked up"
-"""Marks of fields; see `Own`, `Suggested`, `Compared` and `LookedUp`."""
-_Type = TypeVar("_Type")
-
-Own = Annotated[_Type, OWN]
-"""A field or section that each peer decides for itself. All others are shared by all peers."""
-
-Suggested = Annotated[_Type, OWN, SUGGESTED]
-"""An own field that a newcomer without a recipe copies from the swarm; it may then choose otherwise."""
-
-Compared = Annotated[_Type, COMPARED]
-"""Text that is never looked up anywhere: a class may be called `/r/python`, whoever wrote that."""
-
-LookedUp = Annotated[_Type, LOOKED_UP]
-"""Text that may name a file or folder here, and is looked up on this machine before the hub is asked."""
-
-NAME_PATTERN = r"^[A-Za-z0-9_-]{1,48}$"
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-"""Letters, digits, `-` and `_`, at most 48: it becomes a folder, a DHT key and a libp2p namespace."""
-
-Word = Annotated[str, Field(min_length=1)]
-"""A name that something else gave: a layer, a column, a class. Any text but none."""
-
-Count = Annotated[int, Field(ge=1, le=10**9)]
-"""A number of things, at least one. The limit catches typing errors."""
-
-CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
-"""The same, where 0 has a meaning."""
-
-NumTokens = Annotated[int, Field(ge=2, le=10**9)]
-"""Length of a sample. It needs two tokens: the second is what is predicted."""
-
-Some = Annotated[list[_Type], Field(min_length=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, lt=1)]
-AutoBool = bool | Literal["auto"]
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Task = Literal["clm", "sft", "dpo", "mlm", "seq-cls"]
-
-TASK_SECTIONS: dict[Task, str] = {task: task.replace("-", "_") for task in get_args(Task)}
-"""Task -> the section that is about it; the others' sections have no place in its recipe."""
 
 CompressionName = Literal["none", "float16", "uniform8", "blockwise8", "blockwise4"]
 WeightCompressionName = Literal["none", "float16", "uniform8", "blockwise8"]
@@ -100,14 +89,6 @@ _MoreTrackers = Literal["kubeflow", "mlflow", "neptune", "swanlab", "tensorboard
 TrackerName = Literal[Literal["all", "none"], _Tracker, _MoreTrackers]
 """Names in transformers' `INTEGRATION_TO_CALLBACK`; `all` that are installed, or `none`."""
 
-_Pairwise = Literal["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard"]
-_OtherLosses = Literal["aot", "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
-LossName = Literal[_Pairwise, _OtherLosses]
-"""Losses of `trl.DPOConfig`."""
-
-Rules: TypeAlias = Iterator[tuple[str, ...]]
-"""Errors in a section, each with the places to point at: the first of them that is in the recipe counts."""
-
 _SOLO = r"^(never|always|after ([0-9]{1,9}(\.[0-9]{1,3})?) seconds?)$"
 
 
@@ -121,36 +102,6 @@ def _solo(value: object) -> str:
     seconds = float(match[2])
     number = int(seconds) if seconds.is_integer() else seconds
     return f"after {number} second{'' if seconds == 1 else 's'}" if seconds else "always"
-
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are errors, nothing is converted, values are frozen once checked."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,  # `max_steps: true` is no step and `fp16: "no"` is no choice
-        validate_default=True,  # so that a default of 32 and a written 32 are the same float
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-        allow_inf_nan=False,
-    )
-
-    def changed(self, name: str, **values: Any) -> Self:
-        """Return a copy with other values, which are not checked, in the section `name`."""
-        section = getattr(self, name).model_copy(update=values)
-        return self.model_copy(update={name: section})
-
-    def _broken_rules(self) -> Rules:
-        """Yield what is wrong in this section, whose fields are of the right types by now."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _keeps_its_rules(self) -> Self:
-        if rules := list(self._broken_rules()):
-            said = "; ".join(f"`{place}` {message}" for message, place, *_ in rules)
-            raise PydanticCustomError("broken_rules", "{said}", {"said": said, "rules": rules})
-        return self
 
 
 def repeated_too_often(config: dict[str, Any]) -> Iterator[tuple[Location, str]]:
@@ -288,7 +239,7 @@ class DatasetSection(Section):
 
     path: LookedUp[str]
     """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's
-    folder; `builtin/trahiv` is trahiv's own source and documentation."""
+    folder. `builtin/trahiv` is trahiv's own source and documentation, `builtin/arithmetic` sums to 9."""
 
     name: str | None = None
     """Configuration of a hub dataset."""
@@ -348,7 +299,7 @@ class DataSection(Section):
 
     shuffle: bool = True
     """In an order that `training.seed` draws anew for each pass: one for all peers where they divide the data
-    (`swarm.divide_data`), else each peer's own."""
+    (`swarm.divide_data`), else each peer's own. `kto` draws one order for all passes."""
 
     streaming: Suggested[bool] = False
     """Read while training, in bounded memory and disk. Peers divide the files: have several for each."""
@@ -358,7 +309,7 @@ class DataSection(Section):
 
     chat_template: Compared[str | None] = None
     """How conversations are written, in Jinja: a template, or a `.jinja` or `.j2` file whose text is taken
-    and travels to joiners. `sft` and `dpo` only. Default: the tokenizer's own."""
+    and travels to joiners. For tasks that read conversations. Default: the tokenizer's own."""
 
     def _broken_rules(self) -> Rules:
         if (template := self.chat_template) is not None:
@@ -383,103 +334,6 @@ class DataSection(Section):
             yield f"{streaming}`eval.test_split_size` must be 0", "eval.test_split_size"
 
 
-class _TextSection(Section):
-    """A task whose samples may be texts of one column."""
-
-    dataset_text_field: Compared[str] = "text"
-    """The column that holds the text (TRL's name for it)."""
-
-    max_length: NumTokens = 1024
-    """Tokens in a sample; what is longer is cut off at its end, or cut up (`packing`)."""
-
-
-class ClmSection(_TextSection):
-    """Raw-text training: every token of the text is predicted from those before it."""
-
-    packing: bool = True
-    """Join documents by end-of-text tokens and cut blocks of `max_length`; else a document is a sample."""
-
-
-class SftSection(_TextSection):
-    """`trl.SFTConfig`. Datasets are conversations (`messages`), `prompt` and `completion`, or plain text."""
-
-    packing: bool = False
-    """Put several samples into one row of `max_length`; they do not see each other."""
-
-    packing_strategy: Literal["bfd", "bfd_split", "wrapped"] = "bfd"
-    """`bfd` (best fit decreasing) cuts long samples off; `bfd_split` goes on in another row; `wrapped` cuts
-    wherever a row is full, and samples in a row do see each other."""
-
-    completion_only_loss: AutoBool = "auto"
-    """Train the completion, not the prompt. `auto`: where the dataset has both columns."""
-
-    assistant_only_loss: bool = False
-    """Train what the assistant says. Needs a chat template that marks it (`{% generation %}`)."""
-
-    loss_type: Literal["nll", "dft"] = "nll"
-    """`nll`: cross-entropy. `dft`: weighted by the model's own probability of each token."""
-
-    @property
-    def sees_borders(self) -> bool:
-        """Tell whether samples are packed into rows in which they must not see each other."""
-        return self.packing and self.packing_strategy != "wrapped"
-
-
-class DpoSection(Section):
-    """`trl.DPOConfig`. Datasets have `chosen` and `rejected`, and mostly `prompt`."""
-
-    beta: Positive = 0.1
-    """Pull towards the initial model; a higher value keeps the model nearer to it."""
-
-    loss_type: Some[LossName] = ["sigmoid"]
-    """One, or several that are added up."""
-
-    loss_weights: list[float] | None = None
-    """One weight for each of several losses. Default: 1."""
-
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of preferences that are taken to be the wrong way round. Only for `robust`, `exo_pair` (which
-    needs it: 0.001), `aot` and `aot_unpaired`."""
-
-    max_length: NumTokens = 1024
-    """Tokens in prompt and answer together; what is longer is cut off at its end."""
-
-    def _broken_rules(self) -> Rules:
-        losses = self.loss_type
-        weights = self.loss_weights
-        if weights is not None and len(weights) != len(losses):
-            yield f"has {len(weights)} weights for {len(losses)} losses", "loss_weights"
-        if "exo_pair" in losses and not self.label_smoothing:
-            yield "`exo_pair` needs a `label_smoothing` above 0 (its paper: 0.001)", "loss_type"
-
-
-class MlmSection(_TextSection):
-    """Masked language modelling (BERT): hidden tokens are predicted from those on both sides."""
-
-    max_length: NumTokens = 512
-    """Tokens in a sample; a document is one, cut off at its end."""
-
-    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """Share of tokens that is hidden, anew in each pass; in the held-out share always the same ones."""
-
-
-class SeqClsSection(_TextSection):
-    """Sequence classification: one label for each text."""
-
-    labels: Compared[Annotated[list[Word], Field(min_length=2)]]
-    """Names of the classes, in the order of their numbers."""
-
-    dataset_label_field: Compared[str] = "label"
-    """The column that holds a class's number or its name."""
-
-    max_length: NumTokens = 512
-    """Tokens in a sample; what is longer is cut off at its end."""
-
-    def _broken_rules(self) -> Rules:
-        if len(set(self.labels)) < len(self.labels):
-            yield f"names the class {kind_of(mode(self.labels))} twice", "labels"
-
-
 class TrainingSection(Section):
     """`transformers.TrainingArguments`. Steps are steps of the whole swarm."""
 
@@ -487,8 +341,8 @@ class TrainingSection(Section):
     """The run ends here. Local passes over the data repeat as needed."""
 
     per_device_train_batch_size: Suggested[Count] = 8
-    """Samples in one forward pass on this peer. Batches count by their trained tokens (`dpo` and `seq-cls`:
-    by samples), so that every token of the swarm counts alike."""
+    """Samples in one forward pass on this peer. Batches count by their trained tokens (`dpo`, `kto`, `reward`
+    and `seq-cls`: by samples), so that every token of the swarm counts alike."""
 
     per_device_eval_batch_size: Suggested[Count] = 8
     """Samples in one forward pass of an evaluation."""
@@ -760,8 +614,9 @@ class Recipe(Section):
     """Default: the name of the file."""
 
     task: Task = "clm"
-    """What is learnt: `clm` raw text, `sft` answers and conversations, `dpo` preferences, `mlm` hidden words
-    (BERT), `seq-cls` classes of texts. It has the section of that name, and no other task's."""
+    """What is learnt: `clm` raw text, `sft` answers and conversations, `dpo` preferences, `kto` good and bad
+    answers, `reward` a score of answers, `grpo` completions that earn rewards, `mlm` hidden words (BERT),
+    `seq-cls` classes of texts. It has the section of that name, and no other task's."""
 
     model: ModelSection
     quantization: QuantizationSection | None = None
@@ -770,6 +625,9 @@ class Recipe(Section):
     clm: ClmSection | None = None
     sft: SftSection | None = None
     dpo: DpoSection | None = None
+    kto: KtoSection | None = None
+    reward: RewardSection | None = None
+    grpo: GrpoSection | None = None
     mlm: MlmSection | None = None
     seq_cls: SeqClsSection | None = None
     training: TrainingSection
@@ -791,7 +649,7 @@ class Recipe(Section):
             if task != self.task and getattr(self, section) is not None:
                 message = f"is about `task: {task}`, and the task of this recipe is `{self.task}`"
                 yield f"{message}: change the task, or remove this section", section
-        if self.data.chat_template is not None and self.task not in ("sft", "dpo"):
+        if self.data.chat_template is not None and self.task not in TASKS_OF_TRL:
             message = f"has no effect: `task: {self.task}` reads plain text, not conversations"
             yield message, "data.chat_template"
         if self.quantization is not None and self.peft is None:
@@ -801,6 +659,15 @@ class Recipe(Section):
             message = "only a model that is loaded can be quantized; `model.config` makes a new one"
             yield message, "quantization"
         training = self.training
+        batch = training.per_device_train_batch_size
+        if self.kto is not None and self.data.streaming and self.data.shuffle:
+            yield "`kto` reads a stream in its own order: write false", "data.shuffle", "data.streaming"
+        if self.kto is not None and self.kto.loss_type == "kto" and batch == 1:
+            message = "`kto` compares the answers of a batch: write at least 2, or"
+            place = "training.per_device_train_batch_size"
+            yield f"{message} `kto.loss_type: apo_zero_unpaired`", place, "kto"
+        if self.grpo is not None:
+            yield from self._broken_rules_of_grpo(self.grpo)
         opt = self.hivemind_config.opt
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
         if local > opt.target_batch_size:
@@ -817,6 +684,29 @@ class Recipe(Section):
             remedy = "remove it, or say `swarm: {mode: sync}`"
             yield f"{message}; {remedy}", "hivemind_config.opt.offload_optimizer"
 
+    def _broken_rules_of_grpo(self, grpo: GrpoSection) -> Rules:
+        training = self.training
+        size = training.per_device_train_batch_size
+        generated = size * (grpo.steps_per_generation or training.gradient_accumulation_steps)
+        sizes = {"per_device_train_batch_size": generated}
+        if self.data.eval.test_split_size > 0:
+            sizes["per_device_eval_batch_size"] = training.per_device_eval_batch_size
+        for name, number in sizes.items():
+            if number % grpo.num_generations:
+                message = f"{number} completions are generated at once, and `grpo.num_generations` is"
+                remedy = "choose a multiple of it"
+                yield (
+                    f"{message} {grpo.num_generations}: {remedy}",
+                    f"training.{name}",
+                    "grpo.num_generations",
+                    "grpo",
+                )
+        if grpo.beta and self.peft is None:
+            message = "above 0 compares with the initial model, which only a model with adapters keeps: add a"
+            yield f"{message} `peft` section, or write 0", "grpo.beta"
+        if self.data.streaming:
+            yield "a stream of prompts can't be divided by prompts; read them whole", "data.streaming"
+
     def to_data(self) -> dict[str, Any]:
         """Return plain data that reads as this recipe again.
 
@@ -832,11 +722,34 @@ class Recipe(Section):
         return data
 
     @property
-    def section(self) -> ClmSection | SftSection | DpoSection | MlmSection | SeqClsSection:
+    def section(self) -> TaskSection:
         """The section that is about the recipe's task."""
-        section = self.clm or self.sft or self.dpo or self.mlm or self.seq_cls
-        assert section is not None
+        section: TaskSection = getattr(self, TASK_SECTIONS[self.task])
         return section
+
+    @property
+    def shuffles_passes(self) -> bool:
+        """Whether each pass has another order. In `kto`, TRL pairs each sample with one beside it."""
+        return self.data.shuffle and self.kto is None
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """Fields of a transformers config about the head of a model that gives classes or a score."""
+        if self.seq_cls is None:
+            return {"num_labels": 1} if self.reward is not None else {}
+        names = dict(enumerate(self.seq_cls.labels))
+        numbers = {label: index for index, label in names.items()}
+        return {"id2label": names, "label2id": numbers, "problem_type": "single_label_classification"}
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """The number of sequences that the model reads for each sample."""
+        return 2 if self.task in PAIRED_TASKS else 1
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a copy of the initial model is kept, to compare the trained model with."""
+        return (self.dpo is not None or self.kto is not None) and self.peft is None
 
     @property
     def warmup_steps(self) -> int:

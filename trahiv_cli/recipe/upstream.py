@@ -111,6 +111,17 @@ def without_tracker(name: str) -> tuple[str, str]:
     return said, f"pip install {package}, or --set training.report_to=[]"
 
 
+def mistake_in_pattern(pattern: str) -> str:
+    """Return the error in a regular expression, or "" if there is none."""
+    import regex
+
+    try:
+        regex.compile(pattern)
+    except regex.error as error:
+        return str(error)
+    return ""
+
+
 def mistake_in(template: str) -> str:
     """Return the error in a chat template's syntax, with its line, or "" if there is none."""
     from jinja2 import Environment, TemplateSyntaxError

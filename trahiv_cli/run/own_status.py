@@ -85,6 +85,7 @@ def _step(event: Event) -> dict[str, Any]:
     changes = {
         "step": event["step"],
         "loss": loss if loss is not None and math.isfinite(loss) else None,
+        "reward": event.get("reward"),
         "samples_per_second": event["samples_per_second"],
         "waits_for": "",
         **event["given"],

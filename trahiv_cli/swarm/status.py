@@ -47,6 +47,7 @@ class Status(BaseModel):
     step: Step = 0
     max_steps: Step = 0
     loss: Annotated[float, Field(allow_inf_nan=False)] | None = None  # its mean over the last step
+    reward: Annotated[float, Field(allow_inf_nan=False)] | None = None  # the same, of its completions
     samples: Count = 0  # contributed to the run; `tokens`: the trained tokens in them
     tokens: Count = 0
     samples_per_second: Number = 0.0

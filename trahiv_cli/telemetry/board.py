@@ -44,6 +44,7 @@ class Board:
         self.waiting: Event | None = None
         self.phase = "starting"
         self.losses: deque[float] = deque(maxlen=40)
+        self.rewards: deque[float] = deque(maxlen=40)
         self.notes: deque[str] = deque(maxlen=4)
 
     @staticmethod
@@ -63,8 +64,10 @@ class Board:
                 self.phase = f"training from step {event['step']}"
                 if event.get("why"):
                     self.notes.append(event["why"])
-            case "step" if event["loss"] is not None:
-                self.losses.append(event["loss"])
+            case "step":
+                for name, values in (("loss", self.losses), ("reward", self.rewards)):
+                    if event.get(name) is not None:
+                        values.append(event[name])
             case "waiting" | "download":
                 self.waiting = event
             case "checkpoint":
@@ -144,12 +147,14 @@ class Board:
 
     def _numbers(self) -> RenderableType:
         grid = Table.grid(padding=(0, 3))
-        grid.add_column(style="dim", width=13)
+        grid.add_column(style="dim", width=15)
         grid.add_column()
-        if self.losses:
-            grid.add_row("loss", f"{self.losses[-1]:.4f}  {sparkline(list(self.losses))}")
-        if (found := self.last.get("eval")) and "eval_loss" in found:
-            grid.add_row("held-out loss", f"{found['eval_loss']:.4f} at step {found['step']}")
+        # With rewards, the loss is close to 0 and tells nothing.
+        name, values = ("reward", self.rewards) if self.rewards else ("loss", self.losses)
+        if values:
+            grid.add_row(name, f"{values[-1]:.4f}  {sparkline(list(values))}")
+        if (found := self.last.get("eval")) and f"eval_{name}" in found:
+            grid.add_row(f"held-out {name}", f"{found[f'eval_{name}']:.4f} at step {found['step']}")
         if step := self.last.get("step"):
             if samples := step["samples"]:
                 mine = step["my_samples"]

@@ -22,8 +22,9 @@ def line(event: Event) -> str | None:
             loss = "-" if event["loss"] is None else f"{event['loss']:.4f}"
             rate = "-" if event["learning_rate"] is None else f"{event['learning_rate']:.3g}"
             last = event["round"]
+            earned = f"reward {event['reward']:.4f}, " if "reward" in event else ""
             return (
-                f"step {event['step']}, loss {loss}, lr {rate}, samples {event['samples'] or '-'} "
+                f"step {event['step']}, {earned}loss {loss}, lr {rate}, samples {event['samples'] or '-'} "
                 f"({event['my_samples']} mine), peers {event['peers']}, "
                 f"{event['samples_per_second']:.1f} samples/s"
                 + (f", round of {len(last['group'])} in {last['seconds']:.2f} s" if last else "")

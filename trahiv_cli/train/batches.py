@@ -26,7 +26,10 @@ from trahiv_cli.telemetry.events import Events
 from trahiv_cli.train.settings import temporarily
 
 Batch = Any
-"""The collator's output: a mapping of tensors, or a list, as in TRL's GRPO."""
+"""The collator's output, mostly a mapping of tensors; of TRL's GRPO, the completions that it generated."""
+
+MEANS_OF_TOKENS = ("dapo", "cispo", "vespo")
+"""GRPO's losses that are means over the tokens of all completions generated at once."""
 TrainOne = Callable[[Batch, Any], torch.Tensor]
 """Runs a part of a batch forward and backward. Takes the part and the divisor of its loss; returns the part's
 mean loss, a scalar."""
@@ -128,6 +131,8 @@ class Batches:
         # Private, but the Trainer counts tokens by it; a version without it makes no such distinction.
         is_shifted = getattr(trainer, "_loss_shifts_labels", False)
         counting = {"is_shifted": is_shifted, "counts_rows": not trainer.divides_data}
+        if getattr(trainer, "loss_type", None) in MEANS_OF_TOKENS:
+            counting["num_batches"] = trainer.args.steps_per_generation
         whole = weigh(inputs, batch_size=self._size, **counting)
         window = trainer.current_gradient_accumulation_steps
         parts = split(inputs, self._size, num_parts) or split(inputs, self._size, 1)
@@ -188,8 +193,13 @@ class Batches:
         trainer.end_part()
 
 
-def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool) -> BatchWeight:
+def weigh(
+    batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool, num_batches: int = 0
+) -> BatchWeight:
     """Count a batch: its tokens if each has a label (clm, sft, mlm), else its samples (seq-cls, dpo).
+
+    A loss that is a mean over the tokens of completions which were generated as `num_batches` batches counts
+    its share of these tokens, as TRL does, and each batch the same.
 
     Its `labels` have the shape (samples, length) or (samples,). This waits for a GPU, as the Trainer does
     after each batch anyway. The batch counts as `batch_size` samples, because rows are not samples: a pair of
@@ -198,6 +208,10 @@ def weigh(batch: Batch, *, batch_size: int, is_shifted: bool, counts_rows: bool)
     after it.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, Mapping) and "completion_mask" in batch and "advantages" in batch:
+        tokens = int(batch["completion_mask"].sum())
+        weight = float(batch["num_items_in_batch"]) / num_batches if num_batches else float(batch_size)
+        return BatchWeight(batch_size, weight, None, tokens)
     if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
         return BatchWeight(batch_size, float(batch_size), None)
     is_flattened = len(labels) == 1 and "position_ids" in batch
@@ -232,6 +246,8 @@ def split(batch: Batch, batch_size: int, num_parts: int) -> list[tuple[int, Batc
     parts = []
     for start, stop in itertools.pairwise(borders):
         part = dict(batch)
+        if "num_items_in_batch" in part:  # the divisor of GRPO's loss
+            part["num_items_in_batch"] = batch["num_items_in_batch"] * ((stop - start) / batch_size)
         for name, num_rows in rows.items():
             value = part[name] = batch[name][start:stop]
             if num_rows == 2 * batch_size:

@@ -95,6 +95,7 @@ class SwarmCallback(TrainerCallback):
         self._samples = 0
         self._tokens = 0
         self._loss = MeanLoss()
+        self._rewards: list[float] = []
 
     def add_loss(self, loss: torch.Tensor, batch: BatchWeight) -> None:
         """Add one batch to this step; `loss` is its mean, a scalar. Does not wait for a GPU."""
@@ -102,6 +103,10 @@ class SwarmCallback(TrainerCallback):
         self._tokens += batch.tokens
         for mean in (self._loss, *self._logged_losses.values()):
             mean.add(loss, batch.weight)
+
+    def add_reward(self, reward: float) -> None:
+        """Add the mean reward of completions that were generated at once to this step."""
+        self._rewards.append(reward)
 
     def on_train_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         """Start the clock of the first step."""
@@ -210,6 +215,7 @@ class SwarmCallback(TrainerCallback):
             "step",
             step=self.step,
             loss=self._loss.value,
+            **({"reward": sum(self._rewards) / len(self._rewards)} if self._rewards else {}),
             learning_rate=optimizer.last_learning_rates[0],
             samples=optimizer.step_samples if took_part else None,
             my_samples=my_samples,

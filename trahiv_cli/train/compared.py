@@ -29,7 +29,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer, set_seed
 
-from trahiv_cli.recipe.schema import OWN, Section, TrainingSection, marks_of
+from trahiv_cli.recipe.schema import TrainingSection, marks_of
+from trahiv_cli.recipe.section import OWN, Section
 from trahiv_cli.step.build import UPSTREAM
 from trahiv_cli.train.checkpoint import random_states, set_random_states
 from trahiv_cli.train.comparison import VALUES, asset_digests

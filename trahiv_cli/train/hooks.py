@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import Trainer
 from transformers.trainer_utils import HubStrategy, has_length
 
@@ -113,6 +114,7 @@ class InSwarm(TrainerHost):
     _resumes_from: Checkpoint | None = None
     _pushed: Future[Any] | None = None  # the last upload of a model during training
     _batches_stepped = 0  # local optimizer steps, as the Trainer counts them
+    _are_inputs_prepared = False  # whether the present batch needs no `_prepare_inputs` any more
     is_evaluating = False
     """Whether an evaluation runs, which ends early if this peer should leave."""
 
@@ -132,7 +134,10 @@ class InSwarm(TrainerHost):
         own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
         samples = self.train_dataset
         self._divided = None
-        prompts = self._order_of_prompts() if own else None
+        order = self._order_of_trl() if own else None
+        prompts = order if type(order).__name__ == "RepeatSampler" else None
+        if isinstance(order, SequentialSampler | RandomSampler):
+            own = []  # it is the Trainer's own order
         self.samples_per_pass = None
         if has_length(samples):
             self.samples_per_pass = len(samples)
@@ -154,15 +159,14 @@ class InSwarm(TrainerHost):
         elif self._divided is None:
             self._undivided_for = "a stream of one shard, or with workers"
 
-    def _order_of_prompts(self) -> Any:
-        """Return TRL's sampler that repeats each prompt; None if this trainer has another order."""
+    def _order_of_trl(self) -> Any:
+        """Return the sampler of a trainer of TRL; None if the loader or the sampler is the user's own."""
         maker = definer(type(self), "_get_train_sampler")
         loader = definer(type(self), "get_train_dataloader")
         are_of_trl = all(by.__module__.startswith("trl.") for by in (maker, loader))
         if not are_of_trl or not has_length(self.train_dataset):
             return None
-        order = self._get_train_sampler(self.train_dataset)
-        return order if type(order).__name__ == "RepeatSampler" else None
+        return self._get_train_sampler(self.train_dataset)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of this peer's data, seeded for this peer; without a node, the Trainer's own."""
@@ -338,7 +342,21 @@ class InSwarm(TrainerHost):
             self.swarm_optimizer.work.announce(self._divided.next_batch())
         self._batches_stepped += self.accelerator.sync_gradients
         train_one = partial(super().training_step, model)
-        return self._batches.train(inputs, num_items_in_batch, train_one)
+        if isinstance(inputs, Mapping) or not hasattr(self, "_generate_and_score_completions"):
+            return self._batches.train(inputs, num_items_in_batch, train_one)
+        # Prompts of TRL: only their completions tell how much the batch weighs.
+        model.train()
+        rewards = self._metrics["train"]["reward"]
+        num_known = len(rewards)
+        inputs = self._prepare_inputs(inputs)
+        for reward in rewards[num_known:]:
+            self.swarm_callback.add_reward(reward)
+        with temporarily(self, _are_inputs_prepared=True):
+            return self._batches.train(inputs, num_items_in_batch, train_one)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        # Private, but TRL's trainers override it, too: there they generate completions.
+        return inputs if self._are_inputs_prepared else super()._prepare_inputs(inputs)
 
     def end_part(self) -> None:
         """Tell the callbacks that the swarm's optimizer has counted a part of a batch."""

@@ -30,6 +30,7 @@ from trahiv_cli.members.invitation import keep_invitation
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.record import pack
 from trahiv_cli.recipe.schema import DhtSection
+from trahiv_cli.recipe.task_sections import WRITING_TASKS
 from trahiv_cli.run.announcing import Ended, announce, progress_reported, published, reach_reported
 from trahiv_cli.run.control import forget_request
 from trahiv_cli.run.folder import (
@@ -292,9 +293,10 @@ class Peer:
         conversations, it continues the beginning of the first held-out sample, or starts from nothing.
         """
         recipe = self.run.recipe
-        if recipe.task not in ("clm", "sft", "dpo"):
+        if recipe.task not in WRITING_TASKS:
             return
         from trahiv_cli.assets.export import Prompt, open_turn, sample_text
+        from trahiv_cli.assets.samples import prompt_ids
 
         # Half of the trained length each for prompt and text: some models have no positions beyond it.
         half = recipe.section.max_length // 2
@@ -304,14 +306,17 @@ class Peer:
         if recipe.clm is None:
             prompt = open_turn(tokenizer, next(iter(self.splits.eval or self.splits.train)), half)
         if prompt is None:
-            samples = trainer.eval_dataset
+            samples = self.splits.train if recipe.grpo is not None else trainer.eval_dataset
             first = {"input_ids": []} if samples is None else next(iter(samples))
+            if recipe.grpo is not None:
+                first = {"input_ids": prompt_ids(tokenizer, first)}
             ids = (first.get("prompt_ids") or first["input_ids"])[: min(half, 32)]
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids  # so that the model continues
             prompt = Prompt(ids, tokenizer.decode(ids, skip_special_tokens=True))
         model = trainer.accelerator.unwrap_model(trainer.model)
         with self.events.waiting("the model to write a sample", until_s=600):
-            text = sample_text(model, tokenizer, prompt.ids, min(half, 120), recipe.training.seed)
+            most = recipe.grpo.max_completion_length if recipe.grpo else half
+            text = sample_text(model, tokenizer, prompt.ids, min(most, 120), recipe.training.seed)
         self.events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
 
 

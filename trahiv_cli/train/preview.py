@@ -1,7 +1,8 @@
 """A preview of the data as the model sees it: `build_preview` prepares some as training would, and reads it.
 
 Nothing is tokenized, cut, packed or masked here: TRL's trainers and the collators in `assets/` do that, as in
-training. `cli/preview.py` formats a preview for the screen.
+training. For `grpo`, the model writes completions, and they get their rewards. `cli/preview.py` formats a
+preview for the screen.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.logging import disable_progress_bar
 
 from trahiv_cli.assets.collators import IGNORED_LABEL, build_collator
 from trahiv_cli.assets.data import Splits, build_datasets
 from trahiv_cli.assets.model import build_tokenizer
+from trahiv_cli.assets.samples import prompt_ids
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_a_batch
-from trahiv_cli.recipe.schema import TASK_SECTIONS, Recipe, Task
-from trahiv_cli.train.tasks import forwarding_trl_warnings, preparing, task_arguments
+from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.task_sections import SCORING_TASKS, TASK_SECTIONS, RewardFunction, Task
+from trahiv_cli.train.tasks import forwarding_trl_warnings, preparing, task_arguments, task_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +63,7 @@ class Part:
 
     name: str  # empty if there is only one part
     pieces: tuple[Piece, ...]
+    reward: float | None = None  # of a completion
 
 
 @dataclass(frozen=True)
@@ -77,10 +87,13 @@ class Preview:
     looked_at: int  # the number of samples that the figures cover
     rows: int  # the model's inputs from these: packing makes fewer, and TRL drops samples that train nothing
     tokens: int  # in these rows
-    trained_tokens: int | None  # of `tokens`; None for `seq-cls`, which learns a class for each row
+    trained_tokens: (
+        int | None
+    )  # of `tokens`; None where no token of the data is trained, but a class or a score
     lengths: dict[str, int]
-    """Tokens of the `shortest`, `median` and `longest` sample after cutting; for `dpo`, with the longer
-    answer. Empty if nothing is cut, because the rest of a sample goes into the next row."""
+    """Tokens of the `shortest`, `median` and `longest` sample after cutting; of a pair, with the longer
+    answer; for `grpo`, of a prompt. Empty if nothing is cut, because the rest of a sample goes into the next
+    row."""
 
     full_samples: int  # of `max_length` tokens: longer samples were cut to that
     classes: dict[str, int]  # number of samples by class, only for `seq-cls`
@@ -91,8 +104,8 @@ class Row(NamedTuple):
     """One input of the model: a sample, or several packed samples."""
 
     sample: dict[str, Any]  # from the dataset; for TRL's tasks, tokenized by TRL
-    batch: dict[str, torch.Tensor]  # the collator's output for this sample alone
-    sequences: list[Tokens]  # one sequence; two for `dpo`, the prompt with each answer
+    batch: dict[str, torch.Tensor]  # the collator's output for this sample alone; empty for `grpo`
+    sequences: list[Tokens]  # one sequence, or two of a pair: the prompt with each answer
 
     @property
     def num_tokens(self) -> int:
@@ -108,9 +121,9 @@ class Row(NamedTuple):
 def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[str, str]]]:
     """Prepare the recipe's data as training would; return figures, and the first `num_shown` rows as text.
 
-    No pretrained model is loaded, and only the cache of `datasets` is written. The samples are in the order
+    Only for `grpo` is the model loaded. Only the cache of `datasets` is written. The samples are in the order
     of a peer whose own seed is `training.seed`. Also returns warnings, each with a hint; one of them says
-    that no token is trained.
+    that nothing is learned.
 
     Raises:
         AssetError: the tokenizer or the data can't be loaded, or do not fit the task.
@@ -133,8 +146,17 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
     if recipe.seq_cls is not None:
         counts = Counter(row.sample["labels"] for row in rows)
         classes = {name: counts[number] for number, name in enumerate(recipe.seq_cls.labels)}
-    elif not trained:
+    elif not trained and _trains_tokens(recipe):
         warnings.append(_nothing_to_learn(recipe, looked_at))
+    if recipe.grpo is None:
+        samples = [
+            Sample(row.num_tokens, row.num_trained, parts_of(recipe, tokenizer, row))
+            for row in rows[:num_shown]
+        ]
+    else:
+        samples = _written(recipe, splits, num_shown)
+        if samples and not any(len({part.reward for part in one.parts[1:]}) > 1 for one in samples):
+            warnings.append(_ALIKE)
     spread: dict[str, int] = {}
     if lengths:
         spread = {"shortest": min(lengths), "median": statistics.median_low(lengths), "longest": max(lengths)}
@@ -147,14 +169,11 @@ def build_preview(recipe: Recipe, num_shown: int) -> tuple[Preview, list[tuple[s
         looked_at=looked_at,
         rows=len(rows),
         tokens=sum(row.num_tokens for row in rows),
-        trained_tokens=None if classes else trained,
+        trained_tokens=trained if _trains_tokens(recipe) else None,
         lengths=spread,
         full_samples=lengths.count(section.max_length),
         classes=classes,
-        samples=tuple(
-            Sample(row.num_tokens, row.num_trained, parts_of(recipe, tokenizer, row))
-            for row in rows[:num_shown]
-        ),
+        samples=tuple(samples),
     )
     return preview, warnings
 
@@ -170,19 +189,24 @@ def require_trainable(recipe: Recipe, splits: Splits) -> None:
     training = recipe.training
     if isinstance(train, Dataset) and (sft is None or not sft.packing):
         local = training.per_device_train_batch_size * training.gradient_accumulation_steps
-        require_a_batch(len(train), local)
+        require_a_batch(len(train), local // (recipe.grpo.num_generations if recipe.grpo else 1))
     looked_at, rows = _rows_of(recipe, splits)
-    if recipe.seq_cls is None and not any(row.num_trained for row in rows):
+    if _trains_tokens(recipe) and not any(row.num_trained for row in rows):
         raise AssetError(*_nothing_to_learn(recipe, looked_at))
     warn_of_cuts(recipe, looked_at, rows)
 
 
 def warn_of_cuts(recipe: Recipe, looked_at: int, rows: Sequence[Row]) -> None:
-    """Warn about `sft` and `dpo` samples that `max_length` cuts, or that have no trained token left."""
-    section = recipe.sft or recipe.dpo
-    if section is None or getattr(section, "packing", False):
+    """Warn about samples that `max_length` cuts or excludes, or that have no trained token left."""
+    section = recipe.section
+    if recipe.task not in ("sft", "dpo", "kto", "reward") or getattr(section, "packing", False):
         return
     limit = f"{section.max_length:,} tokens (`{TASK_SECTIONS[recipe.task]}.max_length`)"
+    if recipe.reward is not None:
+        if num_left_out := looked_at - len(rows):
+            said = "%d of the first %d pairs have an answer of more than %s, and are left out."
+            logger.warning(said, num_left_out, looked_at, limit)
+        return
     if num_cut := sum(max(map(len, row.sequences)) == section.max_length for row in rows):
         logger.warning(
             "%d of the first %d samples fill %s: answers of longer ones are cut in the middle.",
@@ -201,6 +225,17 @@ def warn_of_cuts(recipe: Recipe, looked_at: int, rows: Sequence[Row]) -> None:
         )
 
 
+_ALIKE = (
+    "The completions of each prompt shown have the same reward: nothing is learned from such prompts.",
+    "Look at the rewards; more prompts: -n 20.",
+)
+
+
+def _trains_tokens(recipe: Recipe) -> bool:
+    """Tell whether tokens of the data are trained, and not scores or the model's own completions."""
+    return recipe.task not in SCORING_TASKS and recipe.grpo is None
+
+
 def _nothing_to_learn(recipe: Recipe, looked_at: int) -> tuple[str, str]:
     section = TASK_SECTIONS[recipe.task]
     limit = recipe.section.max_length
@@ -215,6 +250,13 @@ def _rows_of(recipe: Recipe, splits: Splits) -> tuple[int, list[Row]]:
     """Read the first samples; return their number, and the model's inputs made from them."""
     with preparing():
         samples = list(islice(splits.train, LOOKED_AT))
+        if recipe.grpo is not None:
+            prompts = [prompt_ids(splits.tokenizer, sample) for sample in samples]
+            unread: dict[str, torch.Tensor] = {}
+            return len(samples), [
+                Row(sample, unread, [[(token, False) for token in ids]])
+                for sample, ids in zip(samples, prompts, strict=True)
+            ]
         collate = build_collator(recipe, splits.tokenizer)
         looked_at = len(samples)
         if collate is None:  # TRL neither caches the result of a dataset in memory, nor reads it from a cache
@@ -227,21 +269,55 @@ def _rows_of(recipe: Recipe, splits: Splits) -> tuple[int, list[Row]]:
 
 
 def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> Any:
-    """Make TRL's trainer for `rows` with a tiny model."""
-    from trl import DPOTrainer, SFTTrainer
+    """Make TRL's trainer for `rows` with a tiny model, and without a swarm."""
+    from trahiv_cli.train.trl import TRAINERS
 
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **size, **tokens))
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **size, **tokens)
+    model = LlamaForCausalLM(config) if recipe.reward is None else LlamaForSequenceClassification(config)
+    reference = {"ref_model": copy.deepcopy(model)} if recipe.dpo or recipe.kto else {}
     with tempfile.TemporaryDirectory() as folder:
         # In this process: others take longer to start than these rows take.
         args: Any = task_arguments(
             recipe, Path(folder), None, seed=recipe.training.seed, bf16=False, report_to=[]
         )
         common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
-        if recipe.sft is not None:
-            return SFTTrainer(model, **common)
-        return DPOTrainer(model, copy.deepcopy(model), **common)
+        return TRAINERS[recipe.task](model=model, **common, **reference)
+
+
+def _written(recipe: Recipe, splits: Splits, num_prompts: int) -> list[Sample]:
+    """Let the recipe's model write completions for the first prompts, as in training, and score them."""
+    if num_prompts == 0 or (grpo := recipe.grpo) is None:
+        return []
+    disable_progress_bar()
+    tokenizer = splits.tokenizer
+    copies = grpo.num_generations
+    samples = []
+    with tempfile.TemporaryDirectory() as folder:
+        fields: dict[str, Any] = {"per_device_train_batch_size": copies, "per_device_eval_batch_size": copies}
+        fields |= {"seed": recipe.training.seed, "bf16": recipe.training.bf16 is True, "report_to": []}
+        recipe = recipe.changed("grpo", steps_per_generation=1)
+        trainer: Any = task_trainer(recipe, task_arguments(recipe, Path(folder), None, **fields), splits)
+        trainer.model.train()
+        for row in islice(splits.train, num_prompts):
+            written = trainer._generate_and_score_completions([row] * copies)
+            rewards = [list(scores)[-copies:] for scores in trainer._logs["rewards"].values()]
+            totals = [sum(scores) for scores in zip(*(map(_times, grpo.rewards, rewards)), strict=True)]
+            prompt: Tokens = [(token, False) for token in prompt_ids(tokenizer, row)]
+            parts = [Part("prompt", pieces_of(tokenizer, prompt))]
+            ids, masks = written["completion_ids"], written["completion_mask"].bool()
+            for number, (completion, mask, total) in enumerate(zip(ids, masks, totals, strict=True), 1):
+                tokens: Tokens = [(token, True) for token in completion[mask].tolist()]
+                parts.append(Part(f"completion {number}", pieces_of(tokenizer, tokens), total))
+            num_trained = int(masks.sum())
+            samples.append(Sample(len(prompt) + num_trained, num_trained, tuple(parts)))
+    return samples
+
+
+def _times(reward: RewardFunction, scores: list[float]) -> list[float]:
+    """Return weighted scores; a reward that can't judge a completion gives NaN, which counts as 0."""
+    return [0.0 if score != score else reward.weight * score for score in scores]
 
 
 def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
@@ -251,11 +327,12 @@ def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
     """
     ids = batch["input_ids"]
     lengths = [None]
-    if recipe.dpo is not None:
+    if recipe.task in ("dpo", "kto"):
         trained = batch["completion_mask"].bool()
         lengths = batch["attention_mask"].sum(dim=1).tolist()
-    elif recipe.seq_cls is not None:
+    elif recipe.task in SCORING_TASKS:
         trained = torch.zeros_like(ids, dtype=torch.bool)
+        lengths = batch["attention_mask"].sum(dim=1).tolist()
     else:
         trained = batch["labels"] != IGNORED_LABEL
     if recipe.mlm is None:
@@ -266,6 +343,14 @@ def _read(recipe: Recipe, batch: dict[str, torch.Tensor]) -> list[Tokens]:
 
 def parts_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, row: Row) -> tuple[Part, ...]:
     """Divide a sample into the parts that its task has."""
+    if recipe.reward is not None:
+        answers = zip(("chosen", "rejected"), row.sequences, strict=True)
+        return tuple(Part(name, pieces_of(tokenizer, tokens)) for name, tokens in answers)
+    if recipe.kto is not None:
+        [pieces] = (pieces_of(tokenizer, tokens) for tokens in row.sequences)
+        prompt, answer = (tuple(one for one in pieces if one.trained is wanted) for wanted in (False, True))
+        judgement = Piece("good" if row.sample["label"] else "bad", trained=False)
+        return Part("prompt", prompt), Part("completion", answer), Part("label", (judgement,))
     if recipe.dpo is not None:
         chosen, rejected = (pieces_of(tokenizer, tokens) for tokens in row.sequences)
         named = {"prompt": (chosen, False), "chosen": (chosen, True), "rejected": (rejected, True)}

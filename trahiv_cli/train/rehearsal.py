@@ -44,7 +44,10 @@ def rehearse(trainer: Any, recipe: Recipe, events: Events) -> None:
         # They are searched for tokens that end a turn; the longest of them are rehearsed.
         samples = list(islice(iter(trainer.train_dataset), 64))
         longest = sorted(samples, key=lambda sample: len(str(sample)))
-        rehearse_batch(trainer, longest[-min(2, trainer.args.per_device_train_batch_size) :])
+        if recipe.grpo is not None:  # as many completions as training generates at once
+            rehearse_batch(trainer, longest[-1:] * trainer.args.generation_batch_size)
+        else:
+            rehearse_batch(trainer, longest[-min(2, trainer.args.per_device_train_batch_size) :])
         if recipe.clm is not None or recipe.sft is not None:
             require_blind(trainer, recipe, samples)
     has_adapters = recipe.peft is not None
@@ -52,7 +55,7 @@ def rehearse(trainer: Any, recipe: Recipe, events: Events) -> None:
     with attempting("The model could not be saved"):
         if base.can_generate():
             correct_generation(base, events)
-            if recipe.clm is None:
+            if recipe.clm is None and recipe.grpo is None:
                 teach_end(trainer, base, samples, events)
         rehearse_saving(base, trainer.processing_class, is_whole=not has_adapters)
 
@@ -99,6 +102,7 @@ def left_as_it_was(trainer: Any) -> Iterator[None]:
 def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
     """Run samples forward and backward as training does, or only the first if memory runs out."""
     model = trainer.model.train()
+    vars(trainer).update(current_gradient_accumulation_steps=1)  # the Trainer sets it before each batch
     if getattr(trainer.args, "activation_checkpointing", trainer.args.gradient_checkpointing):
         checkpoint_activations(model)
     try:
@@ -108,7 +112,7 @@ def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
         loss.backward()
         return
     except (RuntimeError, MemoryError) as failure:
-        if not is_out_of_memory(failure) or len(samples) == 1:
+        if not is_out_of_memory(failure) or len(samples) == 1 or samples[0] is samples[-1]:
             raise
     rehearse_batch(trainer, samples[:1])
 

@@ -1,7 +1,7 @@
 """The trainer of each task, made from the recipe: its arguments, model, data and collator.
 
-TRL tokenizes `sft` and `dpo` when a trainer is made. Its errors end a run in good order, and its warnings are
-forwarded.
+TRL tokenizes the data of its tasks when a trainer is made. Its errors end a run in good order, and its
+warnings are forwarded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from trahiv_cli.assets.model import adapter_config, build_model, compute_dtype
 from trahiv_cli.errors import AssetError, SetupError
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.schema import Recipe
+from trahiv_cli.recipe.task_sections import TASKS_OF_TRL
 from trahiv_cli.recipe.upstream import without_tracker
+from trahiv_cli.train.rewards import build_rewards
 
 if TYPE_CHECKING:
     from trahiv_cli.train.trainer import SwarmTrainerMixin
@@ -71,7 +73,7 @@ def training_arguments(run: AgreedRun, folder: Path, name: str = "") -> Training
         "warmup_steps": recipe.warmup_steps,
         "bf16": dtype == torch.bfloat16,
         "fp16": dtype == torch.float16,
-        "train_sampling_strategy": "random" if recipe.data.shuffle else "sequential",
+        "train_sampling_strategy": "random" if recipe.shuffles_passes else "sequential",
         "logging_strategy": "steps",
         "eval_strategy": "steps" if has_eval else "no",
         "eval_steps": training.eval_steps or None,
@@ -91,15 +93,21 @@ def task_arguments(recipe: Recipe, folder: Path, num_proc: int | None, **fields:
     """
     # CUDA is the only accelerator from which averages are copied.
     fields |= {"output_dir": str(folder), "use_cpu": not torch.cuda.is_available(), "disable_tqdm": True}
-    section = recipe.sft or recipe.dpo
-    if section is None:
+    if recipe.task not in TASKS_OF_TRL:
         return TrainingArguments(**fields, remove_unused_columns=False)
-    from trl import DPOConfig, SFTConfig
+    import trl
 
-    fields |= section.model_dump() | {"dataset_num_proc": num_proc}
+    fields |= recipe.section.model_dump(exclude={"rewards"})
+    if recipe.grpo is not None:
+        del fields["max_length"]  # longer prompts have been left out
+        fields["reward_weights"] = [reward.weight for reward in recipe.grpo.rewards]
+        fields["num_generations_eval"] = recipe.grpo.num_generations
+        return trl.GRPOConfig(**fields)
+    fields["dataset_num_proc"] = num_proc
     if fields.get("completion_only_loss") == "auto":
         fields["completion_only_loss"] = None
-    return (DPOConfig if recipe.sft is None else SFTConfig)(**fields)
+    configs = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig, "reward": trl.RewardConfig}
+    return configs[recipe.task](**fields)
 
 
 def build_trainer(
@@ -108,39 +116,49 @@ def build_trainer(
     splits: Splits,
     **keywords: Any,
 ) -> SwarmTrainerMixin:
-    """Load the model and make the trainer of the run's task; `keywords` go to `SwarmTrainerMixin`.
-
-    `arguments` are those of `training_arguments`. Raises `AssetError` if the model can't be loaded, or the
-    data does not fit the task.
-    """
+    """Load the model and make the trainer of the run's task for the run's swarm; see `task_trainer`."""
     recipe = run.recipe
+    swarm = {"hivemind_config": recipe.hivemind_config, "swarm": recipe.swarm, "has_recipe": True}
+    return task_trainer(recipe, arguments, splits, **swarm, **keywords)
+
+
+def task_trainer(
+    recipe: Recipe, arguments: TrainingArguments, splits: Splits, **keywords: Any
+) -> SwarmTrainerMixin:
+    """Load the model and make the trainer of the recipe's task; `keywords` go to `SwarmTrainerMixin`.
+
+    `arguments` are those of `task_arguments`. Without `hivemind_config` the trainer has no swarm. Raises
+    `AssetError` if the model can't be loaded, or the data does not fit the task.
+    """
     tokenizer = splits.tokenizer
     common: dict[str, Any] = {
         "args": arguments,
         "train_dataset": splits.train,
         "eval_dataset": splits.eval,
         "processing_class": tokenizer,
-        "hivemind_config": recipe.hivemind_config,
-        "swarm": recipe.swarm,
-        "has_recipe": True,
         **keywords,
     }
-    model = build_model(recipe, tokenizer, adapters=recipe.dpo is None)
+    # With a ready model with adapters, TRL would copy them for the reference.
+    compares = recipe.task in ("dpo", "kto", "grpo")
+    model = build_model(recipe, tokenizer, adapters=not compares)
     if (collator := build_collator(recipe, tokenizer)) is not None:
         from trahiv_cli.train.trainer import SwarmTrainer
 
         metrics = class_metrics if recipe.seq_cls is not None else None
         return SwarmTrainer(model=model, data_collator=collator, compute_metrics=metrics, **common)
-    from trahiv_cli.train.trl import SwarmDPOTrainer, SwarmSFTTrainer
+    from trahiv_cli.train.trl import TRAINERS
 
-    if recipe.sft is not None:
-        with preparing():
-            return SwarmSFTTrainer(model=model, **common)
-    adapters = adapter_config(recipe, model)
-    # Without adapters, the trained model can't be its own reference.
-    reference = None if adapters is not None else copy.deepcopy(model).eval()
+    if compares:
+        common["peft_config"] = adapter_config(recipe, model)
+    if recipe.has_reference:
+        common["ref_model"] = copy.deepcopy(model).eval()
+    if recipe.grpo is not None:
+        common["reward_funcs"] = build_rewards(recipe.grpo)
+        # A padded vocabulary: the model has scores for tokens that the tokenizer can't decode.
+        padding = range(len(tokenizer), model.config.get_text_config().vocab_size)
+        vars(arguments).update(generation_kwargs={"suppress_tokens": [*padding]} if padding else None)
     with preparing():
-        return SwarmDPOTrainer(model=model, ref_model=reference, peft_config=adapters, **common)
+        return TRAINERS[recipe.task](model=model, **common)
 
 
 def group_in_trackers(run_id: str, name: str) -> None:

@@ -113,10 +113,22 @@ def talks(*conversations):
         ("sft", THINKING, {"id": 1}),
         ("dpo", PREFERRED, {"id": 1}),
         ("dpo", {"chosen": CHAT, "rejected": WORSE}, {"messages": CHAT}),
+        ("kto", {"prompt": "a", "completion": "b", "label": True}, {"id": 1}),
+        ("kto", {"chosen": "a", "rejected": "b"}, {"id": 1}),
+        ("reward", PREFERRED, {"id": 1}),
     ],
 )
 def test_rows_keep_only_trl_columns(read_both, task, expected, unread):
     assert read_both(task, [expected | unread]) == [expected]
+
+
+def test_long_prompts_are_left_out(read, caplog):
+    rows = [{"prompt": "a" * number, "answer": number} for number in (3, 30)]
+    section = {"rewards": "number", "max_completion_length": 16, "max_length": 32}
+    assert read("grpo", [rows[0] | {"id": 1}, rows[1] | {"id": 2}], section=section) == rows[:1]
+    assert "1 of 2 prompts have more than 16 tokens" in caplog.text
+    with refused("No prompt has at most 16 tokens", "Raise"):
+        read("grpo", rows[1:], section=section)
 
 
 def test_chatml_conversations_become_messages(read_both):

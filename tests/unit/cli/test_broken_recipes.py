@@ -18,7 +18,13 @@ pytestmark = pytest.mark.usefixtures("nothing_starts")
 TEXT = {"text": "a"}
 QUESTION, ANSWER = TALK = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes."}]
 PREFERENCES = {"prompt": "Hi. ", "chosen": "Yes.", "rejected": "No."}
-SECTIONS = {"clm": {"packing": False}, "sft": {}, "dpo": {}, "seq-cls": {"labels": ["bad", "good"]}}
+JUDGED = {"prompt": "a", "completion": "b", "label": True}
+PROMPT = {"prompt": "2 + 2 =", "answer": "4"}
+SECTIONS = {
+    "clm": {"packing": False},
+    "grpo": {"rewards": "number", "max_completion_length": 16, "num_generations": 2},
+    "seq-cls": {"labels": ["bad", "good"]},
+}
 
 
 @pytest.fixture
@@ -27,7 +33,7 @@ def write(here, write_rows):
 
     def write(task, rows, **changes):
         write_rows(rows)
-        section = {task.replace("-", "_"): {"max_length": 32, **SECTIONS[task]}}
+        section = {task.replace("-", "_"): {"max_length": 32, **SECTIONS.get(task, {})}}
         data = {"datasets": [{"path": "rows.jsonl"}]}
         changes = {"clm": None, **section, "data": data, **changes}
         return write_tiny(here, task=task, **changes).relative_to(here)
@@ -62,6 +68,26 @@ BROKEN = [
         "'messages' .* list .* no.* conversation",
         "messages: conversa",
     ),
+    (
+        "kto",
+        {"prompt": "a", "completion": "b"},
+        "",
+        "has no `prompt`, `completion` and `label`, or",
+        "Rename",
+    ),
+    ("kto", JUDGED | {"label": "yes"}, "", "Row 1 .* has 'yes' in 'label', and not true or false", "Fix or"),
+    ("reward", {"messages": TALK}, "", "has no `chosen`", "task: sft"),
+    ("grpo", {"question": "a", "answer": "b"}, "", "has no `prompt`", "instruction: prompt"),
+    ("grpo", {"prompt": "a", "solution": "b"}, "", "no column 'answer'", r"rewards\.0\.column"),
+    ("grpo", [PROMPT, PROMPT | {"answer": None}], "", "Row 2 .* has no 'answer'", "Fix or remove"),
+    (
+        "grpo",
+        PROMPT,
+        "grpo.rewards=think_format_reward",
+        "reads conversations, and the prompts",
+        "as messages",
+    ),
+    ("grpo", {"prompt": TALK[:1]}, "grpo.rewards=[accuracy_reward]", "has no `solution`", "Rename"),
     ("seq-cls", {"text": "a", "labels": 1}, "", "no column 'label'", "dataset_label_field` to 'labels'"),
     ("seq-cls", [{"text": "a", "label": 1}, TEXT], "", "Row 2 .* has no label", "mend the row"),
     ("clm", [{"data": [TEXT], "n": 1}], "", "is one object, .*: its rows are in data", "jq -c"),
@@ -73,7 +99,7 @@ BROKEN = [
 def test_check_and_init_report_mistake(write, events, here, task, row, setting, message, hint):
     file = write(task, row if isinstance(row, list) else [row] * 8)
     before = set(here.iterdir())
-    path = DATA if setting.startswith((COLUMNS, "sft")) or not setting else setting.partition("=")[0]
+    path = DATA if setting.startswith((COLUMNS, "sft", "grpo")) or not setting else setting.partition("=")[0]
     origin = "tiny.yaml" if path == DATA else f"--set {setting}"
     for command in ("check", "init", "init --dry-run"):
         [event] = events(command, file, *(["--set", setting] if setting else []), code=2)

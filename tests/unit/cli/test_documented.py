@@ -22,7 +22,7 @@ def test_documented_recipe_commands_work_as_shown(trahiv, here):
         assert code == 0 or looks_like(err + out, shown[line]), err + out
         return out
 
-    [recipe] = blocks(FIRST, "yaml")
+    recipe, rewarded = blocks(FIRST, "yaml")
     [chats] = blocks(FIRST, "json")
     (here / "parrot.yaml").write_text(recipe)
     (here / "mistaken.yaml").write_text(re.sub("task: sft .*", "task: sftt", recipe))
@@ -51,3 +51,9 @@ def test_documented_recipe_commands_work_as_shown(trahiv, here):
     }.items():
         assert said in run(line)
     assert not script.left
+    (here / "questions.jsonl").write_text('{"prompt": "What is 3 + 4?", "answer": "7"}\n' * 8)
+    (here / "rewards.py").write_text("def brief(completions, **_): pass\n")
+    rest = "model: {model_name_or_path: ./model}\ntraining: {max_steps: 8}\n"
+    (here / "rewards.yaml").write_text(rewarded + rest)
+    out, _ = trahiv("check", "rewards.yaml")
+    assert "rewards.yaml: ok" in out

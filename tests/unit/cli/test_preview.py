@@ -74,6 +74,21 @@ USUAL = {
             {"prompt": "A question that leaves no place", "chosen": "1", "rejected": "2"},
         ],
     },
+    "kto": {
+        "max_length": 16,
+        "loss_type": "apo_zero_unpaired",
+        "rows": [
+            {"prompt": "2 + 2?", "completion": " It is 4.", "label": True},
+            {"prompt": "3?", "completion": " No\x1b[31m", "label": False},
+        ],
+    },
+    "reward": {
+        "max_length": 16,
+        "rows": [
+            {"chosen": "2 + 2 is 4.", "rejected": "2 + 2 is 5."},
+            {"chosen": "4", "rejected": "an answer that is too long by far"},
+        ],
+    },
     "clm": {
         "max_length": 32,
         "rows": [{"text": text} for text in ("One text.\n", "Another one.", "And a third, which goes on.")],
@@ -94,7 +109,16 @@ USUAL = {
 def test_previews_match_picture(trahiv, usual):
     """For a new picture: TRAHIV_REWRITE=1 pytest tests/unit/cli/test_preview.py, then look at it."""
     shown = []
-    for command in ("sft", "sft --set sft.packing=true", "dpo", "clm", "mlm -n 1", "seq-cls"):
+    for command in (
+        "sft",
+        "sft --set sft.packing=true",
+        "dpo",
+        "kto",
+        "reward",
+        "clm",
+        "mlm -n 1",
+        "seq-cls",
+    ):
         task, *options = command.split()
         torch.seed()  # the masks of `mlm` are drawn by the recipe's seed alone
         shown.append(f"$ trahiv preview {command}\n{trahiv('preview', usual(task), *options).out}")
@@ -102,6 +126,24 @@ def test_previews_match_picture(trahiv, usual):
     if os.environ.get("TRAHIV_REWRITE"):
         PICTURE.write_text(text, encoding="utf-8")
     assert text == PICTURE.read_text(encoding="utf-8")
+
+
+def test_preview_writes_completions_and_their_rewards(trahiv, write, events):
+    rows = [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "x" * 40, "answer": "?"}]
+    counted = {"name": "length", "max_tokens": 6, "weight": 0.5}
+    section = {"rewards": ["exact_match", counted], "num_generations": 2, "max_completion_length": 6}
+    recipe = write("grpo", rows, max_length=32, **section)
+    event, *_, warning = events("preview -n 3", recipe)
+    assert "the same reward" in warning["message"]
+    assert (event["num_samples"], event["trained_tokens"]) == (1, None), "the other prompt is too long"
+    [sample] = event["samples"]
+    prompt, *completions = sample["parts"]
+    assert "".join(piece["text"] for piece in prompt["pieces"]) == "2 + 2 ="
+    assert [one["reward"] for one in completions] == [0.5, 0.5]
+    assert all(piece["trained"] for one in completions for piece in one["pieces"])
+    out = trahiv("preview", recipe).out
+    assert "completion 2, reward 0.5 ──" in out
+    assert "longer ones are left out" in out
 
 
 def test_json_is_one_preview_event(events, usual):

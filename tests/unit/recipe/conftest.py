@@ -16,7 +16,8 @@ def quickstart(*overrides):
 
 def of_task(task):
     """Return the changes of the quickstart to another task."""
-    return ["clm=", f"task={task}", *["seq_cls.labels=[no, yes]"] * (task == "seq-cls")]
+    needed = {"seq-cls": ["seq_cls.labels=[no, yes]"], "grpo": ["grpo.rewards=number"]}
+    return ["clm=", f"task={task}", *needed.get(task, [])]
 
 
 def run_of(*overrides):

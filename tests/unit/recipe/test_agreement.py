@@ -19,7 +19,8 @@ from trahiv_cli.recipe.agreement import (
 )
 from trahiv_cli.recipe.document import dotted, leaves
 from trahiv_cli.recipe.record import to_wire
-from trahiv_cli.recipe.schema import TASK_SECTIONS, sections_of_a_recipe
+from trahiv_cli.recipe.schema import sections_of_a_recipe
+from trahiv_cli.recipe.task_sections import TASK_SECTIONS
 
 OWNED = """
 model.attn_implementation quantization.bnb_4bit_compute_dtype data.streaming data.num_proc
@@ -32,7 +33,8 @@ hivemind_config.opt.next_chunk_timeout hivemind_config.opt.load_state_timeout
 hivemind_config.opt.offload_optimizer hivemind_config.opt.client_mode
 hivemind_config.opt.tracker_opts hivemind_config.opt.performance_ema_alpha
 hivemind_config.opt.shutdown_timeout hivemind_config.opt.verbose swarm.public swarm.relay
-swarm.save_minutes
+swarm.save_minutes grpo.steps_per_generation grpo.use_vllm grpo.vllm_mode grpo.vllm_server_base_url
+grpo.vllm_gpu_memory_utilization grpo.vllm_enable_sleep_mode
 """.split()
 """Fields that each peer decides for itself, beside those of `hivemind_config.dht`."""
 

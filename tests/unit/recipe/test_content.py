@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.conftest import refused
-from tests.unit.recipe.conftest import quickstart
+from tests.unit.recipe.conftest import of_task, quickstart
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.recipe import content
 from trahiv_cli.recipe.builtin import TEXT, builtin_recipes, text_files, version
@@ -42,6 +42,36 @@ def test_content_hash_is_cached(put, tmp_path, monkeypatch):
     assert held_by("~/chat.jsonl") == held
     put({"chat.jsonl": "yy"})
     assert held_by("chat.jsonl").sha256 != held.sha256
+
+
+def of_rewards(*rewards):
+    """Read the contents of a recipe with these rewards."""
+    options = (*of_task("grpo"), f"grpo.rewards=[{', '.join(rewards)}]")
+    return read_contents(quickstart("data.datasets.0.path=owner/data", *options)).grpo.rewards
+
+
+def test_own_rewards_get_digests(put):
+    put({"mine.py": "def score(completions, **_):\n    return [1 / 0]\n"})
+    known, own = of_rewards("number", "./mine.py:score")
+    assert known.sha256 is None
+    assert own.name.startswith("/")
+    assert own.sha256 == "2de5f6d5d8910b7271afbd0bb4c296fbbe0bb1a097c3b1a8efa3dba5c573fe70"
+    with refused("is not the file that the run takes its rewards from", error=RecipeMismatch):
+        of_rewards(f"{{name: mine.py:score, sha256: {'a' * 64}}}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("mine.py:scores", "has no function 'scores'"),
+        ("other.py:score", "There is no file"),
+        ("broken.py:score", "is no Python file"),
+    ],
+)
+def test_missing_reward_function_is_named(put, name, message):
+    put({"mine.py": "def score(**_): pass", "broken.py": "def score("})
+    with refused(message):
+        of_rewards(name)
 
 
 def test_content_ignores_file_names(put):

@@ -13,7 +13,8 @@ from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import read_document, read_location, render
 from trahiv_cli.recipe.load import load_recipe, parse_recipe
 from trahiv_cli.recipe.paths import anchor
-from trahiv_cli.recipe.schema import TASK_SECTIONS, SwarmSection
+from trahiv_cli.recipe.schema import SwarmSection
+from trahiv_cli.recipe.task_sections import TASK_SECTIONS
 
 GOOD = """\
 model:
@@ -136,7 +137,8 @@ def test_rendered_data_loads_back_equal():
 
 @pytest.mark.parametrize("task", TASK_SECTIONS)
 def test_recipe_keeps_only_its_task_section(write, task):
-    written = ["seq_cls: {labels: [a, b]}"] if task == "seq-cls" else ["", f"{task}:", f"{task}: {{}}"]
+    needed = {"seq-cls": ["seq_cls: {labels: [a, b]}"], "grpo": ["grpo: {rewards: number}"]}
+    written = needed.get(task, ["", f"{task}:", f"{task}: {{}}"])
     empty = "sft:" if task == "dpo" else "dpo: null"
     for section in written:
         recipe = load_recipe(write(f"task: {task}\n{section}\n{empty}\n{GOOD}")).recipe

@@ -7,11 +7,13 @@ import tracemalloc
 import zlib
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 
 import pytest
 
+from tests.unit.conftest import refused
 from tests.unit.recipe.conftest import LOADED, error_of, of_file, of_task, quickstart, run_of
-from trahiv_cli.errors import RecipeError
+from trahiv_cli.errors import RecipeError, RecipeMismatch
 from trahiv_cli.recipe.agreement import AgreedRun, resolve
 from trahiv_cli.recipe.builtin import builtin_recipes
 from trahiv_cli.recipe.document import dotted, leaves, read_location
@@ -129,6 +131,22 @@ def test_local_files_must_be_brought(put):
     assert refusal_of(model).hint == hint
 
 
+def test_own_reward_must_be_brought(put):
+    put({"starter/mine.py": "def score(**_): pass", "copies/theirs.py": "def score(**_): pass"})
+    changes = ("data.datasets.0.path=owner/data", *of_task("grpo"), "grpo.rewards=starter/mine.py:score")
+    run = resolve(quickstart(*changes))
+    sent = to_wire(run)
+    assert sent["shared"]["grpo"]["rewards"][0]["name"] == "local:mine.py:score"
+    hint = "get the file from them, read it, and `--set grpo.rewards.0.name=FILE.py:score`"
+    assert refusal_of(sent).hint.endswith(hint)
+    assert refusal_of(sent, (), Path("copies")).hint.endswith(hint), "code is not searched for"
+    brought = from_wire(sent, ["grpo.rewards.0.name=copies/theirs.py:score"])
+    assert AgreedRun.of(brought).fingerprint == run.fingerprint
+    put({"copies/theirs.py": "def score(**_): return 1"})
+    with refused("is not the file that the run takes its rewards from", error=RecipeMismatch):
+        resolve(brought)
+
+
 def test_path_like_words_are_accepted():
     labels = ["/r/python", "~", "a::b", "local:x", "../up"]
     columns = {"/home": "text", "a::b": "label"}
@@ -170,6 +188,17 @@ def test_stranger_paths_and_code_are_refused(put, place, value, message):
     (finding,) = refusal_of(with_value(wire(), place, value)).findings
     assert finding.path.startswith(place)
     assert message in finding.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mine.py:f", "/tmp/mine.py:f", "../mine.py:f", "local:../mine.py:f", "https://example.org/a.py:f"],
+)
+def test_stranger_code_is_refused(put, name):
+    put({"mine.py": "def f(**_): pass"})
+    sent = with_value(wire(*of_task("grpo")), "grpo.rewards", [{"name": name}])
+    (finding,) = refusal_of(sent).findings
+    assert (finding.path, "names a place on this machine" in finding.message) == ("grpo.rewards.0.name", True)
 
 
 CONTENT = {"sha256": "0" * 64, "num_files": 1, "num_bytes": 1, "readers": ["json"]}

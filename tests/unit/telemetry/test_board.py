@@ -80,6 +80,7 @@ SAMPLE = {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[
 SAID = [
     (JOINED | {"peers": 2}, "joined at step 3, peers 2. It began."),
     (step(7), f"step 7, loss 2.2500, lr 0.0003, {REST}, round of 2 in 0.31 s"),
+    (step(7, reward=0.5), f"step 7, reward 0.5000, loss 2.2500, lr 0.0003, {REST}, round of 2 in 0.31 s"),
     (step(7, **NO_STEP), "step 7, loss -, lr -, samples - (0 mine), peers 2, 11.3 samples/s"),
     (EVAL, "eval at step 20: eval_loss=2 eval_runtime=1.235"),
     (WAITING, "waiting for a round: 5 s so far, at most 30 s"),
@@ -161,6 +162,14 @@ def drawn(*log, width=100, height=60):
     Version(metadata.version("rich")) < Version("14.3"),
     reason="an older rich pads the first column otherwise",
 )
+def test_rewards_stand_in_for_loss():
+    held_out = {"event": "eval", "step": 2, "eval_loss": 0.0, "eval_reward": 0.75}
+    picture = drawn(READY, step(1, reward=0.25), step(2, reward=0.5), held_out)
+    assert "0.5000" in picture
+    assert "held-out reward" in picture
+    assert "loss" not in picture
+
+
 def test_board_matches_picture():
     """To take a new picture: TRAHIV_REWRITE=1 pytest tests/unit/telemetry/test_board.py, then look at it."""
     picture = drawn(*LOG)

@@ -33,6 +33,22 @@ def test_rows_may_differ_from_samples(batch, counts_rows, samples, weight):
     assert (counted.samples, counted.weight) == (samples, weight)
 
 
+@pytest.mark.parametrize(
+    ("num_batches", "weight"),
+    [(0, 4.0), (1, 18.0), (3, 6.0)],
+    ids=["by completion", "by token", "by token of three batches"],
+)
+def test_completions_weigh_as_their_loss(num_batches, weight):
+    mask = torch.ones(4, 3, dtype=torch.long)
+    mask[0, 1:] = 0
+    batch = {"completion_mask": mask, "advantages": torch.zeros(4), "num_items_in_batch": torch.tensor(18)}
+    counting = {"is_shifted": True, "counts_rows": True, "num_batches": num_batches}
+    counted = weigh(batch, batch_size=4, **counting)
+    assert (counted.samples, counted.weight, counted.tokens) == (4, weight, 10)
+    parts = [weigh(part, batch_size=size, **counting) for size, part in split(batch, 4, 2)]
+    assert [part.weight for part in parts] == [weight / 2] * 2
+
+
 def rows(*lengths, labels=None):
     """A batch of rows of 9 tokens, of which the first `lengths` have a label; or with other labels."""
     tokens = torch.randint(3, 30, (len(lengths), 9), generator=torch.Generator().manual_seed(sum(lengths)))

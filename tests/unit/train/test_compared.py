@@ -20,7 +20,8 @@ from tests.kit.fakes import FakeNode
 from tests.kit.stand_ins import bert_tokenizer
 from trahiv_cli.errors import RecipeMismatch
 from trahiv_cli.net.keys import MAX_RECORD_BYTES, likeness_key
-from trahiv_cli.recipe.schema import OWN, marks_of
+from trahiv_cli.recipe.schema import marks_of
+from trahiv_cli.recipe.section import OWN
 from trahiv_cli.train.compared import ALWAYS, MAY_DIFFER, digest_of_samples, settings_of, text_of
 from trahiv_cli.train.comparison import Comparison
 from trahiv_cli.train.trainer import SwarmTrainer

@@ -457,8 +457,12 @@ def rewarded(arguments, tmp_path, events):
     return make
 
 
-@pytest.mark.parametrize(("cls", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
-def test_prompts_of_completions_are_divided(cls, config, rewarded, monkeypatch, told):
+@pytest.mark.parametrize(
+    ("cls", "config", "weight"),
+    [(GRPOTrainer, GRPOConfig, 16.0), (RLOOTrainer, RLOOConfig, 4.0)],
+    ids=["by token", "by completion"],
+)
+def test_prompts_of_completions_are_divided(cls, config, weight, rewarded, monkeypatch, told):
     groups = []
 
     def reward(prompts, **_):
@@ -467,11 +471,12 @@ def test_prompts_of_completions_are_divided(cls, config, rewarded, monkeypatch, 
 
     trainer = rewarded(cls, config, 8, reward)
     train_alone(monkeypatch, trainer)
-    assert trainer.swarm_optimizer.trained == [(4, 4.0)] * 2
+    assert trainer.swarm_optimizer.trained == [(4, weight)] * 2
     assert all(prompts[::2] == prompts[1::2] for prompts in groups)
     assert trainer.swarm_optimizer.announced == [[0, 1, 2, 3], [4, 5, 6, 7]]  # a position is a completion
     assert trainer.samples_per_pass == 16
     assert [event["code"] for event in told if event["event"] == "warning"] == []
+    assert [event["reward"] for event in told if event["event"] == "step"] == [1.0, 1.0]
 
 
 def test_prompts_fill_a_generation_or_are_refused(rewarded):

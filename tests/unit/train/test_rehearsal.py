@@ -87,11 +87,16 @@ def test_rehearsal_leaves_trainer_unchanged(prepared):
     assert not any(trainer._metrics.values())
 
 
-@pytest.mark.parametrize("task", ["clm", "dpo", "mlm", "seq-cls"])
+@pytest.mark.parametrize("task", ["clm", "dpo", "kto", "reward", "grpo", "mlm", "seq-cls"])
 def test_every_task_can_be_rehearsed(prepared, tmp_path, task):
     pairs = [{"prompt": "Say it", "chosen": "yes", "rejected": "no", "text": "a b c", "label": 1}] * 8
     model = write_bert(tmp_path / "model") if task in ("mlm", "seq-cls") else LLAMA
-    options = {"labels": ["bad", "good"]} if task == "seq-cls" else {}
+    grpo = {
+        "rewards": [{"name": "length", "max_tokens": 3}],
+        "max_completion_length": 4,
+        "num_generations": 2,
+    }
+    options = {"seq-cls": {"labels": ["bad", "good"]}, "grpo": grpo}.get(task, {})
     prepared(task, model, pairs if task != "clm" else None, **options).rehearse()
 
 

@@ -1,4 +1,4 @@
-// Loss over steps: each step's, its running mean, the held-out loss, and marks for what happened.
+// Loss or reward over steps: each step's, its running mean, the held-out one, and marks for what happened.
 
 import { $, el, put } from "./dom.js";
 import { clean, count, decimal } from "./words.js";
@@ -8,15 +8,15 @@ const GLYPHS = { join: "▲", leave: "▼", back: "↻", pace: "◆", save: "●
 const WORDS = { join: "joined", leave: "left", back: "this peer is back", pace: "pace", save: "checkpoint" };
 const HEIGHT = 250, MARK_HEIGHT = 18, GLYPH_WIDTH = 11, SMOOTH_SHARE = 1 / 80, SMOOTH_MOST = 50;
 
-let plot = null, marks = [], shownKey = "";
+let plot = null, curve = "loss", marks = [], shownKey = "";
 
-function smoothed(losses) {
-  const over = Math.max(1, Math.min(SMOOTH_MOST, losses.length * SMOOTH_SHARE));
+function smoothed(values) {
+  const over = Math.max(1, Math.min(SMOOTH_MOST, values.length * SMOOTH_SHARE));
   let mean = null, weight = 0;
-  return losses.map((loss) => {
-    if (loss == null) return null;
+  return values.map((value) => {
+    if (value == null) return null;
     weight = Math.min(over, weight + 1);
-    return (mean = mean == null ? loss : mean + (loss - mean) / weight);
+    return (mean = mean == null ? value : mean + (value - mean) / weight);
   });
 }
 
@@ -78,34 +78,38 @@ function tell(u) {
     put($("legend"), [...held, ...kinds.map((kind) => `${GLYPHS[kind]}\u00a0${WORDS[kind]}`)].join("   "));
     return;
   }
-  const [step, loss, , held] = u.data.map((list) => list[index]);
+  const [step, value, , held] = u.data.map((list) => list[index]);
   const width = (u.scales.x.max - u.scales.x.min) / 100;
   const near = marks.filter((one) => Math.abs(one.step - step) <= width && one.kind !== "save").at(-1);
-  const parts = [`step ${count(step)}`, `loss ${decimal(loss, 3)}`, held != null && `held-out ${decimal(held, 3)}`];
+  const parts = [`step ${count(step)}`, `${curve} ${decimal(value, 3)}`, held != null && `held-out ${decimal(held, 3)}`];
   put($("legend"), [...parts, near && `${GLYPHS[near.kind]} ${clean(near.text, 90)}`].filter(Boolean).join(", "));
 }
 
 export function showChart(state) {
-  const { step, loss, held } = state.points;
+  const { step, value, held } = state.points;
+  curve = state.curve;
+  const title = curve === "reward" ? "Reward" : "Loss";
+  put($("h-curve"), title);
   $("chart").hidden = !step.length;
-  $("no-loss").hidden = step.length > 0;
+  $("no-points").hidden = step.length > 0;
   const range = Number($("range").value);
   const from = range ? step.findIndex((one) => one > step.at(-1) - range) : 0;
-  const newest = [step.at(-1), loss.at(-1), state.marks.at(-1)?.step, state.heldOut?.t];
+  const newest = [step.at(-1), value.at(-1), state.marks.at(-1)?.step, state.heldOut?.t];
   const key = [step.length, from, state.marks.length, ...newest].join();
   const width = $("chart").clientWidth;
   if (plot && plot.width !== width && width) plot.setSize({ width, height: HEIGHT });
   if (key === shownKey || !width) return;
   shownKey = key;
   marks = state.marks;
-  const data = [step, loss, smoothed(loss), held].map((list) => list.slice(from));
+  const data = [step, value, smoothed(value), held].map((list) => list.slice(from));
   if (plot) plot.setData(data);
   else plot = made(data, width);
   tell(plot);
-  const known = loss.filter((one) => one != null), last = known.at(-1);
-  const lowest = known.reduce((low, one) => Math.min(low, one), Infinity);
-  const figures = `${decimal(last, 3)} now, ${decimal(lowest, 3)} at its lowest`;
-  const text = known.length ? `Loss over ${count(step.at(-1))} steps: ${figures}` : "No loss yet";
+  const known = value.filter((one) => one != null), last = known.at(-1);
+  const [pick, end] = curve === "reward" ? [Math.max, "highest"] : [Math.min, "lowest"];
+  const best = known.reduce((found, one) => pick(found, one), last);
+  const figures = `${decimal(last, 3)} now, ${decimal(best, 3)} at its ${end}`;
+  const text = known.length ? `${title} over ${count(step.at(-1))} steps: ${figures}` : `No ${curve} yet`;
   if ($("chart").ariaLabel !== text) $("chart").ariaLabel = text;
 }
 

@@ -12,7 +12,7 @@ export const begin = (main = null) => ({
   phase: "none", since: 0, why: "", waiting: null, ended: null, now: 0, ownAt: 0,
   run: null, own: null, main, others: new Map(), people: new Map(), seenPeers: false, trouble: null,
   step: null, maxSteps: null, peers: null, speed: null, rate: null, recent: [], roundAt: 0, lastStepAt: 0,
-  points: { step: [], loss: [], held: [] }, marks: [], rounds: [], samples: [], notices: [], next: 0,
+  curve: "loss", points: { step: [], value: [], held: [] }, marks: [], rounds: [], samples: [], notices: [], next: 0,
   mine: 0, all: 0, sent: 0, received: 0, blocked: 0, trained: 0, data: null, heldOut: null,
 });
 
@@ -42,7 +42,8 @@ const OWN = new Map(Object.entries({
   },
   step(state, e) {
     if (state.phase !== "paused") enter(state, "training", e);
-    point(state, e.step, e.loss, null);
+    if (e.reward != null) state.curve = "reward";
+    point(state, e.step, e[state.curve] ?? null, null);
     if (state.peers !== null && e.peers !== state.peers) {
       mark(state, e.peers > state.peers ? "join" : "leave", e, `${e.peers} peers, before that ${state.peers}`);
     }
@@ -64,9 +65,10 @@ const OWN = new Map(Object.entries({
     if (e.round) round(state, e, e.round);
   },
   eval(state, e) {
-    if (e.eval_loss == null) return;
-    state.heldOut = e;
-    point(state, e.step, null, e.eval_loss);
+    const held = e.eval_reward ?? e.eval_loss;
+    if (held == null) return;
+    state.heldOut = { t: e.t, value: held };
+    point(state, e.step, null, held);
   },
   checkpoint: (state, e) => mark(state, "save", e, "checkpoint"),
   pace(state, e) {
@@ -164,9 +166,10 @@ function told(state, e) {
   const states = new Set(peers.map((one) => one.state));
   enter(state, ["training", "loading", "paused"].find((one) => states.has(one)) ?? "none", e);
   const step = middle("step");
-  const losses = moving.map((one) => one.loss).filter((loss) => loss != null).sort((a, b) => a - b);
+  if (moving.some((one) => one.reward != null)) state.curve = "reward";
+  const values = moving.map((one) => one[state.curve]).filter((value) => value != null).sort((a, b) => a - b);
   if (step !== state.step) clocked(state, e.t, step);
-  if (losses.length) point(state, step, losses[(losses.length - 1) >> 1], null);
+  if (values.length) point(state, step, values[(values.length - 1) >> 1], null);
   Object.assign(state, { step, peers: peers.length });
   state.speed = moving.reduce((sum, one) => sum + one.samples_per_second, 0);
 }
@@ -207,11 +210,11 @@ function warn(state, e) {
   note(state, "warning", e, e.message, e.hint);
 }
 
-function point(state, step, loss, held) {
-  const { points } = state, lists = [points.step, points.loss, points.held];
+function point(state, step, value, held) {
+  const { points } = state, lists = [points.step, points.value, points.held];
   while (held === null && points.step.at(-1) >= step) lists.forEach((list) => list.pop()); // it began again
   if (points.step.at(-1) === step) points.held[points.held.length - 1] = held;
-  else if (!(points.step.at(-1) > step)) lists.forEach((list, i) => list.push([step, loss, held][i]));
+  else if (!(points.step.at(-1) > step)) lists.forEach((list, i) => list.push([step, value, held][i]));
 }
 
 function clocked(state, t, step) {

@@ -42,7 +42,7 @@ export function showProgress(state, now) {
   const there = peopleOf(state).filter((one) => !one.isAway);
   $("bar").max = maxSteps || 1;
   $("bar").value = maxSteps ? Math.min(step ?? 0, maxSteps) : 0;
-  const loss = state.points.loss.findLast((one) => one != null);
+  const value = state.points.value.findLast((one) => one != null);
   const isKnown = there.length > 0 && there.every((one) => one.speed != null); // of all of them
   const speed = isKnown ? there.reduce((sum, one) => sum + one.speed, 0) : state.speed;
   figures($("figures"), [
@@ -50,7 +50,7 @@ export function showProgress(state, now) {
     ["Time left", end ? duration(end - now) : "–", state.rate && `a step takes ${duration(1 / state.rate)}`],
     ["Peers", state.peers == null ? "–" : count(state.peers), state.own && "with this one"],
     ["Speed", speed == null ? "–" : decimal(speed, 1), "samples a second"],
-    ["Loss", decimal(loss, 3), state.heldOut && `held-out ${decimal(state.heldOut.eval_loss, 3)}`],
+    [state.curve === "reward" ? "Reward" : "Loss", decimal(value, 3), state.heldOut && `held-out ${decimal(state.heldOut.value, 3)}`],
     data && ["Data", percent((data.covered ?? 0) / (data.samples ?? data.shards ?? data.prompts ?? 1)), `of pass ${(data.passes ?? 0) + 1}`],
   ]);
 }
