@@ -3,21 +3,25 @@
 import json
 import os
 import signal
+import sys
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.kit.commands import LOOPBACK
+from tests.kit.commands import LOOPBACK, wait_until
 from tests.kit.stand_ins import write_llama
 from tests.kit.verdicts import group_of
-from tests.swarm.conftest import told
+from tests.swarm.conftest import above, told
 
 pytestmark = pytest.mark.timeout(300)
 
 PROGRAM = """
-import sys, time
+import os, sys, time
+from pathlib import Path
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 from tests.kit.stand_ins import Blocks, model_of_blocks
 
 class Paced(Trainer):
@@ -25,13 +29,17 @@ class Paced(Trainer):
         time.sleep(0.1)
         return super().training_step(*args, **kwargs)
 
+    def _save_checkpoint(self, *args):
+        super()._save_checkpoint(*args)
+        Path(self.args.output_dir, "own-checkpoint").touch()
+
 output_dir, max_steps = sys.argv[1:]
 args = TrainingArguments(
     output_dir=output_dir, max_steps=int(max_steps), per_device_train_batch_size=4, report_to=[],
-    save_strategy="no", dataloader_pin_memory=False,
+    save_steps=10, dataloader_pin_memory=False,
 )
 trainer = Paced(model=model_of_blocks(), args=args, train_dataset=Blocks())
-trainer.train()
+trainer.train(resume_from_checkpoint=get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None)
 trainer.save_model(output_dir + "/saved")
 """
 
@@ -60,12 +68,15 @@ def test_two_launched_peers_end_equal(launch, tmp_path):
     assert any(len(group_of(step)) == 2 for step in told(first.events, "step"))
     one, two = (load_file(tmp_path / name / "saved/model.safetensors") for name in ("first", "second"))
     assert all(torch.equal(one[name], two[name]) for name in one)
+    assert (tmp_path / "first/own-checkpoint").exists()
+    last = load_file(tmp_path / "first/checkpoint-60/model.safetensors")
+    assert all(torch.equal(one[name], last[name]) for name in one)
 
 
 @pytest.fixture
 def running(launch):
     peer = launch("first", 100_000)
-    peer.wait_for("step", 90)
+    peer.wait_for("step", 90, step=above(10))
     return peer
 
 
@@ -76,10 +87,25 @@ def test_signal_leaves_checkpoint_and_its_code(running, launch, tmp_path):
     assert done["reason"] == "signal"
     assert done["resume"].startswith("trahiv launch")
     assert (tmp_path / done["path"]).is_dir()
+    assert list((tmp_path / "first").glob("checkpoint-*"))  # the program names it when it starts again
     again = launch("first", done["step"] + 2)
     assert again.exit_code(90) == 0
     [joined] = told(again.events, "joined")
     assert (joined["source"], joined["step"]) == ("checkpoint", done["step"])
+
+
+def test_signal_before_training_ends_program(launch, tmp_path):
+    program = tmp_path / "slow.py"
+    program.write_text(
+        "import os, sys, time\nimport transformers.trainer\n"
+        "open('pid', 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+    peer = launch("", 0, program=["bash", "-c", f"{sys.executable} {program}; exit 1"])
+    written = tmp_path / "pid"
+    wait_until(lambda: written.exists() and written.read_text(), 90)
+    peer.send_signal(signal.SIGTERM)
+    assert peer.exit_code(60) == 143
+    assert not psutil.pid_exists(int(written.read_text()))
 
 
 def test_spent_budget_leaves_checkpoint(launch, tmp_path):

@@ -179,10 +179,14 @@ def command_of(program: Sequence[str]) -> list[str]:
     first = program[0]
     if first == "-m" or first.endswith(".py"):
         return [sys.executable, *program]
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if (found := shutil.which(first, path=beside)) is None:
+    if (found := shutil.which(first, path=path_of_programs())) is None:
         raise typer.BadParameter(f"there is no program {first!r} here", param_hint="PROGRAM")
     return [found, *program[1:]]
+
+
+def path_of_programs() -> str:
+    """Return the search path for programs, in which those of this interpreter's environment come first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def completed(run: ProgramRun) -> list[str]:
@@ -210,13 +214,18 @@ def supervised(command: Sequence[str], words: Sequence[str], peers: Sequence[str
             LAUNCH_VARIABLE: json.dumps(list(words)),
             PEER_VARIABLE: " ".join(peers),
             "PYTHONPATH": os.pathsep.join(paths),
+            "PATH": path_of_programs(),  # a program may start others of its environment by their names
         }
         # The program's libraries speak as they do without trahiv, but it has one GPU as other peers.
         usual = {name: value for name, value in os.environ.items() if name not in set_here}
         one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]}
         process = subprocess.Popen(command, env=usual | one_gpu | own)
 
+        received = 0
+
         def pass_on(number: int, _: Any) -> None:
+            nonlocal received
+            received = number
             if number == signal.SIGTERM:  # Ctrl-C reaches all processes of the terminal by itself
                 os.kill(result().get("pid", process.pid), number)
 
@@ -224,11 +233,13 @@ def supervised(command: Sequence[str], words: Sequence[str], peers: Sequence[str
             signal.signal(number, pass_on)
         code = process.wait()
         found = result()
-    if "pid" not in found and code == 0:
+    if "trains" not in found and code == 0:
         raise SetupError(
             f"{shlex.join(command)} ended, but no Trainer of transformers trained in it.",
             hint="launch a program that calls `Trainer.train`, with this interpreter",
         )
+    if received:  # a launcher in between has another code
+        code = -received
     return found.get("code", code if code >= 0 else 128 - code)
 
 
@@ -246,7 +257,7 @@ def take_part(run: ProgramRun, options: PeerOptions, shared: SharedOptions, peer
 
     @contextlib.contextmanager
     def shown(events: Events) -> Iterator[Any]:
-        note_result(pid=os.getpid())
+        note_result(trains=True)
         try:
             with listened(events, shared) as free_terminal:
                 yield free_terminal
@@ -254,6 +265,7 @@ def take_part(run: ProgramRun, options: PeerOptions, shared: SharedOptions, peer
             note_result(code=int(end.code or 0))
             raise
 
+    note_result(pid=os.getpid())
     if folder := os.environ.pop(PAUSED_VARIABLE, ""):
         hold(Path(folder), run, options, shown)
     from trahiv_cli.train.enabling import enable

@@ -38,7 +38,7 @@ from trahiv_cli.train.division import Divided, DividedSampler
 
 MAY_DIFFER = frozenset(
     # The locations of this peer's files; peers compare the model and the tokenizer themselves.
-    "output_dir resume_from_checkpoint hivemind_config model_init_kwargs trust_remote_code "
+    "output_dir logging_dir resume_from_checkpoint hivemind_config model_init_kwargs trust_remote_code "
     "chat_template_path push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
     "hub_revision "
     # This peer's share of a step, and the way in which its device computes it.

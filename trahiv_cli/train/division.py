@@ -147,15 +147,18 @@ def samples_of_a_prompt(order: Any, batch: int) -> int:
 
 
 def divide(
-    samples: Any, args: TrainingArguments, should_leave: Callable[[], bool], prompts: Any = None
+    samples: Any,
+    args: TrainingArguments,
+    strategy: str,
+    should_leave: Callable[[], bool],
+    prompts: Any = None,
 ) -> Divided | None:
     """Return a reader of this peer's part of the data; None if peers can't divide the data.
 
     They can't divide a stream of one shard, a stream with loader workers, data without a length, or a dataset
-    whose order is neither random nor sequential. `prompts` is TRL's order of a dataset of prompts.
+    whose order (`strategy`) is neither random nor sequential. `prompts` is TRL's order of prompts.
     """
     batch = args.per_device_train_batch_size
-    strategy = args.train_sampling_strategy
     seed = args.seed if args.data_seed is None else args.data_seed
     if prompts is not None:
         return DividedPrompts(prompts, batch, seed, should_leave)

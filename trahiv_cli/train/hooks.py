@@ -57,7 +57,6 @@ from trahiv_cli.train.settings import naming_packages, temporarily
 
 INSTEAD = {
     "train": "define it in a class below the mixin: `class T(SwarmTrainerMixin, Yours)`",
-    "create_optimizer_and_scheduler": "override `create_optimizer` and `create_scheduler`",
     "_clip_grad_norm": "`max_grad_norm` clips the average of all peers' gradients",
     "_get_grad_norm": "logs have the norm of the average of all peers' gradients",
     "_save_checkpoint": "`on_save` of a callback, which is called after each of the swarm's own checkpoints",
@@ -73,13 +72,22 @@ def definer(trainer: type, name: str) -> type:
     return next(cls for cls in trainer.__mro__ if cls is not InSwarm and name in vars(cls))
 
 
-def require_no_replaced(trainer: type, mixin: type) -> None:
+def is_permutation(order: Any) -> bool:
+    """Tell whether a sampler draws each sample once in a pass, in random order."""
+    is_random = type(order) is RandomSampler and not order.replacement
+    return is_random and order.num_samples == len(order.data_source)
+
+
+def require_no_replaced(trainer: type, mixin: Any) -> None:
     """Raise `RecipeError` if the trainer's class overrides a method that a swarm replaces.
 
-    The overrides in transformers and TRL only add a model card to a checkpoint.
+    The overrides in transformers and TRL only add a model card to a checkpoint. A launched program can't be
+    changed: its checkpoints are written beside the swarm's.
     """
     for name, instead in INSTEAD.items():
         by = definer(trainer, name)
+        if name == "_save_checkpoint" and mixin.launch is not None:
+            continue
         if by is not mixin and by.__module__.partition(".")[0] not in ("transformers", "trl"):
             raise RecipeError(
                 f"In a swarm, `{by.__name__}.{name}` can't be used.", hint=f"instead: {instead}"
@@ -134,10 +142,12 @@ class InSwarm(TrainerHost):
         own = [f"{by.__name__}.{hook}" for hook in hooks if (by := definer(type(self), hook)) is not Trainer]
         samples = self.train_dataset
         self._divided = None
-        order = self._order_of_trl() if own else None
+        order = self._own_order() if own else None
         prompts = order if type(order).__name__ == "RepeatSampler" else None
-        if isinstance(order, SequentialSampler | RandomSampler):
-            own = []  # it is the Trainer's own order
+        strategy = self.args.train_sampling_strategy
+        if type(order) is SequentialSampler or is_permutation(order):
+            own = []  # peers can divide it, as the Trainer's own order
+            strategy = "random" if is_permutation(order) else "sequential"
         self.samples_per_pass = None
         if has_length(samples):
             self.samples_per_pass = len(samples)
@@ -153,18 +163,17 @@ class InSwarm(TrainerHost):
         if own and prompts is None:
             self._undivided_for = ", ".join(own)
             return
-        self._divided = divide(samples, self.args, self._should_leave, prompts)
+        self._divided = divide(samples, self.args, strategy, self._should_leave, prompts)
         if self._divided is None and has_length(samples):
-            self._undivided_for = self.args.train_sampling_strategy
+            self._undivided_for = strategy
         elif self._divided is None:
             self._undivided_for = "a stream of one shard, or with workers"
 
-    def _order_of_trl(self) -> Any:
-        """Return the sampler of a trainer of TRL; None if the loader or the sampler is the user's own."""
-        maker = definer(type(self), "_get_train_sampler")
+    def _own_order(self) -> Any:
+        """Return the sampler of a subclass whose loader is that of the Trainer or of TRL; else None."""
         loader = definer(type(self), "get_train_dataloader")
-        are_of_trl = all(by.__module__.startswith("trl.") for by in (maker, loader))
-        if not are_of_trl or not has_length(self.train_dataset):
+        is_known = loader.__module__.partition(".")[0] in ("transformers", "trl")
+        if not is_known or not has_length(self.train_dataset):
             return None
         return self._get_train_sampler(self.train_dataset)
 
@@ -180,8 +189,10 @@ class InSwarm(TrainerHost):
         torch.manual_seed(seed)
         samples = self._divided if isinstance(self._divided, DividedStream) else self.train_dataset
         # `weigh` can't count the samples of every kind of batch, so each batch must be full: an incomplete
-        # batch at the end of a pass is dropped. Evaluations drop nothing.
-        with temporarily(args, dataloader_drop_last=True), temporarily(self, train_dataset=samples):
+        # batch at the end of a pass is dropped. Evaluations drop nothing. An own loader may draw its order
+        # from the seed of data, which must be unlike the other peers' then.
+        changes = {"dataloader_drop_last": True, "data_seed": seed}
+        with temporarily(args, **changes), temporarily(self, train_dataset=samples):
             loader = super().get_train_dataloader()
         # Each iterator draws a seed for its workers. With a generator of its own, it does not change dropout.
         inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps some loaders
@@ -414,10 +425,18 @@ class InSwarm(TrainerHost):
         # Private. The Trainer looks for its metric even after an evaluation that ended early.
         return bool(metrics) and super()._determine_best_metric(metrics=metrics, trial=trial)
 
-    def _save_checkpoint(self, *_: Any) -> None:
-        """Begin to write a checkpoint of the swarm's step, in this package's own format."""
+    def _save_checkpoint(self, *given: Any) -> None:
+        """Begin to write a checkpoint of the swarm's step, in this package's own format.
+
+        A launched program gets the Trainer's own one too, with the model alone: it may look for that.
+        """
         self.swarm_callback.save_checkpoint()
         args = self.args
+        if self._launch is not None:
+            assert self.swarm_optimizer is not None
+            agreed = self.swarm_optimizer.agreed_weights()
+            with agreed, temporarily(args, save_only_model=True, push_to_hub=False):
+                super()._save_checkpoint(*given)
         is_due = args.push_to_hub and args.hub_strategy == HubStrategy.EVERY_SAVE
         if is_due and (self._pushed is None or self._pushed.done() or args.hub_always_push):
             assert self.swarm_optimizer is not None

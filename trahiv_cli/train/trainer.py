@@ -245,7 +245,8 @@ class SwarmTrainerMixin(TrainerHost):
         if self.swarm_config is None:
             return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
         train = partial(self._train_in_swarm, **kwargs)
-        if resume_from_checkpoint not in (None, False, True):
+        # A launched program may name one that it found in `output_dir`; the swarm's is as new or newer.
+        if self._launch is None and resume_from_checkpoint not in (None, False, True):
             raise RecipeError(
                 "In a swarm, `resume_from_checkpoint` can't name a checkpoint.",
                 hint="leave it out: a run resumes from its peers, or from output_dir/checkpoints",

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from tests.unit.conftest import refused
-from trahiv_cli.cli.launch import command_of, completed, program_run
+from trahiv_cli.cli.launch import command_of, completed, path_of_programs, program_run
 from trahiv_cli.errors import RecipeError
 
 
@@ -25,6 +25,12 @@ def test_commands_of_this_environment_come_first(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "sh").touch(mode=0o755)
     assert command_of(["sh", "-c", "true"]) == [str(tmp_path / "sh"), "-c", "true"]
+
+
+def test_programs_find_others_of_their_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/bin")
+    assert path_of_programs() == f"{tmp_path}:/bin"
 
 
 def test_unknown_program_is_a_usage_error():

@@ -116,6 +116,5 @@ def test_only_divisible_data_is_divided(arguments):
         (one, "random", 1, {"number of samples": "1"}),
         (one, "group_by_length", 0, None),
     ):
-        args = arguments(dataloader_num_workers=workers, train_sampling_strategy=strategy)
-        divided = divide(samples, args, lambda: False)
+        divided = divide(samples, arguments(dataloader_num_workers=workers), strategy, lambda: False)
         assert getattr(divided, "size", None) == size

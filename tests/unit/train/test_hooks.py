@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.optim.lr_scheduler import LambdaLR, StepLR
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from transformers import EarlyStoppingCallback, LlamaForCausalLM, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -17,6 +17,7 @@ from tests.kit.stand_ins import write_llama
 from tests.unit.conftest import refused
 from tests.unit.train.conftest import Hearer
 from trahiv_cli.errors import RecipeError
+from trahiv_cli.train.checkpoint import derive_peer_seed
 from trahiv_cli.train.hooks import put_in_swarm
 from trahiv_cli.train.inner import change_to_float32, require_steppable
 from trahiv_cli.train.trainer import SwarmTrainer, SwarmTrainerMixin, in_swarm
@@ -114,7 +115,6 @@ def test_every_trainer_override_is_called(trained, where):
     by_steps = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     trained(noting(plain), "plain", **by_steps)
     own = noting(ours)
-    del own["create_optimizer_and_scheduler"]  # a Trainer does not call it, and a swarm refuses it
     if where == "above":
         del own["train"]
     trained(own, where, **by_steps)
@@ -317,9 +317,7 @@ def test_unusable_optimizer_or_schedule_is_refused(refuse, attribute, make, said
     refuse(f"create_{attribute.removeprefix('lr_')}", create, said)
 
 
-@pytest.mark.parametrize(
-    "name", ["create_optimizer_and_scheduler", "_clip_grad_norm", "_get_grad_norm", "_save_checkpoint"]
-)
+@pytest.mark.parametrize("name", ["_clip_grad_norm", "_get_grad_norm", "_save_checkpoint"])
 def test_override_of_replaced_method_is_refused(refuse, name):
     refuse(name, lambda *_, **__: None, rf"`Mine\.{name}` can't be used")
 
@@ -394,10 +392,36 @@ def test_batch_norm_statistics_become_float32():
     assert model(torch.ones(4, 2)).dtype == torch.float32
 
 
+def own_order(self, *_):
+    return RandomSampler(self.train_dataset, replacement=True)
+
+
+@pytest.mark.parametrize(
+    ("order", "is_shuffled"), [(in_order, False), (lambda self, *_: RandomSampler(self.train_dataset), True)]
+)
+def test_usual_order_of_own_sampler_is_divided(trained, events, told, order, is_shuffled):
+    trainer = trained({"_get_train_sampler": order}, events=events)
+    assert [event["code"] for event in told if event["event"] == "warning"] == []
+    assert trainer.swarm_optimizer.announced[:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (trainer._divided.seed is not None) is is_shuffled
+
+
+def test_own_loader_gets_seed_of_peer(trained):
+    seen = []
+
+    def noted(self):
+        seen.append(self.args.data_seed)
+        return loader(self)
+
+    trainer = trained({"get_train_dataloader": noted})
+    assert seen == [derive_peer_seed(trainer.args.seed, trainer.node.peer_id)]
+    assert trainer.args.data_seed is None
+
+
 @pytest.mark.parametrize(
     ("own", "how", "why"),
     [
-        (IN_ORDER, {}, "Mine._get_train_sampler"),
+        ({"_get_train_sampler": own_order}, {}, "Mine._get_train_sampler"),
         ({"get_train_dataloader": loader}, {}, "Mine.get_train_dataloader"),
         ({}, {"train_sampling_strategy": "group_by_length"}, "group_by_length"),
         ({}, {"swarm": {"divide_data": False}}, None),
