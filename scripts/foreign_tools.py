@@ -4,7 +4,8 @@
 
 Without names, it tries all three. For each tool it makes an environment in DIR, unless it is there, with
 this tree's trahiv, and a tiny model. Two peers on this machine then train LoRA adapters for 20 steps, on the
-CPU. It prints one line per tool: the versions and `equal`, or the reason why not. It fails unless all are equal.
+CPU. It prints one line per tool: the versions and `equal`, or the reason why not. It fails unless all are
+equal.
 
 Some versions exceed the limits that a tool or trahiv declares; pip complains about them, but they work:
 
