@@ -1,4 +1,5 @@
-"""Each trainer of docs/trainers.md in a swarm: one peer equals the trainer alone, two equal a larger batch.
+"""Each trainer of docs/trainers.md in a swarm: one peer equals the trainer alone, two equal a larger batch, a
+peer that comes late, is interrupted and comes back ends equal, and so do two that `trahiv launch` starts.
 
 Two processes train the rows one after the other, each time in a swarm of their own over 127.0.0.1.
 """
@@ -6,6 +7,8 @@ Two processes train the rows one after the other, each time in a swarm of their 
 import multiprocessing as mp
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
+from tests.kit.commands import LOOPBACK
 from tests.kit.lone import lone_node, train_alone
 from tests.kit.trainers import BATCH, NUM_SAMPLES, ROWS, STEPS, parts_of
 from tests.swarm.conftest import LOCAL
@@ -28,6 +32,25 @@ OF_WHOLE_BATCHES = {"TRL, KTO", "TRL, ORPO", "TRL, CPO"}
 KINDS = {"causal language model", "Seq2SeqTrainer, T5", "peft, LoRA", "TRL, DPO"}
 IN_PAIRS = (ROWS.keys() if os.environ.get("TRAHIV_ALL_ROWS") else KINDS) - OF_WHOLE_BATCHES
 """Rows that two peers train: one of each kind, or all of them for `scripts/trainers.py`."""
+
+LATE = ROWS.keys() if os.environ.get("TRAHIV_ALL_ROWS") else {"causal language model"}
+LAUNCHED = ROWS.keys() if os.environ.get("TRAHIV_ALL_ROWS") else ()
+"""Rows that a late peer trains, and a launched program; `test_launch.py` launches other programs."""
+
+LATE_STEPS = 40
+
+PROGRAM = """
+import sys
+import torch
+from tests.kit.trainers import parts_of
+
+torch.set_num_threads(1)
+cls, positional, keywords = parts_of(sys.argv[1], sys.argv[2])
+trainer = cls(*positional, **keywords)
+trainer.train()
+weights = [weight.detach() for weight in trainer.model.parameters() if weight.requires_grad]
+torch.save(weights, sys.argv[2] + "/weights.pt")
+"""
 
 
 def weights(trainer):
@@ -107,38 +130,94 @@ def train_half(name, number, folder, initial, both_in, ready):
     return weights(trainer), used
 
 
-def work(number, folder, tasks, answers, addresses, both_in):
-    """Train rows by name until None comes."""
+def train_late(name, number, folder, initial, begun, ready):
+    """Train a row; the second peer comes late, is interrupted and comes back. Returns a step and weights.
+
+    `begun` is set once the first peer has taken some steps.
+    """
+
+    def paced(cls):
+        class Paced(cls):
+            def training_step(self, *args, **kwargs):
+                time.sleep(0.1)
+                return super().training_step(*args, **kwargs)
+
+        return Paced
+
+    def train(node, interrupt_after):
+        cls, positional, keywords = parts_of(name, folder / f"{number}")
+        keywords["args"].max_steps = LATE_STEPS
+        own_steps = []
+
+        def hear(event):
+            if event["event"] == "step":
+                own_steps.append(event["step"])
+                if len(own_steps) == 3 and number == 0:
+                    begun.set()
+                if len(own_steps) == interrupt_after:
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        opt = {"run_id": "row", "target_batch_size": 2 * BATCH, "matchmaking_time": 2}
+        own = {
+            "node": node,
+            "events": Events(hear),
+            "hivemind_config": {"opt": opt},
+            "swarm": {"mode": "sync"},
+        }
+        trainer = in_swarm(paced(cls))(*positional, **keywords, **own)
+        try:
+            trainer.train()
+        except KeyboardInterrupt:
+            assert interrupt_after, "only one interrupt was sent"
+        return trainer
+
+    with Node(LOCAL, folder / f"{number}.key", initial) as node:
+        ready(node.own_addresses()[0])
+        if number:
+            assert begun.wait(60)
+            first = train(node, 3)
+            assert first.swarm_optimizer.local_epoch < LATE_STEPS, "it came too late, or was not interrupted"
+        trainer = train(node, None)
+    begun.clear()
+    return trainer.swarm_optimizer.local_epoch, weights(trainer)
+
+
+def work(number, folder, tasks, answers, addresses, both_in, begun):
+    """Train rows until None comes; a task is a function's name and a row's."""
     torch.set_num_threads(1)
-    for name in iter(tasks.get, None):
-        place = Path(folder, re.sub(r"\W+", "-", name))
+    for how, name in iter(tasks.get, None):
+        place = Path(folder, re.sub(r"\W+", "-", f"{how} {name}"))
         place.mkdir(exist_ok=True)
         initial = (addresses.get(timeout=60),) if number else ()
         try:
             ready = (lambda _: None) if number else addresses.put
-            answers.put(train_half(name, number, place, initial, both_in, ready))
+            if how == "late":
+                answers.put(train_late(name, number, place, initial, begun, ready))
+            else:
+                answers.put(train_half(name, number, place, initial, both_in, ready))
         except Exception as error:  # noqa: BLE001 - the test tells it
             answers.put(f"{type(error).__name__}: {error}")
 
 
 @pytest.fixture(scope="module")
 def train_by_two(tmp_path_factory):
-    """Train a row by two peers; returns for each its weights, and the samples that it used in each step."""
+    """Train a row by two peers; returns the result of `train_half` or `train_late` (`how`) of each."""
     context = mp.get_context("spawn")
     folder = str(tmp_path_factory.mktemp("pair"))
     both_in = context.Barrier(2)
+    begun = context.Event()
     addresses = context.Queue()
     queues = [(context.Queue(), context.Queue()) for _ in range(2)]
     peers = [
-        context.Process(target=work, args=(number, folder, *queues[number], addresses, both_in))
+        context.Process(target=work, args=(number, folder, *queues[number], addresses, both_in, begun))
         for number in range(2)
     ]
     for peer in peers:
         peer.start()
 
-    def train(name):
+    def train(name, how="half"):
         for tasks, _ in queues:
-            tasks.put(name)
+            tasks.put((how, name))
         return [answers.get(timeout=120) for _, answers in queues]
 
     yield train
@@ -180,3 +259,28 @@ def test_two_peers_equal_a_larger_batch(name, tmp_path, train_by_two):
     assert len(first) == len(second) == STEPS
     steps = [[*mine, *theirs] for mine, theirs in zip(first, second, strict=True)]
     assert (one - train_reference(name, tmp_path, steps)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", sorted(LATE))
+def test_late_and_interrupted_peer_ends_equal(name, train_by_two):
+    (step, one), (other_step, two) = train_by_two(name, "late")
+    assert step == other_step == LATE_STEPS
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("name", sorted(LAUNCHED))
+def test_launched_row_ends_equal(name, start, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+
+    def launch(folder, *options):
+        words = ("--format", "json", *LOOPBACK, *options)
+        return start("launch", *words, "--", program, name, folder, is_cold=True)
+
+    usual = ("--target-batch-size", 2 * BATCH, "--swarm", "min_peers=2", "--swarm", "mode=sync")
+    first = launch("first", *usual)
+    first.wait_for("ready", 90)
+    second = launch("second", "--peer", f"@{tmp_path}/first/invitation")
+    assert [peer.exit_code(120) for peer in (first, second)] == [0, 0]
+    one, two = (torch.load(tmp_path / folder / "weights.pt") for folder in ("first", "second"))
+    assert all(map(torch.equal, one, two))

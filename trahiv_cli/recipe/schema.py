@@ -377,6 +377,9 @@ class TrainingSection(Section):
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     torch_compile: Suggested[bool] = False
+    use_liger_kernel: Suggested[bool] = False
+    """Fused kernels of the package liger-kernel, for GPUs: less memory, and faster with large vocabularies."""
+
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Shared: it draws the same initial weights on every peer. Data order and dropout differ by peer."""
 

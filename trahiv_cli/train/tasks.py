@@ -22,6 +22,7 @@ from datasets.exceptions import DatasetsError
 from jinja2 import TemplateError
 from transformers import TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
+from transformers.utils import is_liger_kernel_available
 
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import Splits
@@ -29,6 +30,7 @@ from trahiv_cli.assets.memory import is_out_of_memory
 from trahiv_cli.assets.model import adapter_config, build_model, compute_dtype
 from trahiv_cli.errors import AssetError, SetupError
 from trahiv_cli.recipe.agreement import AgreedRun
+from trahiv_cli.recipe.builtin import how_to_install
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.task_sections import TASKS_OF_TRL
 from trahiv_cli.recipe.upstream import without_tracker
@@ -62,6 +64,11 @@ def training_arguments(run: AgreedRun, folder: Path, name: str = "") -> Training
         raise SetupError(
             "The recipe computes in float16 (`training.fp16`), which needs a GPU, and this machine has none.",
             hint="--set training.fp16=false",
+        )
+    if training.use_liger_kernel and not (has_gpu and is_liger_kernel_available()):
+        raise SetupError(
+            "The recipe uses Liger kernels (`training.use_liger_kernel`), which need a GPU and a package.",
+            hint=f"{how_to_install('liger-kernel')}, or --set training.use_liger_kernel=false",
         )
     available = {"all", "none", *get_available_reporting_integrations()}
     for tracker in training.report_to:

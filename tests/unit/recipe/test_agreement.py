@@ -26,6 +26,7 @@ OWNED = """
 model.attn_implementation quantization.bnb_4bit_compute_dtype data.streaming data.num_proc
 training.per_device_train_batch_size training.per_device_eval_batch_size training.gradient_accumulation_steps
 training.bf16 training.fp16 training.activation_checkpointing training.torch_compile training.logging_steps
+training.use_liger_kernel
 training.eval_steps training.save_steps training.save_total_limit training.dataloader_num_workers
 training.report_to training.run_name training.trackio_space_id
 hivemind_config.opt.averaging_timeout hivemind_config.opt.allreduce_timeout
