@@ -68,6 +68,8 @@ def show_estimate(recipe: Recipe, doubts: Sequence[Finding] = ()) -> None:
     from trahiv_cli.assets.model import estimate, free_bytes, require_room
 
     longest = seen.max_length if seen.packed else seen.lengths.get("longest", seen.max_length)
+    if recipe.grpo is not None:  # the data has prompts alone
+        longest += recipe.grpo.max_completion_length
     needed = estimate(recipe, length=longest)
     free = free_bytes()
     traffic = traffic_of(recipe, needed)

@@ -14,7 +14,7 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.paths import closest
 from trahiv_cli.recipe.rows import CHATML, SHAREGPT, Form, is_conversation, listed
 from trahiv_cli.recipe.schema import DatasetSection, Recipe
-from trahiv_cli.recipe.task_sections import GrpoSection, SftSection
+from trahiv_cli.recipe.task_sections import TRL_REWARDS, GrpoSection, SftSection
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,11 @@ def grpo_form(table: Table, grpo: GrpoSection) -> Form:
     if "prompt" not in table.first:
         raise _lacks(table, "`prompt`")
     form = _form(table, ("prompt",))
-    kept = []
+    answers = []
+    kept: list[str] = []
     for index, reward in enumerate(grpo.rewards):
-        has_answer = reward.name.endswith(("accuracy_reward", "cosine_scaled_reward"))
+        is_of_trl = reward.name in TRL_REWARDS
+        has_answer = is_of_trl and reward.name.endswith(("accuracy_reward", "cosine_scaled_reward"))
         if form.keys is None and (has_answer or reward.name == "think_format_reward"):
             raise AssetError(
                 f"The reward {reward.name!r} reads conversations, and the prompts of {table.name} are texts.",
@@ -99,14 +101,14 @@ def grpo_form(table: Table, grpo: GrpoSection) -> Form:
             )
         if reward.name in ("exact_match", "number"):
             require_column(table, reward.column, f"grpo.rewards.{index}.column")
-            kept.append(reward.column)
+            answers.append(reward.column)
         elif has_answer:
             if "solution" not in table.first:
                 raise _lacks(table, f"`solution`, which `{reward.name}` reads")
-            kept.append("solution")
+            answers.append("solution")
         elif reward.is_own:  # it may read any column
             kept += [column for column in table.first if column != "prompt"]
-    return replace(form, kept=tuple(dict.fromkeys(kept)))
+    return replace(form, answers=tuple(answers), kept=tuple(dict.fromkeys([*answers, *kept])))
 
 
 def task_form(table: Table, recipe: Recipe) -> Form | None:

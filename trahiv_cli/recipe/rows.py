@@ -41,7 +41,8 @@ class Form:
     columns: tuple[str, ...]
     keys: tuple[str, str] | None
     flag: str | None = None  # a column of true or false
-    kept: tuple[str, ...] = ()  # columns that only rewards read
+    answers: tuple[str, ...] = ()  # columns with the right answers, which rewards need
+    kept: tuple[str, ...] = ()  # all columns that rewards may read
 
     def error(self, row: Mapping[str, Any], template: str | None = None) -> str:
         """Return the error in a row, as words to follow its number, or "".
@@ -55,7 +56,7 @@ class Form:
                 return problem
         if self.flag and not isinstance(row.get(self.flag), bool):
             return f"has {kind_of(row.get(self.flag))} in {self.flag!r}, and not true or false"
-        for column in self.kept:
+        for column in self.answers:
             if row.get(column) is None:
                 return f"has no {column!r}"
         return ""

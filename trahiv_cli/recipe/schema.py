@@ -378,7 +378,7 @@ class TrainingSection(Section):
 
     torch_compile: Suggested[bool] = False
     use_liger_kernel: Suggested[bool] = False
-    """Fused kernels of the package liger-kernel, for GPUs: less memory, and faster with large vocabularies."""
+    """Fused kernels of the package liger-kernel, for GPUs: less memory with large vocabularies."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Shared: it draws the same initial weights on every peer. Data order and dropout differ by peer."""

@@ -30,7 +30,9 @@ def line(event: Event) -> str | None:
                 + (f", round of {len(last['group'])} in {last['seconds']:.2f} s" if last else "")
             )
         case "eval":
-            numbers = [f"{key}={value:.4g}" for key, value in event.items() if key.startswith("eval_")]
+            # TRL has a dozen more, whose names have a slash.
+            named = {key: value for key, value in event.items() if key.startswith("eval_") and "/" not in key}
+            numbers = [f"{key}={value:.4g}" for key, value in named.items()]
             return f"eval at step {event['step']}: {' '.join(numbers)}"
         case "checkpoint":
             return f"checkpoint: {event['path']}"

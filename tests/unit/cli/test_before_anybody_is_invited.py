@@ -49,6 +49,7 @@ pytestmark = pytest.mark.usefixtures("here")
         ),
         ({"training__optim": "paged_adamw_8bit"}, "a package that is not installed", "pip .*bitsandbytes"),
         ({"training__fp16": True}, "float16 .* needs a GPU, and this machine has none", "fp16=false"),
+        ({"training__use_liger_kernel": True}, "Liger kernels .* need a GPU", "use_liger_kernel=false"),
         (
             {"model__config": tiny_llama(num_key_value_heads=3)},
             "batch could not be trained in the rehearsal",

@@ -42,6 +42,26 @@ def test_json_estimate_has_bytes_and_seconds(nothing_starts, here, events):
     assert list(event["seconds"]["round_of_2"]) == ["5", "20", "100", "1000"]
 
 
+@pytest.mark.parametrize(
+    ("task", "row", "section", "length"),
+    [
+        ("reward", {"chosen": "yes", "rejected": "no, no"}, {}, len("no, no") + 1),
+        ("kto", {"prompt": "a", "completion": "yes", "label": True}, {}, len("ayes") + 1),
+        ("grpo", {"prompt": "abc", "answer": "4"}, {"rewards": "number", "max_completion_length": 8}, 4 + 8),
+    ],
+)
+def test_tasks_of_answers_are_estimated(nothing_starts, here, events, write_rows, task, row, section, length):
+    write_rows([row] * 16)
+    sections = {"clm": None, task: {"max_length": 32, **section}}
+    training = {"max_steps": 1, "per_device_train_batch_size": 8}
+    data = {"datasets": [{"path": "rows.jsonl"}]}
+    file = write_tiny(here, task=task, data=data, training=training, **sections)
+    event = next(one for one in events("check --deep", file) if one["event"] == "estimate")
+    assert event["longest_sample"] == length
+    assert event["activation_bytes"] > 0
+    assert (event["reference_bytes"] > 0) is (task == "kto")
+
+
 OF_AUTO = (*CODECS_BY_LOSS, "a fragment")
 
 

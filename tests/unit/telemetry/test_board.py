@@ -74,7 +74,7 @@ REACHED = {"event": "reach", "reached": "relayed", "reached_why": "Through a mem
 REST = "samples 64 (24 mine), peers 2, 11.3 samples/s"
 ENDED = {"event": "done", "step": 40, "reason": "signal", "path": "runs/run-1/final", "had_ended": True}
 LOST = ENDED | {"path": None, "resume": None, "had_ended": False}
-EVAL = {"event": "eval", "step": 20, "epoch": 0.5, "eval_loss": 2.0, "eval_runtime": 1.23456}
+EVAL = {"event": "eval", "step": 20, "epoch": 0.5, "eval_loss": 2.0, "eval_runtime": 1.23456, "eval_a/b": 1}
 SAMPLE = {"event": "sample", "step": 40, "prompt": "def f", "text": "(x):\n\x1b[2J"}
 
 SAID = [
