@@ -239,8 +239,15 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[
     prompt = row["prompt"]
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
-    options = {"tools": row.get("tools"), "add_generation_prompt": True, "return_dict": False}
+    options = {"add_generation_prompt": True, "return_dict": False, **template_options(row)}
     return list(tokenizer.apply_chat_template(prompt, **options))
+
+
+def template_options(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row has beside its messages."""
+    tools = row.get("tools")
+    own = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+    return own | (row.get("chat_template_kwargs") or {})
 
 
 def to_messages(conversation: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -318,10 +325,7 @@ def lost_by_template(
     Messages whose parts it writes in the notation of Python or JSON count as lost too. Errors of the template
     are passed on.
     """
-    tools = row.get("tools")
-    options = {"tools": json.loads(tools) if isinstance(tools, str) else tools, "tokenize": False}
-    options |= row.get("chat_template_kwargs") or {}
-    text = tokenizer.apply_chat_template(messages, **options)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, **template_options(row))
 
     def has(said: Any) -> bool:
         return str(said) in text or json.dumps(said, ensure_ascii=False)[1:-1] in text

@@ -299,6 +299,9 @@ class GrpoSection(Section):
     """Free vLLM's memory while the model trains."""
 
     def _broken_rules(self) -> Rules:
+        functions = [one.name.rpartition(":")[2] for one in self.rewards if one.is_own]
+        if len(set(functions)) < len(functions):
+            yield f"two functions are called {mode(functions)!r}: rename one", "rewards"
         if self.max_completion_length >= self.max_length:
             message = f"leaves no room for a prompt in `max_length` ({self.max_length} tokens)"
             yield message, "max_completion_length", "max_length"

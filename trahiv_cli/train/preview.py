@@ -87,9 +87,7 @@ class Preview:
     looked_at: int  # the number of samples that the figures cover
     rows: int  # the model's inputs from these: packing makes fewer, and TRL drops samples that train nothing
     tokens: int  # in these rows
-    trained_tokens: (
-        int | None
-    )  # of `tokens`; None where no token of the data is trained, but a class or a score
+    trained_tokens: int | None  # of `tokens`; None where a class or a score is trained, or completions
     lengths: dict[str, int]
     """Tokens of the `shortest`, `median` and `longest` sample after cutting; of a pair, with the longer
     answer; for `grpo`, of a prompt. Empty if nothing is cut, because the rest of a sample goes into the next

@@ -20,7 +20,8 @@ from trahiv_cli.recipe.task_sections import TRL_REWARDS, GrpoSection, RewardFunc
 
 Reward: TypeAlias = Callable[..., list[float | None]]
 
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*)?\.?\d+")
+NUMBER = re.compile(r"(?:(?<!\d)[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)")
+"""A number with or without commas between thousands; a sign after a digit is an operator."""
 
 
 def build_rewards(grpo: GrpoSection) -> list[Reward]:
@@ -32,7 +33,13 @@ def build_rewards(grpo: GrpoSection) -> list[Reward]:
         SetupError: a package that the reward needs is not installed.
         AssetError: the user's own file can't be run.
     """
-    return [build_reward(one) for one in grpo.rewards]
+    rewards: list[Reward] = []
+    for one in grpo.rewards:
+        reward = build_reward(one)
+        same = [known for known in rewards if known.__name__.partition(" ")[0] == reward.__name__]
+        # TRL keeps figures by name.
+        rewards.append(Named(f"{reward.__name__} {len(same) + 1}", reward) if same else reward)
+    return rewards
 
 
 def build_reward(reward: RewardFunction) -> Reward:

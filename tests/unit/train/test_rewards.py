@@ -2,13 +2,14 @@
 
 import importlib.util
 import time
+from inspect import iscoroutinefunction
 
 import pytest
 
 from tests.unit.conftest import refused
 from trahiv_cli.errors import SetupError
-from trahiv_cli.recipe.task_sections import RewardFunction
-from trahiv_cli.train.rewards import build_reward
+from trahiv_cli.recipe.task_sections import GrpoSection, RewardFunction
+from trahiv_cli.train.rewards import build_reward, build_rewards
 
 SCHEMA = {"type": "object", "required": ["sum"], "properties": {"sum": {"type": "integer"}}}
 
@@ -28,7 +29,8 @@ def scores(completions, *, answers=None, **fields):
         ({"name": "exact_match"}, [" 7\n", "7.", "8"], ["7", "7", "7"], [1, 0, 0]),
         ({"name": "exact_match", "column": "sum"}, ["7"], [7], [1]),
         ({"name": "number"}, ["So 3 + 4 = 7", "7 - 1", "none", ""], ["#### 7"] * 4, [1, 0, 0, 0]),
-        ({"name": "number"}, ["1,234.50", "-2", ".5"], ["1234.5", "2", "0.5"], [1, 0, 1]),
+        ({"name": "number"}, ["1,234.50", "-2", ".5", "3,4"], ["1234.5", "2", "0.5", "4"], [1, 0, 1, 1]),
+        ({"name": "number"}, ["5-2", "5 - 2", "12,345,678"], ["2", "2", "12345678"], [1, 1, 1]),
         ({"name": "regex", "pattern": "^[0-9]+$"}, ["12", "1 2"], None, [1, 0]),
         (
             {"name": "length", "min_tokens": 2, "max_tokens": 3},
@@ -67,6 +69,15 @@ def test_rewards_of_trl_take_options():
     assert scores(["ab", "abcdef"], **fields) == [0.0, -1.0]
     with refused("does not take these options"):
         build_reward(RewardFunction(name="get_soft_overlong_punishment", options={"words": 3}))
+
+
+def test_rewards_of_one_kind_keep_apart(put):
+    put({"mine.py": "async def score(**_): pass"})
+    patterns = [{"name": "regex", "pattern": sign} for sign in "ab"]
+    rewards = build_rewards(GrpoSection(rewards=["number", *patterns, "mine.py:score"]))
+    assert [one.__name__ for one in rewards] == ["number", "regex", "regex 2", "score"]
+    assert [one(completions=["a"], completion_ids=[[1]]) for one in rewards[1:3]] == [[1.0], [0.0]]
+    assert iscoroutinefunction(rewards[3]), "TRL awaits it"
 
 
 def test_missing_package_of_reward_is_named(monkeypatch):
