@@ -48,7 +48,8 @@ def main() -> int:
         + " |"
         for row, passed in found.items()
     ]
-    PAGE.write_text(re.sub(r"(\| ---.*\n)(\|.*\n)+", lambda head: head[1] + "\n".join(rows) + "\n", page))
+    written = re.sub(r"(\| ---.*\n)(\|.*\n)+", lambda head: head[1] + "\n".join(rows) + "\n", page, count=1)
+    PAGE.write_text(written)
     return not all(all(passed.values()) for passed in found.values())
 
 

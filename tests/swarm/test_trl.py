@@ -21,7 +21,7 @@ from trl import (
 from tests.kit.stand_ins import write_llama
 from trahiv_cli import SwarmDPOTrainer, SwarmSFTTrainer
 from trahiv_cli.train.tasks import CHECKPOINTING
-from trahiv_cli.train.trl import SwarmKTOTrainer, SwarmRewardTrainer
+from trahiv_cli.train.trainer import in_swarm
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -102,8 +102,8 @@ def trainable(trainer):
     [
         (SFTTrainer, SwarmSFTTrainer, SFTConfig, CHATS),
         (DPOTrainer, SwarmDPOTrainer, DPOConfig, PREFERENCES),
-        (KTOTrainer, SwarmKTOTrainer, KTOConfig, JUDGEMENTS),
-        (RewardTrainer, SwarmRewardTrainer, RewardConfig, PREFERENCES),
+        (KTOTrainer, in_swarm(KTOTrainer), KTOConfig, JUDGEMENTS),
+        (RewardTrainer, in_swarm(RewardTrainer), RewardConfig, PREFERENCES),
     ],
     ids=["sft", "dpo", "kto", "reward"],
 )

@@ -37,7 +37,13 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_a_batch
 from trahiv_cli.recipe.schema import Recipe
 from trahiv_cli.recipe.task_sections import SCORING_TASKS, TASK_SECTIONS, RewardFunction, Task
-from trahiv_cli.train.tasks import forwarding_trl_warnings, preparing, task_arguments, task_trainer
+from trahiv_cli.train.tasks import (
+    forwarding_trl_warnings,
+    preparing,
+    task_arguments,
+    task_trainer,
+    trainer_of_trl,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -268,8 +274,6 @@ def _rows_of(recipe: Recipe, splits: Splits) -> tuple[int, list[Row]]:
 
 def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> Any:
     """Make TRL's trainer for `rows` with a tiny model, and without a swarm."""
-    from trahiv_cli.train.trl import TRAINERS
-
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **size, **tokens)
@@ -281,7 +285,7 @@ def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Datas
             recipe, Path(folder), None, seed=recipe.training.seed, bf16=False, report_to=[]
         )
         common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
-        return TRAINERS[recipe.task](model=model, **common, **reference)
+        return trainer_of_trl(recipe.task)(model=model, **common, **reference)
 
 
 def _written(recipe: Recipe, splits: Splits, num_prompts: int) -> list[Sample]:

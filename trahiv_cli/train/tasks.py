@@ -32,7 +32,7 @@ from trahiv_cli.errors import AssetError, SetupError
 from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.builtin import how_to_install
 from trahiv_cli.recipe.schema import Recipe
-from trahiv_cli.recipe.task_sections import TASKS_OF_TRL
+from trahiv_cli.recipe.task_sections import TASKS_OF_TRL, Task
 from trahiv_cli.recipe.upstream import without_tracker
 from trahiv_cli.train.rewards import build_rewards
 
@@ -117,6 +117,22 @@ def task_arguments(recipe: Recipe, folder: Path, num_proc: int | None, **fields:
     return configs[recipe.task](**fields)
 
 
+def trainer_of_trl(task: Task) -> Any:
+    """Return the class of TRL's trainers of a task, which train with a swarm if given `hivemind_config`."""
+    import trl
+
+    from trahiv_cli.train.trainer import in_swarm
+
+    trainers: dict[Task, Any] = {
+        "sft": trl.SFTTrainer,
+        "dpo": trl.DPOTrainer,
+        "kto": trl.KTOTrainer,
+        "reward": trl.RewardTrainer,
+        "grpo": trl.GRPOTrainer,
+    }
+    return in_swarm(trainers[task])
+
+
 def build_trainer(
     run: AgreedRun,
     arguments: TrainingArguments,
@@ -153,8 +169,6 @@ def task_trainer(
 
         metrics = class_metrics if recipe.seq_cls is not None else None
         return SwarmTrainer(model=model, data_collator=collator, compute_metrics=metrics, **common)
-    from trahiv_cli.train.trl import TRAINERS
-
     if compares:
         common["peft_config"] = adapter_config(recipe, model)
     if recipe.has_reference:
@@ -165,7 +179,8 @@ def task_trainer(
         padding = range(len(tokenizer), model.config.get_text_config().vocab_size)
         vars(arguments).update(generation_kwargs={"suppress_tokens": [*padding]} if padding else None)
     with preparing():
-        return TRAINERS[recipe.task](model=model, **common)
+        trainer: SwarmTrainerMixin = trainer_of_trl(recipe.task)(model=model, **common)
+        return trainer
 
 
 def group_in_trackers(run_id: str, name: str) -> None:
