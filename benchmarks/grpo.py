@@ -175,7 +175,7 @@ def reward_alone(seed: int) -> float:
 
 
 def reward_of_two(seed: int) -> tuple[float, float]:
-    """Train with two peers on loopback; return the mean reward of the last completions, and a step's number."""
+    """Train with two peers on loopback; return the mean reward of the last completions, and a step's size."""
     run = run_of("swarm.mode=sync", f"training.seed={seed}", "training.max_steps=100000", "swarm.min_peers=2")
     with tempfile.TemporaryDirectory() as folder:
         limited = AgreedRun.of(run.recipe.changed("training", max_steps=COMPLETIONS // STEP))
