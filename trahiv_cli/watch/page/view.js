@@ -51,7 +51,8 @@ export function showProgress(state, now) {
     ["Peers", state.peers == null ? "–" : count(state.peers), state.own && "with this one"],
     ["Speed", speed == null ? "–" : decimal(speed, 1), "samples a second"],
     [state.curve === "reward" ? "Reward" : "Loss", decimal(value, 3), state.heldOut && `held-out ${decimal(state.heldOut.value, 3)}`],
-    data && ["Data", percent((data.covered ?? 0) / (data.samples ?? data.shards ?? data.prompts ?? 1)), `of pass ${(data.passes ?? 0) + 1}`],
+    // Of a few samples, peers may be in several passes at once.
+    data && ["Data", percent(Math.min(1, (data.covered ?? 0) / (data.samples ?? data.shards ?? data.prompts ?? 1))), `of pass ${(data.passes ?? 0) + 1}`],
   ]);
 }
 
