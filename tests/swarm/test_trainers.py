@@ -130,16 +130,16 @@ def train_half(name, number, folder, initial, both_in, ready):
     return weights(trainer), used
 
 
-def train_late(name, number, folder, initial, begun, ready):
+def train_late(name, number, folder, initial, begun, back, ready):
     """Train a row; the second peer comes late, is interrupted and comes back. Returns a step and weights.
 
-    `begun` is set once the first peer has taken some steps.
+    `begun` is set once the first peer has taken some steps, `back` once the second one trains again.
     """
 
     def paced(cls):
         class Paced(cls):
             def training_step(self, *args, **kwargs):
-                time.sleep(0.1)
+                time.sleep(0.05 if back.is_set() else 0.5)
                 return super().training_step(*args, **kwargs)
 
         return Paced
@@ -152,8 +152,10 @@ def train_late(name, number, folder, initial, begun, ready):
         def hear(event):
             if event["event"] == "step":
                 own_steps.append(event["step"])
-                if len(own_steps) == 3 and number == 0:
+                if number == 0 and len(own_steps) == 3:
                     begun.set()
+                if number and interrupt_after is None:
+                    back.set()
                 if len(own_steps) == interrupt_after:
                     os.kill(os.getpid(), signal.SIGINT)
 
@@ -171,6 +173,9 @@ def train_late(name, number, folder, initial, begun, ready):
             assert interrupt_after, "only one interrupt was sent"
         return trainer
 
+    if number == 0:
+        begun.clear()
+        back.clear()
     with Node(LOCAL, folder / f"{number}.key", initial) as node:
         ready(node.own_addresses()[0])
         if number:
@@ -178,11 +183,10 @@ def train_late(name, number, folder, initial, begun, ready):
             first = train(node, 3)
             assert first.swarm_optimizer.local_epoch < LATE_STEPS, "it came too late, or was not interrupted"
         trainer = train(node, None)
-    begun.clear()
     return trainer.swarm_optimizer.local_epoch, weights(trainer)
 
 
-def work(number, folder, tasks, answers, addresses, both_in, begun):
+def work(number, folder, tasks, answers, addresses, both_in, begun, back):
     """Train rows until None comes; a task is a function's name and a row's."""
     torch.set_num_threads(1)
     for how, name in iter(tasks.get, None):
@@ -192,7 +196,7 @@ def work(number, folder, tasks, answers, addresses, both_in, begun):
         try:
             ready = (lambda _: None) if number else addresses.put
             if how == "late":
-                answers.put(train_late(name, number, place, initial, begun, ready))
+                answers.put(train_late(name, number, place, initial, begun, back, ready))
             else:
                 answers.put(train_half(name, number, place, initial, both_in, ready))
         except Exception as error:  # noqa: BLE001 - the test tells it
@@ -205,11 +209,11 @@ def train_by_two(tmp_path_factory):
     context = mp.get_context("spawn")
     folder = str(tmp_path_factory.mktemp("pair"))
     both_in = context.Barrier(2)
-    begun = context.Event()
+    begun, back = context.Event(), context.Event()
     addresses = context.Queue()
     queues = [(context.Queue(), context.Queue()) for _ in range(2)]
     peers = [
-        context.Process(target=work, args=(number, folder, *queues[number], addresses, both_in, begun))
+        context.Process(target=work, args=(number, folder, *queues[number], addresses, both_in, begun, back))
         for number in range(2)
     ]
     for peer in peers:
