@@ -32,6 +32,7 @@ OPTIONS_OF_OTHERS = {
     *("--machine", "--no-block", "--now", "--user"),  # systemctl
     *("--torch-backend", "--install"),  # uv, wsl
     *("--model_name_or_path", "--dataset_name", "--output_dir", "--hub_token"),  # TRL's commands
+    *("--dataset-prepared-path", "--add_version"),  # axolotl, ms-swift
     *("--links", "--seconds", "--seed", "--sides", "--turns"),  # benchmarks/
 }
 
