@@ -27,7 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this folder and `tests` ar
 
 from benchmarks.kit.paced_peers import spawn_here
 from benchmarks.kit.tables import table
+from tests.kit.commands import wait_until
 from tests.kit.wan import Wan, address_of
 from trahiv_cli.assets.data import build_datasets
 from trahiv_cli.assets.model import build_tokenizer
@@ -87,7 +88,7 @@ def train(run: AgreedRun, folder: Path, address: str, friend: str, pace_s: float
 
     initial: tuple[str, ...] = ()
     if friend:
-        wait_until(lambda: Path(friend, "address").exists())
+        wait_until(lambda: Path(friend, "address").exists(), LIMIT_S)
         initial = (Path(friend, "address").read_text(),)
     recipe = run.recipe
     tokenizer = build_tokenizer(recipe)
@@ -111,15 +112,6 @@ def train(run: AgreedRun, folder: Path, address: str, friend: str, pace_s: float
         trainer.train()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Return as soon as a condition holds."""
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("a peer was not done in time")
-        time.sleep(0.1)
-
-
 def steps_of(
     run: AgreedRun, folder: Path, spawn: Any, addresses: Sequence[str], pace_s: float
 ) -> list[Event]:
@@ -130,7 +122,7 @@ def steps_of(
         for number, address in enumerate(addresses)
     ]
     try:
-        wait_until(lambda: not any(process.is_alive() for process in processes))
+        wait_until(lambda: not any(process.is_alive() for process in processes), LIMIT_S)
         if any(process.exitcode for process in processes):
             raise RuntimeError("a peer failed")
     finally:

@@ -9,19 +9,10 @@ import statistics
 
 import pytest
 import torch
+import trl
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
@@ -128,16 +119,18 @@ def evaluate_plainly(recipe, run):
     if recipe.sft is not None:
         is_auto = recipe.sft.completion_only_loss == "auto"  # which is None in TRL
         fields = recipe.sft.model_dump(exclude={"completion_only_loss"} if is_auto else None)
-        trainer = SFTTrainer(model, SFTConfig(**common, **fields), **both)
+        trainer = trl.SFTTrainer(model, trl.SFTConfig(**common, **fields), **both)
     elif recipe.reward is not None:
-        trainer = RewardTrainer(model, RewardConfig(**common, **recipe.reward.model_dump()), **both)
+        trainer = trl.RewardTrainer(model, trl.RewardConfig(**common, **recipe.reward.model_dump()), **both)
     elif recipe.kto is not None:
         base = AutoModelForCausalLM.from_pretrained("./model", dtype=recipe.model.dtype)
         size = {"per_device_train_batch_size": recipe.training.per_device_train_batch_size}  # of its KL pairs
-        trainer = KTOTrainer(model, base, KTOConfig(**common, **size, **recipe.kto.model_dump()), **both)
+        trainer = trl.KTOTrainer(
+            model, base, trl.KTOConfig(**common, **size, **recipe.kto.model_dump()), **both
+        )
     elif recipe.dpo is not None:
         base = AutoModelForCausalLM.from_pretrained("./model", dtype=recipe.model.dtype)
-        trainer = DPOTrainer(model, base, DPOConfig(**common, **recipe.dpo.model_dump()), **both)
+        trainer = trl.DPOTrainer(model, base, trl.DPOConfig(**common, **recipe.dpo.model_dump()), **both)
     else:
         trainer = Trainer(
             model,

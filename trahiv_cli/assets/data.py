@@ -80,20 +80,20 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
     # Data that peers divide is shuffled in `train/division.py`, in an order that all peers share.
     is_divided = recipe.swarm.divide_data and is_divisible(train, recipe.training.dataloader_num_workers)
     is_shuffled = data.shuffle and not (is_divided and recipe.shuffles_passes)
-    peer_seed = recipe.training.seed if is_divided else peer_seed
+    seed = recipe.training.seed if is_divided else peer_seed
     is_stream = isinstance(train, IterableDataset)
     if is_shuffled and is_stream:
         # Files are mixed before blocks are packed: packing continues from one document to the next, so it
         # needs one stream, and not one stream for each file. A file is read in chunks of 10 MB at most.
-        train = shuffled_stream(train, peer_seed, num_samples=1, num_files=10)
+        train = shuffled_stream(train, seed, num_samples=1, num_files=10)
     if recipe.clm is not None:
         train = clm_samples(train, recipe.clm)
         held_out = None if held_out is None else clm_samples(held_out, recipe.clm, "held-out ")
     if is_shuffled:  # samples, not documents: peers that read one long file must not be at the same position
         if is_stream:
-            train = shuffled_stream(train, peer_seed)
+            train = shuffled_stream(train, seed)
         else:
-            train = train.shuffle(seed=peer_seed, keep_in_memory=True)
+            train = train.shuffle(seed=seed, keep_in_memory=True)
     return Splits(train, held_out, tokenizer)
 
 

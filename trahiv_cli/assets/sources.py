@@ -75,8 +75,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: 
         raise forms.empty_dataset(source)
     with reading(source):
         if source.path in (TEXT, ARITHMETIC):
-            texts = [{"text": text} for text in read_text()] if source.path == TEXT else sums()
-            rows = Dataset.from_list(texts)
+            built_in = [{"text": text} for text in read_text()] if source.path == TEXT else sums()
+            rows = Dataset.from_list(built_in)
             rows = rows.to_iterable_dataset(num_shards=16) if streaming else rows
         else:
             rows = load_dataset(**arguments(source, files), split=source.split, streaming=streaming)

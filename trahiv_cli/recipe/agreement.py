@@ -132,8 +132,7 @@ def _nameless(shared: dict[str, Any]) -> dict[str, Any]:
     """Return an agreement, maybe a stranger's, without names that only people read.
 
     These are the names of local data whose content is known, of files of rewards (their functions count), and
-    of model folders: `train/comparison.py`
-    compares the models and tokenizers that were loaded from these folders.
+    of model folders: `train/comparison.py` compares the models and tokenizers that were loaded from them.
     """
     nameless = copy.deepcopy(shared)
     for location, value in leaves(shared, is_deep=True):

@@ -1,9 +1,9 @@
 """The content of files that a run needs: their digests, and where copies of them are.
 
-The files of a user's own rewards are read as datasets are, but never searched for: they are code. Datasets of
-files are local files, or the text that comes with trahiv. Files are read as bytes, in bounded
+Datasets of files are local files, or the text that comes with trahiv. Files are read as bytes, in bounded
 memory, and compared by their SHA-256: names do not matter. By joining, a peer reveals to the swarm that it
-has a copy of the recipe's files. So copies are searched only in the folder that the user names.
+has a copy of the recipe's files. So copies are searched only in the folder that the user names. The files of
+a user's own rewards are code: they are compared, but never searched for.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def local_files(dataset: DatasetSection) -> list[Path]:
         pattern = Path(glob.escape(str(there))) / wanted.relative_to(there)
         found = [Path(match) for match in glob.glob(str(pattern), recursive=True) if os.path.isfile(match)]
         if not found:
-            near = closest_file(wanted)
-            hint = f"Did you mean {near!r}?" if near else f"Looked in {wanted.parent.absolute()}."
-            raise AssetError(f"There is no file or folder {str(wanted)!r}.", hint)
+            raise absent("file or folder", wanted)
         files += found
     for file in files:
         if not is_data(file):
@@ -130,23 +128,33 @@ def local_files(dataset: DatasetSection) -> list[Path]:
     return sorted(set(files), key=lambda file: file.parts)
 
 
-def functions_in(file: Path) -> list[str]:
-    """Return the names of the functions that a Python file defines; the file is not run.
+def absent(what: str, path: Path) -> AssetError:
+    """Make the error for a missing path; the hint has the nearest name beside it."""
+    near = closest_file(path)
+    hint = f"Did you mean {near!r}?" if near else f"Looked in {path.parent.absolute()}."
+    return AssetError(f"There is no {what} {str(path)!r}.", hint)
+
+
+def digest_of_function(file: Path, function: str) -> str:
+    """Return the SHA-256 of a Python file, which must define a function; the file is not run.
 
     Raises:
-        AssetError: the file is missing, can't be read, or is no Python.
+        AssetError: the file is missing, can't be read, is no Python, or lacks the function.
     """
     try:
-        body = ast.parse(file.read_bytes()).body
+        code = file.read_bytes()
+        body = ast.parse(code).body
     except FileNotFoundError as error:
-        near = closest_file(file)
-        hint = f"Did you mean {near!r}?" if near else f"Looked in {file.parent.absolute()}."
-        raise AssetError(f"There is no file {str(file)!r}.", hint) from error
+        raise absent("file", file) from error
     except OSError as error:
         raise unreadable(error) from error
     except (SyntaxError, ValueError) as error:
         raise AssetError(f"{str(file)!r} is no Python file: {error}.", "Correct it.") from error
-    return [one.name for one in body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    known = [one.name for one in body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if function not in known:
+        there = f"It has {', '.join(known)}." if known else "It has none."
+        raise AssetError(f"{str(file)!r} has no function {function!r}.", there)
+    return hashlib.sha256(code).hexdigest()
 
 
 def _with_digests_of_rewards(recipe: Recipe) -> Recipe:
@@ -156,10 +164,7 @@ def _with_digests_of_rewards(recipe: Recipe) -> Recipe:
     for index, reward in enumerate(recipe.grpo.rewards):
         if reward.is_own:
             file, _, function = reward.name.rpartition(":")
-            if function not in (known := functions_in(Path(file))):
-                there = f"It has {', '.join(known)}." if known else "It has none."
-                raise AssetError(f"{file!r} has no function {function!r}.", there)
-            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            digest = digest_of_function(Path(file), function)
             if reward.sha256 not in (None, digest):
                 raise RecipeMismatch(
                     f"{file!r} is not the file that the run takes its rewards from: its SHA-256 is "

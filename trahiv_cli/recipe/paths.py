@@ -55,7 +55,6 @@ def is_local(name: str) -> bool:
         re.search(r"^[/.~]|[*?\[]", name) is not None
         or name.count("/") > 1
         or is_data(name)
-        or is_own_reward(name)
         or os.path.exists(name)
     )
 

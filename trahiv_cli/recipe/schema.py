@@ -14,22 +14,12 @@ from functools import cache
 from statistics import mode
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from trahiv_cli.recipe.document import Location, dotted, kind_of, leaves
 from trahiv_cli.recipe.pasted import INVITATION_PREFIX
-from trahiv_cli.recipe.paths import (
-    PACKAGED_BUILDERS,
-    Reader,
-    is_template_file,
-    reaches_out,
-)
+from trahiv_cli.recipe.paths import PACKAGED_BUILDERS, Reader, is_template_file, reaches_out
 from trahiv_cli.recipe.section import (
     AutoBool,
     Compared,

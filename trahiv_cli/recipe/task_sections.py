@@ -8,16 +8,10 @@ from __future__ import annotations
 from statistics import mode
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-)
+from pydantic import BeforeValidator, Field
 
 from trahiv_cli.recipe.document import kind_of, leaves
-from trahiv_cli.recipe.paths import (
-    closest,
-    is_own_reward,
-)
+from trahiv_cli.recipe.paths import closest, is_own_reward
 from trahiv_cli.recipe.section import (
     AutoBool,
     Compared,

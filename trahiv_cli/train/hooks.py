@@ -145,9 +145,10 @@ class InSwarm(TrainerHost):
         order = self._own_order() if own else None
         prompts = order if type(order).__name__ == "RepeatSampler" else None
         strategy = self.args.train_sampling_strategy
-        if type(order) is SequentialSampler or is_permutation(order):
+        is_random = is_permutation(order)
+        if is_random or type(order) is SequentialSampler:
             own = []  # peers can divide it, as the Trainer's own order
-            strategy = "random" if is_permutation(order) else "sequential"
+            strategy = "random" if is_random else "sequential"
         self.samples_per_pass = None
         if has_length(samples):
             self.samples_per_pass = len(samples)
@@ -432,16 +433,15 @@ class InSwarm(TrainerHost):
         """
         self.swarm_callback.save_checkpoint()
         args = self.args
+        optimizer = self.swarm_optimizer
+        assert optimizer is not None
         if self._launch is not None:
-            assert self.swarm_optimizer is not None
-            agreed = self.swarm_optimizer.agreed_weights()
-            with agreed, temporarily(args, save_only_model=True, push_to_hub=False):
+            with optimizer.agreed_weights(), temporarily(args, save_only_model=True, push_to_hub=False):
                 super()._save_checkpoint(*given)
         is_due = args.push_to_hub and args.hub_strategy == HubStrategy.EVERY_SAVE
         if is_due and (self._pushed is None or self._pushed.done() or args.hub_always_push):
-            assert self.swarm_optimizer is not None
-            said = f"Training in progress, step {self.swarm_optimizer.local_epoch}"
-            with self.swarm_optimizer.agreed_weights():
+            said = f"Training in progress, step {optimizer.local_epoch}"
+            with optimizer.agreed_weights():
                 self._pushed = self.push_to_hub(said, blocking=False)
 
     def _finalize_training(self, *args: Any) -> Any:

@@ -112,7 +112,8 @@ def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
         loss.backward()
         return
     except (RuntimeError, MemoryError) as failure:
-        if not is_out_of_memory(failure) or len(samples) == 1 or samples[0] is samples[-1]:
+        # A generation of completions is one sample, repeated: it can't be smaller.
+        if not is_out_of_memory(failure) or samples[0] is samples[-1]:
             raise
     rehearse_batch(trainer, samples[:1])
 

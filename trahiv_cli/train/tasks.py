@@ -39,6 +39,15 @@ from trahiv_cli.train.rewards import build_rewards
 if TYPE_CHECKING:
     from trahiv_cli.train.trainer import SwarmTrainerMixin
 
+NAMES_IN_TRL: dict[Task, str] = {
+    "sft": "SFT",
+    "dpo": "DPO",
+    "kto": "KTO",
+    "reward": "Reward",
+    "grpo": "GRPO",
+}
+"""A task of TRL -> the beginning of the names of its trainer and its config."""
+
 PREVIEW_HINT = "`trahiv preview RECIPE` shows samples"
 
 CHECKPOINTING = "activation_checkpointing"
@@ -109,12 +118,12 @@ def task_arguments(recipe: Recipe, folder: Path, num_proc: int | None, **fields:
         del fields["max_length"]  # longer prompts have been left out
         fields["reward_weights"] = [reward.weight for reward in recipe.grpo.rewards]
         fields["num_generations_eval"] = recipe.grpo.num_generations
-        return trl.GRPOConfig(**fields)
-    fields["dataset_num_proc"] = num_proc
+    else:
+        fields["dataset_num_proc"] = num_proc
     if fields.get("completion_only_loss") == "auto":
         fields["completion_only_loss"] = None
-    configs = {"sft": trl.SFTConfig, "dpo": trl.DPOConfig, "kto": trl.KTOConfig, "reward": trl.RewardConfig}
-    return configs[recipe.task](**fields)
+    config: type[TrainingArguments] = getattr(trl, f"{NAMES_IN_TRL[recipe.task]}Config")
+    return config(**fields)
 
 
 def trainer_of_trl(task: Task) -> Any:
@@ -123,14 +132,7 @@ def trainer_of_trl(task: Task) -> Any:
 
     from trahiv_cli.train.trainer import in_swarm
 
-    trainers: dict[Task, Any] = {
-        "sft": trl.SFTTrainer,
-        "dpo": trl.DPOTrainer,
-        "kto": trl.KTOTrainer,
-        "reward": trl.RewardTrainer,
-        "grpo": trl.GRPOTrainer,
-    }
-    return in_swarm(trainers[task])
+    return in_swarm(getattr(trl, f"{NAMES_IN_TRL[task]}Trainer"))
 
 
 def build_trainer(
