@@ -11,7 +11,7 @@ from hivemind.proto.dht_pb2 import StoreRequest
 from tests.simulation.network import Network, VirtualLoop
 from tests.simulation.nodes import Member, Traffic, virtual_time
 from trahiv_cli.progress.tracker import REPORT_EVERY_S_A_PEER
-from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S
+from trahiv_cli.swarm.copies import COMPARE_EVERY_S, ENDS_SOON_S, NEW_S
 
 KEY = "key"
 LIFE_S = 20.0
@@ -121,7 +121,7 @@ async def test_client_receives_stored_records(network):
     members.append(await Member(network, "1", client_mode=True).enter(members[0]))
     members.append(await Member(network, "2").enter(members[0]))
     await put_numbers(members)
-    await asyncio.sleep(3.0)
+    await asyncio.sleep(NEW_S)
     network.tamper = traffic = Traffic()
     await members[2].put(KEY, "new")
     assert (await members[1].read(KEY))[members[2].id] == "new"
@@ -135,6 +135,17 @@ async def test_unconnected_members_sync_through_third(network):
     network.are_connected = lambda one, other: {one, other} != apart
     await members[1].put(KEY, "new", lives_s=120.0)
     await asyncio.sleep(3 * COMPARE_EVERY_S)
+    assert (await members[2].read(KEY))[members[1].id] == "new"
+
+
+@simulated
+async def test_new_member_soon_learns_of_unconnected_one(network):
+    members = await swarm(network, 6)
+    apart = {members[1].id, members[2].id}
+    network.are_connected = lambda one, other: {one, other} != apart
+    await asyncio.sleep(NEW_S / 2)
+    await members[1].put(KEY, "new", lives_s=120.0)
+    await asyncio.sleep(2.5)
     assert (await members[2].read(KEY))[members[1].id] == "new"
 
 

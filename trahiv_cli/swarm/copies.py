@@ -33,6 +33,9 @@ from trahiv_cli.net.links import close_dead
 from trahiv_cli.wire import packed
 
 COMPARE_EVERY_S = 5.0  # between comparisons in rotation, and between tries with a silent peer
+# A new member compares with this number of peers every second, for this time: the first step of a run begins
+# once each peer knows all others, and a peer behind a router is connected with few of them.
+NEW_COMPARES, NEW_S = 3, 30.0
 # A node asks an owner for a new record when its last one ends within this time: by then the owner should have
 # published another one.
 ENDS_SOON_S = 6.0
@@ -250,6 +253,7 @@ class Copies:
     async def _run(self) -> None:
         """Ask the owners of records that end soon, silent peers, and all peers in rotation."""
         compare_at = 0.0
+        new_until = swarm_time() + NEW_S
         while True:
             await asyncio.sleep(1.0)
             with contextlib.suppress(P2PDaemonError, OSError, EOFError):
@@ -265,6 +269,8 @@ class Copies:
             for peer in self._unasked_owners(ending) | silent:
                 self._start(self._ask(peer))
             turns = self._in_turn()
-            if turns and (now >= compare_at or turns[0] not in self._answered):
+            if now < new_until:
+                await asyncio.gather(*map(self._ask, turns[:NEW_COMPARES]))
+            elif turns and (now >= compare_at or turns[0] not in self._answered):
                 await self._ask(turns[0])
                 compare_at = now + COMPARE_EVERY_S
