@@ -71,6 +71,7 @@ def giving_state(
     kind=torch.optim.AdamW,
     has_local_steps=False,
     offload=False,
+    keeps_best=None,
 ):
     """Make one that can give its state, and take one over: of a peer that trained all samples of a history.
 
@@ -85,7 +86,8 @@ def giving_state(
     schedule = LambdaLR(inner, lambda step: 1 / (1 + step))
     model = torch.nn.Module()
     model.register_buffer("statistic", torch.full((4,), fill))
-    state = peer_state(inner, (weight,), model=model, make_schedule=lambda _: schedule, offload=offload)
+    options = {"make_schedule": lambda _: schedule, "offload": offload, "keeps_best": keeps_best}
+    state = peer_state(inner, (weight,), model=model, **options)
     state.committed.change(history=history, ledger=Ledger(Spans.of([(0, history.samples)])))
     state.move_schedule(history.step)
     if has_local_steps:

@@ -37,6 +37,7 @@ from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger, Spans
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
 from trahiv_cli.progress.reports import CommitPath, PeerProgress, Report
+from trahiv_cli.progress.scores import Scores
 from trahiv_cli.recipe.agreement import resolve
 from trahiv_cli.recipe.files import read_rows
 from trahiv_cli.recipe.load import load_recipe
@@ -198,7 +199,10 @@ PARSERS: dict[str, Parser] = {
     "a ledger": Parser(_of_wire(Ledger.from_wire), _packed(Ledger().to_wire(), [[0, 5, 9, 12], 3])),
     "spans": Parser(_of_wire(Spans.from_wire), _packed([0, 5, 9, 12], [])),
     "a pace": Parser(_of_wire(Pace.from_wire), _packed(DEFAULT_PACE.to_wire())),
-    "a claim": Parser(Claim.parse, (Claim(5, 5.0, 1.0, bytes(16)).to_bytes(),)),
+    "a claim": Parser(
+        Claim.parse, tuple(Claim(5, 5.0, 1.0, bytes(16), score=one).to_bytes() for one in (None, 0.5))
+    ),
+    "scores": Parser(_of_wire(Scores.from_wire), _packed([], [[2, 0.5], [4, 0.25]])),
     "a statement": Parser(content_of, _packed([b"a key", b"a signature", b"what is said"])),
     "a vote": Parser(Vote.parse, (Vote(b"x" * 32, "late", {"Qm": "why"}, "Qm").to_bytes(),)),
     "an offer of a state": Parser(

@@ -15,6 +15,7 @@ from trahiv_cli.errors import TrahivError
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.scores import Scores
 
 Changes = Mapping[torch.device, torch.cuda.Event]
 """Per GPU, an event that fires when the queued writes are done. GPUs without writes are absent."""
@@ -78,6 +79,9 @@ class Committed:
 
     group: frozenset[str] = frozenset()
     """Ids of the members of the round that led here, or of the donor of a downloaded state."""
+
+    scores: Scores = Scores()
+    """The agreed scores of weights of these steps."""
 
 
 class CommittedCell:

@@ -18,6 +18,7 @@ import torch
 from hivemind.p2p import PeerID
 
 from trahiv_cli.progress.ledger import USELESS_AT_MOST, Spans
+from trahiv_cli.progress.scores import MOST_SCORE
 from trahiv_cli.wire import packed, unpacked
 
 
@@ -93,6 +94,7 @@ class Claim:
     measured: Measured = Measured()  # its measurements of its own pace and link
     trained: Spans = Spans()  # positions of the data that it brings, or whose gradients were useless
     moves_buffers: bool = False  # whether its buffers differ from the agreed ones of its history
+    score: float | None = None  # the result of its evaluation of the weights before the round
 
     def counted(self, most_samples: int) -> Claim:
         """Return the claim, cut to `most_samples` with their positions and weight if it has more."""
@@ -106,8 +108,10 @@ class Claim:
         """Encode it as MessagePack."""
         numbers = [self.samples, float(self.weight), float(self.norm), self.state, self.quorum]
         lists = [self.measured.to_wire(), self.trained.to_wire()]
-        moves = [True] if self.moves_buffers else []  # most models have no such buffers
-        return packed([*numbers, self.is_client, *lists, *moves])
+        # Most models have no such buffers, and most steps are not evaluated.
+        moves = [self.moves_buffers] if self.moves_buffers or self.score is not None else []
+        score = [] if self.score is None else [self.score]
+        return packed([*numbers, self.is_client, *lists, *moves, *score])
 
     @classmethod
     def parse(cls, content: bytes) -> Claim:
@@ -118,20 +122,32 @@ class Claim:
         match unpacked(content):
             case [
                 int(samples), float(weight), float(norm), bytes(state), int(quorum), bool(is_client),
-                measured, trained, *moves,
+                measured, trained, *more,
             ] if (
                 0 <= samples <= 2**40
                 and 0.0 <= weight <= 1e12  # in trained tokens: far above any step, far below float32's limit
                 and not norm < 0.0  # a norm that is not finite is read, and left out later
                 and len(state) <= 32
                 and 1 <= quorum <= 2**16
-                and moves in ([], [True])
             ):  # fmt: skip
                 known = Measured.from_wire(measured)
                 spans = Spans.from_wire(trained)
                 if len(spans) <= samples + USELESS_AT_MOST:
-                    return cls(samples, weight, norm, state, quorum, is_client, known, spans, bool(moves))
+                    numbers = samples, weight, norm, state, quorum
+                    return cls(*numbers, is_client, known, spans, *_optional(more))
         raise ValueError("not a claim")
+
+
+def _optional(items: list[object]) -> tuple[bool, float | None]:
+    """Read a claim's optional items: whether it moves buffers, and the score."""
+    match items:
+        case []:
+            return False, None
+        case [True]:
+            return True, None
+        case [bool(moves), float(score)] if abs(score) <= MOST_SCORE:
+            return moves, score
+    raise ValueError("not a claim")
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,9 @@ class Outcome:
     trained: tuple[Spans, ...] = ()  # claimed positions of the data, without outliers; the same for all
     moves_buffers: bool = False  # whether a member claimed moved buffers; if so, buffers were averaged
     is_empty: bool = False  # no sample had a trained token: the step changes nothing; same for all
+    score: float | None = (
+        None  # of the weights before the round; None: no member evaluated them; same for all
+    )
 
 
 @dataclass(frozen=True)
@@ -214,6 +233,7 @@ def judge(
     claims = dict(zip((peer.to_base58() for peer in peers), counted, strict=True))
     left_out = outliers(claims, norm_limit)
     used = {peer: claim for peer, claim in claims.items() if peer not in left_out}
+    scores = [claim.score for claim in used.values() if claim.score is not None]
     return claims, Outcome(
         samples={peer: claim.samples for peer, claim in used.items()},
         group=tuple(claims),
@@ -223,6 +243,7 @@ def judge(
         trained=tuple(claim.trained for claim in used.values()),
         moves_buffers=any(claim.moves_buffers for claim in claims.values()),
         is_empty=not any(claim.weight for claim in used.values()),
+        score=statistics.median_low(scores) if scores else None,
     )
 
 

@@ -113,6 +113,7 @@ class SwarmOptimizer(hivemind.Optimizer):
         self._alive = Watchdog(home, self.events, should_leave)
         self._buffers = Buffers(model)
         self.committed = CommittedCell(Committed(pace=settings.pace))
+        self._keeps_best = settings.keeps_best
         try:
             super().__init__(dht=dht, **keywords)
             self._make_services(settings.rules, averager_opts or {})
@@ -245,6 +246,7 @@ class SwarmOptimizer(hivemind.Optimizer):
             buffers=self._buffers,
             codec=state_compression,
             offload=self.offload_optimizer,
+            keeps_best=self._keeps_best,
         )
 
     def _make_gradient_averager(self, *_: Any, compression: CompressionBase, **__: Any) -> GradientBuffer:
@@ -313,6 +315,10 @@ class SwarmOptimizer(hivemind.Optimizer):
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm; see `CatchUp.load`, also for the errors."""
         return self.catch_up.load(timeout_s)
+
+    def load_best(self) -> tuple[int, float] | None:
+        """Put the weights with the best score into the model, after `shutdown`; see `PeerState.load_best`."""
+        return self.state_averager.load_best(self.position.score)
 
     history = property(attrgetter("committed.now.history"))
     """See `Committed`."""

@@ -12,6 +12,7 @@ from trahiv_cli.progress.history import History
 from trahiv_cli.progress.leases import MOST_ROUNDS, Work
 from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import Pace
+from trahiv_cli.progress.scores import MOST_SCORE
 from trahiv_cli.progress.tracker import SwarmTracker
 from trahiv_cli.rounds.claims import Outcome
 from trahiv_cli.state.peer_state import PeerState
@@ -52,6 +53,8 @@ class Position:
         """The present step if this peer took it itself; -1 if it was replayed or downloaded."""
         self.last_learning_rates: list[float] = [group["lr"] for group in self.state.optimizer.param_groups]
         """Learning rates of the last step, one per param group; before any step, the rates of the first."""
+        self.score: float | None = None
+        """See `note_score`; None before the evaluation."""
 
     def _make_method(self) -> SharedGradients | LocalSteps:
         self.state.set_agreed(None)
@@ -116,6 +119,14 @@ class Position:
         self.enter(self.history)
         self.step_taken = -1
 
+    def note_score(self, score: float) -> None:
+        """Note the score of this peer's evaluation of the present step, for the next round's claim.
+
+        A score that is not a number, or beyond `MOST_SCORE`, counts as none.
+        """
+        if abs(score) <= MOST_SCORE:
+            self.score = score
+
     def set_pace(self, pace: Pace) -> None:
         """Change to another pace between two rounds, as all peers do.
 
@@ -138,9 +149,11 @@ class Position:
 
         The next pace follows from the measurements that the round's members claimed before it.
         """
-        self.last_learning_rates = [group["lr"] for group in self.state.optimizer.param_groups]
         with self._committed.lock.changing():  # a joiner gets the pace that belongs to the state
             with self.tracker.pause_updates():
+                if outcome.score is not None:
+                    self.state.judge(outcome.score)
+                self.last_learning_rates = [group["lr"] for group in self.state.optimizer.param_groups]
                 round_size = self.method.steps * self.settings.target_batch_size * self.work.unit
                 ledger = self._committed.now.ledger.extend(outcome.trained, MOST_ROUNDS_AHEAD * round_size)
                 move(is_empty=outcome.is_empty)
@@ -161,6 +174,7 @@ class Position:
     def _begin_step(self) -> None:
         """Reset the data about the previous step."""
         method = self.method
+        self.score = None
         self.quorum.begin_step()
         method.begin(self.history.step, 1 + len(self.tracker.others))
         self.tracker.expect_steps(method.steps, method.steps * self.settings.target_batch_size)

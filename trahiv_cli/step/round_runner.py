@@ -173,6 +173,7 @@ class RoundRunner:
             measured=self.adaptation.measured,
             trained=self.work.aside(method.samples_aside),
             moves_buffers=self.position.state.buffers.have_moved,
+            score=self.position.score,
         )
         self.expect_group(peers, quorum)
         method.load()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace, RoundRules
+from trahiv_cli.progress.scores import BestScore
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class RunSettings:
     auto_share: float | None = None  # share of its time that training may wait in mode auto; None: not auto
     max_steps: int = 2**31 - 1  # the step of the swarm at which the run ends
     max_grad_norm: float = 0.0  # gradients are scaled down to it before an inner step; 0: no limit
+    keeps_best: BestScore | None = None  # whether peers keep the weights with this score; None: they do not
     schema: bytes = b""  # peers average only with peers of the same schema
     rules: RoundRules = RoundRules()
     target_batch_size: int = 256  # samples of a step, over all peers

@@ -174,9 +174,10 @@ class Stepper:
                 self._wait_for(self._running)
             if not self._running.done():
                 return
-            if not self._settle() and (
-                not self.runner.holds_enough() or self.alive.must_stop or self.tracker.is_behind
-            ):
+            if self._settle():
+                if self.position.state.follows_scores:
+                    return  # the next round agrees on the new weights' score: they may be evaluated first
+            elif not self.runner.holds_enough() or self.alive.must_stop or self.tracker.is_behind:
                 return
 
     def _wait_for(self, running: Future[Attempt]) -> None:
@@ -222,6 +223,7 @@ class Stepper:
                 trained=(brought,),
                 moves_buffers=True,
                 is_empty=not self.position.method.weight_aside,
+                score=self.position.score,
             )
         self.step_samples = sum(outcome.samples.values())
         history = self.position.after(self.step_samples, outcome.proof)

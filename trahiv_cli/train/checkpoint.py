@@ -5,6 +5,8 @@
                                and buffers that training moves, in float32
       optimizer.safetensors    tensors of the optimizer's state, numbered as `state.json` lays them out
       outer.safetensors        momentum of the outer optimizer, by weight; only in modes with local steps
+      best.safetensors         weights and buffers with the best score so far, numbered in the optimizer's
+                               order; only if the run ends with these
       own.safetensors          weights and buffers after this peer's own steps, numbered in the optimizer's
                                order; only while no round has averaged these steps
       state.json               a `State`
@@ -42,11 +44,13 @@ from trahiv_cli.errors import AssetError
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.scores import Scores
 from trahiv_cli.recipe.rows import listed
 from trahiv_cli.rounds.buffers import moving_buffers
 from trahiv_cli.run.folder import MANIFEST, saved_in
 from trahiv_cli.state.inner_optimizer import adopt_optimizer_state
 from trahiv_cli.state.outer import OuterState
+from trahiv_cli.state.peer_state import PeerState
 from trahiv_cli.state.snapshot import buffer_bytes, copy_into, views_of
 from trahiv_cli.step.local_steps import LocalSteps
 from trahiv_cli.step.method import OwnSteps
@@ -57,6 +61,7 @@ WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE_FILE = "state.json"
 OUTER = "outer.safetensors"
+BEST = "best.safetensors"
 OWN_STEPS = "own.safetensors"
 
 READ_ERRORS = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
@@ -73,6 +78,7 @@ class State:
     layout: list[dict[str, Any]] = field(default_factory=list)  # see `adopt_optimizer_state`
     outer_rounds: int = 0
     own_steps: OwnSteps = OwnSteps()
+    scores: Scores = Scores()
     random: dict[str, Any] = field(default_factory=dict)  # from `random_states`
 
     def to_data(self) -> dict[str, Any]:
@@ -86,6 +92,7 @@ class State:
             "optimizer": self.layout,
             "outer_rounds": self.outer_rounds,
             "own": self.own_steps.to_wire(),
+            "scores": self.scores.to_wire(),
             "pace": self.pace.to_wire(),
             "random": self.random,
         }
@@ -99,7 +106,9 @@ class State:
             pace=Pace.from_wire(data["pace"]),
             layout=list(data["optimizer"]),
             outer_rounds=int(data["outer_rounds"]),
-            own_steps=OwnSteps.from_wire(data.get("own", [[], 0, []])),  # an older version wrote none
+            # An older version wrote none of these two.
+            own_steps=OwnSteps.from_wire(data.get("own", [[], 0, []])),
+            scores=Scores.from_wire(data.get("scores", [])),
             random=dict(data["random"]),
         )
 
@@ -134,6 +143,7 @@ class CheckpointData:
                 layout,
                 held.outer.rounds if held.outer else 0,
                 optimizer.own_steps,
+                held.committed.now.scores,
                 random_states(),
             )
             agreed = optimizer.agreed_values
@@ -144,6 +154,8 @@ class CheckpointData:
             }
             if held.outer is not None:
                 files[OUTER] = copies(enumerate(held.outer.momentum))
+            if held.best is not None and held.best.tensors:
+                files[BEST] = copies(enumerate(held.best.tensors))
             if state.own_steps:
                 files[OWN_STEPS] = copies(enumerate([*held.weights, *held.buffers.live.values()]))
             return cls(state, files)
@@ -162,8 +174,8 @@ class CheckpointData:
 class Checkpoint:
     """A complete checkpoint on disk.
 
-    If it is damaged, or belongs to another model or optimizer, `load_weights`, `load_optimizer` and
-    `load_outer` raise `AssetError` and change nothing.
+    If it is damaged, or belongs to another model or optimizer, `load_weights`, `load_optimizer`, `load_outer`
+    and `load_scores` raise `AssetError` and change nothing.
     """
 
     path: Path
@@ -252,6 +264,16 @@ class Checkpoint:
         if [tensor.shape for tensor in momentum] != [tensor.shape for tensor in outer.momentum]:
             raise self._damaged(OUTER, "it is of another model")
         outer.resume(momentum, self.state.outer_rounds)
+
+    def load_scores(self, held: PeerState) -> None:
+        """Load the scores, and the best weights if the run keeps them; the weights are loaded already."""
+        best = []
+        if held.best is not None and (self.path / BEST).exists():
+            best = list(self._read(BEST).values())
+            if [one.shape for one in best] != [one.shape for one in (*held.weights, *held.buffers.common)]:
+                raise self._damaged(BEST, "it is of another model")
+            held.best.adopt(best)
+        held.committed.change(scores=self.state.scores)
 
     def _read(self, name: str) -> dict[str, torch.Tensor]:
         """Read tensors by name; numbered tensors are in the order of their numbers."""

@@ -35,6 +35,7 @@ from trahiv_cli.step.build import UPSTREAM
 from trahiv_cli.train.checkpoint import random_states, set_random_states
 from trahiv_cli.train.comparison import VALUES, asset_digests
 from trahiv_cli.train.division import Divided, DividedSampler
+from trahiv_cli.train.settings import score_name
 
 MAY_DIFFER = frozenset(
     # The locations of this peer's files; peers compare the model and the tokenizer themselves.
@@ -59,13 +60,13 @@ MAY_DIFFER = frozenset(
     "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size "
     "prediction_loss_only batch_eval_metrics include_for_metrics bf16_full_eval fp16_full_eval "
     "save_strategy save_steps save_total_limit save_only_model save_on_each_node enable_jit_checkpoint "
-    "load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip "
+    "ignore_data_skip "
     "restore_callback_states_from_checkpoint "
     # Arguments that a swarm refuses, or that have no effect in a single process.
     "fsdp fsdp_config deepspeed parallelism_config local_rank ddp_find_unused_parameters ddp_bucket_cap_mb "
     "ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
-    # Peers compare their results instead: `max_steps`, `precision` and `seed of the data's order`.
-    "max_steps num_train_epochs bf16 fp16 seed data_seed".split()
+    # Peers compare their results instead: `max_steps`, `precision`, `seed of the data's order` and `score`.
+    "max_steps num_train_epochs bf16 fp16 seed data_seed metric_for_best_model greater_is_better".split()
 )
 """Arguments of Trainers that may differ between peers."""
 
@@ -114,6 +115,8 @@ def settings_of(trainer: Trainer, max_steps: int, divided: Divided | None) -> di
         "data collator": trainer.data_collator,
     }
     shared |= trainer.own_optimizer()
+    if trainer.is_scored and (score_name(args) != "eval_loss" or args.greater_is_better):
+        shared["score"] = score_name(args), args.greater_is_better
     if divided is not None:
         shared["seed of the data's order"] = divided.seed
     if isinstance(divided, DividedSampler):

@@ -110,6 +110,7 @@ def enter_swarm(
         if (outer := optimizer.state_averager.outer) is not None:
             newest.load_outer(outer)
         newest.load_own_steps(optimizer)
+        newest.load_scores(optimizer.state_averager)
         optimizer.position.enter(newest.state.history, newest.state.ledger)
         optimizer.catch_up.wait_for(expected, 20.0)
     tracker.refresh()

@@ -46,6 +46,7 @@ from trahiv_cli.train.division import (
 )
 from trahiv_cli.train.entry import enter
 from trahiv_cli.train.inner import (
+    SCORED,
     change_to_float32,
     copied,
     described,
@@ -53,7 +54,7 @@ from trahiv_cli.train.inner import (
     require_schedule,
     require_steppable,
 )
-from trahiv_cli.train.settings import naming_packages, temporarily
+from trahiv_cli.train.settings import naming_packages, score_name, temporarily
 
 INSTEAD = {
     "train": "define it in a class below the mixin: `class T(SwarmTrainerMixin, Yours)`",
@@ -240,6 +241,11 @@ class InSwarm(TrainerHost):
             require_schedule(self.lr_scheduler, self.optimizer, self._max_steps)
         self._schedule = self.lr_scheduler  # the Trainer resets its attribute when it trains
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the learning rate, or the choice of the weights at the end, follows evaluations."""
+        return self.args.load_best_model_at_end or isinstance(self._schedule, SCORED)
+
     def own_optimizer(self) -> dict[str, Any]:
         """Return the optimizer's settings for peers to compare, unless the arguments determine them."""
         definers = {definer(type(self), hook) for hook in ("create_optimizer", "create_scheduler")}
@@ -307,11 +313,7 @@ class InSwarm(TrainerHost):
         inner = self.optimizer
         optimizer: SwarmOptimizer = build_optimizer(
             self.swarm_settings.opt,
-            self.swarm_settings.run_settings(
-                schema=comparison.schema,
-                max_grad_norm=self.args.max_grad_norm or 0.0,
-                max_steps=self._max_steps,
-            ),
+            self.swarm_settings.run_settings(self.args, comparison.schema, self._max_steps),
             dht=self.node.dht,
             home=self.node,
             samples_per_step=self._samples_per_step,
@@ -424,7 +426,13 @@ class InSwarm(TrainerHost):
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         # Private. The Trainer looks for its metric even after an evaluation that ended early.
-        return bool(metrics) and super()._determine_best_metric(metrics=metrics, trial=trial)
+        is_new_best = bool(metrics) and super()._determine_best_metric(metrics=metrics, trial=trial)
+        if self.is_scored and self.swarm_optimizer is not None:
+            self.swarm_optimizer.position.note_score(float(metrics.get(score_name(self.args), math.nan)))
+        return is_new_best
+
+    def _load_best_model(self) -> None:
+        """Leave the last weights in the model: `train` loads the best ones once no peer needs the last."""
 
     def _save_checkpoint(self, *given: Any) -> None:
         """Begin to write a checkpoint of the swarm's step, in this package's own format.

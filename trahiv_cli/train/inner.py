@@ -6,11 +6,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from transformers.optimization import GreedyLR
 
 from trahiv_cli.errors import RecipeError
 from trahiv_cli.state.inner_optimizer import initialize_state
 from trahiv_cli.step.build import require_usable
+
+SCORED = ReduceLROnPlateau | GreedyLR
+"""Schedules that look at evaluations: see `ScoredSchedule`."""
 
 
 def change_to_float32(model: torch.nn.Module) -> None:
@@ -77,12 +81,12 @@ def require_steppable(optimizer: Any, model: torch.nn.Module) -> None:
 def require_schedule(schedule: Any, optimizer: torch.optim.Optimizer, max_steps: int) -> None:
     """Raise `RecipeError` unless the schedule belongs to this optimizer, and peers can enter it at any step.
 
-    The schedule computes its factors for five steps of the run; its errors are raised as they are.
+    A `LambdaLR` computes its factors for five steps of the run; its errors are raised as they are.
     """
-    if not isinstance(schedule, LambdaLR):
+    if not isinstance(schedule, LambdaLR | SCORED):
         raise RecipeError(
             f"{type(schedule).__name__} can't be used in a swarm: its learning rate does not follow from the "
-            "step alone, and a peer that joins begins in the middle of a run.",
+            "step or from evaluations alone, and a peer that joins begins in the middle of a run.",
             hint="torch.optim.lr_scheduler.LambdaLR, as transformers.get_scheduler makes them",
         )
     if schedule.optimizer is not optimizer:
@@ -93,14 +97,20 @@ def require_schedule(schedule: Any, optimizer: torch.optim.Optimizer, max_steps:
     factors_of(schedule, max_steps)
 
 
-def factors_of(schedule: LambdaLR, max_steps: int) -> list[list[str]]:
-    """Return the factors of each group's learning rate at five steps of the run."""
+def factors_of(schedule: Any, max_steps: int) -> list[list[str]]:
+    """Return the factors of each group's learning rate at five steps of the run.
+
+    Of a schedule that looks at scores, return its name and its numbers instead.
+    """
+    if not isinstance(schedule, LambdaLR):
+        numbers = {name: value for name, value in vars(schedule).items() if type(value) in (int, float, str)}
+        return [[type(schedule).__name__, *(f"{name}={value}" for name, value in sorted(numbers.items()))]]
     steps = [max_steps * quarter // 4 for quarter in range(5)]
     return [[f"{factor(step):.4g}" for step in steps] for factor in schedule.lr_lambdas]
 
 
 def described(
-    optimizer: torch.optim.Optimizer, schedule: LambdaLR, model: torch.nn.Module, max_steps: int
+    optimizer: torch.optim.Optimizer, schedule: Any, model: torch.nn.Module, max_steps: int
 ) -> dict[str, Any]:
     """Return an optimizer's class, numbers and weights, and the schedule's factors at five steps of the run.
 

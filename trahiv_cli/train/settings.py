@@ -20,6 +20,7 @@ from transformers.trainer_utils import has_length
 
 from trahiv_cli.errors import RecipeError, SetupError
 from trahiv_cli.progress.pace import Pace, RoundRules
+from trahiv_cli.progress.scores import BestScore
 from trahiv_cli.recipe.load import parse_section
 from trahiv_cli.recipe.schema import DhtSection, HivemindConfig, OptSection, SwarmSection
 from trahiv_cli.step.build import OptKeywords
@@ -82,12 +83,21 @@ class SwarmSettings:
             )
         return cls(config.dht, config.opt, swarm)
 
-    def run_settings(self, **more: Any) -> RunSettings:
-        """Return the settings of the run for `build_optimizer`; `more` are its fields that are not here."""
+    def run_settings(self, args: TrainingArguments, schema: bytes, max_steps: int) -> RunSettings:
+        """Return the settings of the run for `build_optimizer`; peers of one schema average."""
         swarm = self.swarm
         rules = RoundRules(swarm.solo_after_s, swarm.norm_limit, swarm.robust_mean)
         share = swarm.communication_share if swarm.mode == "auto" else None
-        return RunSettings(pace=Pace.of(swarm), auto_share=share, rules=rules, **more)
+        best: BestScore = "highest" if args.greater_is_better else "lowest"
+        return RunSettings(
+            pace=Pace.of(swarm),
+            auto_share=share,
+            max_steps=max_steps,
+            max_grad_norm=args.max_grad_norm or 0.0,
+            keeps_best=best if args.load_best_model_at_end else None,
+            schema=schema,
+            rules=rules,
+        )
 
     def samples_per_step(self, args: TrainingArguments) -> int:
         """Return the samples in a window of accumulation; raises `RecipeError` if the target is smaller."""
@@ -134,22 +144,21 @@ def require_swarmable(args: TrainingArguments, kwargs: Mapping[str, Any]) -> Non
             f"hub_strategy={args.hub_strategy.value}",
             "every_save, or end",
         ),
-        (args.load_best_model_at_end, "load_best_model_at_end", "choose among the checkpoints afterwards"),
         (args.enable_jit_checkpoint, "enable_jit_checkpoint", "leave it out: SIGTERM saves a checkpoint"),
         (args.restore_callback_states_from_checkpoint, "restore_callback_states_from_checkpoint", "omit it"),
         (not args.dataloader_in_order, "dataloader_in_order=False", "set it to True"),
         (not has_passes, "a strategy by epoch of data without a length", "a strategy by steps"),
         (steps_itself, f"optim={optim}", "adamw_torch, adafactor, sgd"),
         (optimizer is not None and optimizer.state, "an optimizer that has taken steps", "a new one"),
-        (
-            args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"),
-            "a schedule that looks at metrics",
-            "cosine",
-        ),
     )
     for wrong, what, instead in problems:
         if wrong:
             raise RecipeError(f"In a swarm, {what} can't be used.", hint=instead)
+
+
+def score_name(args: TrainingArguments) -> str:
+    """Return the metric by which peers judge weights, as evaluations name it."""
+    return "eval_" + str(args.metric_for_best_model or "loss").removeprefix("eval_")
 
 
 def config_of(args: TrainingArguments | None, default: Any) -> Any:

@@ -56,6 +56,7 @@ from trahiv_cli.train.settings import (
     SwarmSettings,
     config_of,
     require_swarmable,
+    score_name,
     temporarily,
     without_config,
 )
@@ -309,7 +310,20 @@ class SwarmTrainerMixin(TrainerHost):
                 if path is None:
                     what = f"No checkpoint could be written to {folder / CHECKPOINTS}."
                 logger.warning("Stopped at step %d. %s", optimizer.local_epoch, what)
-            return result
+        if self.args.load_best_model_at_end and not leaving():
+            self._load_best(optimizer)
+        return result
+
+    def _load_best(self, optimizer: SwarmOptimizer) -> None:
+        """Put the weights with the best score into the model, after training, and log which they are."""
+        found = optimizer.load_best()
+        if found is None:
+            logger.warning("The model has the last weights: the peers agreed on no evaluation.")
+            return
+        step, score = found
+        self.state = replace(self.state, best_global_step=step, best_metric=score)
+        name = score_name(self.args)
+        logger.warning("The model has the weights of step %d, with the best %s: %.6g.", step, name, score)
 
     def leave_by(self, leaving: Leaving) -> None:
         """Leave when `leaving` says so."""

@@ -19,7 +19,7 @@ from trahiv_cli.progress.ledger import USELESS_AT_MOST, Spans
 from trahiv_cli.progress.pace import RoundRules
 from trahiv_cli.recipe.schema import SwarmSection
 from trahiv_cli.rounds import replay_log as rounds
-from trahiv_cli.rounds.claims import Claim, Measured, Round, outliers, state_to_adopt
+from trahiv_cli.rounds.claims import Claim, Measured, Round, judge, outliers, state_to_adopt
 from trahiv_cli.rounds.codecs import CODECS
 from trahiv_cli.rounds.replay_log import Header, Log, decoded
 from trahiv_cli.rounds.round_service import RoundOptions, RoundService, patience_s
@@ -79,6 +79,17 @@ def test_claimed_samples_are_capped():
     assert Claim(20, 640.0, 1.0).counted(most_samples=20) == Claim(20, 640.0, 1.0)
     claim = Claim(2**40, trained=Spans.of([(0, 8), (10, 2**40)]))
     assert claim.counted(most_samples=20).trained == Spans.of([(0, 8), (10, 2 + 20 + USELESS_AT_MOST)])
+
+
+@pytest.mark.parametrize(
+    ("claimed", "agreed"),
+    [((None, None), None), ((0.5, None), 0.5), ((2.0, 1.0), 1.0), ((3.0, 1.0, 2.0), 2.0)],
+)
+def test_members_agree_on_median_score(claimed, agreed):
+    said = [Claim.parse(Claim(samples=1, norm=1.0, score=score).to_bytes()) for score in claimed]
+    assert [claim.score for claim in said] == list(claimed)
+    _, outcome = judge(map(id_of, "abc"[: len(said)]), said, most_samples=9, norm_limit=10.0)
+    assert outcome.score == agreed
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,14 @@
 """The state that is given to joiners, which they adopt entirely or not at all."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from hivemind import compression
 from hivemind.compression import CompressionInfo, TensorRole
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.optimization import GreedyLR
 
 from tests.kit.states import giving_state, state_of
 from trahiv_cli.errors import RoundFailed
@@ -13,8 +16,10 @@ from trahiv_cli.progress.committed import StateLock
 from trahiv_cli.progress.history import History
 from trahiv_cli.progress.ledger import Ledger, Spans
 from trahiv_cli.progress.pace import Pace
+from trahiv_cli.progress.scores import Scores
 from trahiv_cli.rounds.codecs import EightBitStatistics, read_tensor
 from trahiv_cli.state import peer_state as module
+from trahiv_cli.state.scored import ScoredSchedule
 from trahiv_cli.state.snapshot import views_of
 
 torch.set_num_threads(1)
@@ -104,6 +109,64 @@ def test_offloading_joiner_adopts_plain_state(download, donor):
     joiner = giving_state(History(), offload=True)
     assert download(joiner, state_of(donor)) is True
     assert everything(joiner) == everything(donor)
+
+
+def scored(history, **more):
+    """Return a state whose best weights, full of 2, are two steps old."""
+    state = giving_state(History(history.step - 2), fill=2.0, keeps_best="lowest", **more)
+    state.judge(0.5)
+    state.committed.change(history=History(history.step - 1))
+    for weight in (*state.main_parameters, *(state.agreed or ())):
+        weight.data.fill_(3.0)
+    state.judge(0.75)
+    state.committed.change(history=history, ledger=Ledger(Spans.of([(0, history.samples)])))
+    return state
+
+
+@pytest.mark.parametrize("mode", [{}, {"has_local_steps": True}])
+def test_joiner_adopts_scores_and_best_weights(download, mode):
+    donor, joiner = scored(AHEAD, **mode), giving_state(History(), keeps_best="lowest", **mode)
+    assert download(joiner, state_of(donor)) is True
+    assert joiner.committed.now.scores == Scores(((1, 0.5), (2, 0.75)))
+    assert [one.unique().tolist() for one in joiner.best.tensors] == [[2.0], [2.0]]
+    assert joiner.own_metadata() == donor.own_metadata()
+    assert joiner.load_best(last_score=0.4) == (3, 0.4)
+    assert joiner.main_parameters[0].unique().tolist() == [3.0]
+    assert joiner.load_best(last_score=0.5) == (1, 0.5)
+    assert joiner.main_parameters[0].unique().tolist() == [2.0]
+    assert joiner.buffers.live["statistic"].unique().tolist() == [2.0]
+
+
+def test_false_best_weights_are_refused(download):
+    metadata, tensors = state_of(scored(AHEAD))
+    joiner = giving_state(History(), keeps_best="lowest")
+    for change, why in {
+        "digest": (lambda: tensors[-2].mul_(2), "another digest"),
+        "infinite": (lambda: tensors[-2].mul_(torch.inf), "not finite"),
+        "shapes": (lambda: tensors.pop(), "other shapes"),
+    }.values():
+        change()
+        with pytest.raises(RoundFailed, match=why):
+            download(joiner, (metadata, tensors))
+    assert joiner.committed.now.scores == Scores()
+    assert joiner.best.tensors == []
+
+
+@pytest.mark.parametrize("make", [partial(ReduceLROnPlateau, cooldown=1), partial(GreedyLR, min_lr=1e-4)])
+def test_learning_rates_follow_all_scores(make):
+    def rates_after(scores, lr=0.1):
+        schedule = make(torch.optim.SGD([torch.zeros(1)], lr=lr), patience=1, factor=0.5)
+        for score in scores:
+            schedule.step(score)
+        return [group["lr"] for group in schedule.optimizer.param_groups]
+
+    values = torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist()
+    inner = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    schedule = ScoredSchedule(make(inner, patience=1, factor=0.5))
+    for count in (1, 2, 3, 40, 5):  # the last scores are those of another history
+        schedule.follow(Scores(tuple(enumerate(values[:count]))))
+        assert [group["lr"] for group in inner.param_groups] == rates_after(values[:count])
+    assert len({*rates_after(values), *rates_after(values[:5]), 0.1}) == 3
 
 
 BROKEN = {  # small fields: simulation/test_states_of_a_liar.py

@@ -19,7 +19,8 @@ eval_do_concat_batches eval_on_start eval_steps eval_strategy eval_use_gather_ob
 full_determinism gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
 greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token
 include_for_metrics include_num_input_tokens_seen label_names label_smoothing_factor learning_rate
-length_column_name liger_kernel_config log_level logging_first_step logging_nan_inf_filter logging_steps
+length_column_name liger_kernel_config load_best_model_at_end log_level logging_first_step
+logging_nan_inf_filter logging_steps
 logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps metric_for_best_model
 neftune_noise_alpha num_train_epochs optim optim_args output_dir per_device_eval_batch_size
 per_device_train_batch_size prediction_loss_only project push_to_hub remove_unused_columns report_to
@@ -35,7 +36,6 @@ REFUSED = {
     "deepspeed": ("ds.json", "one peer for each GPU"),
     "enable_jit_checkpoint": (True, "SIGTERM"),
     "fsdp": ("full_shard", "one peer for each GPU"),
-    "load_best_model_at_end": (True, "afterwards"),
     "parallelism_config": (object(), "one peer for each GPU"),
     "restore_callback_states_from_checkpoint": (True, "omit it"),
 }

@@ -17,13 +17,15 @@ from transformers import get_scheduler
 from tests.unit.conftest import refused
 from tests.unit.step.test_build import OPTIMIZERS
 from trahiv_cli.errors import AssetError
-from trahiv_cli.progress.committed import StateLock
+from trahiv_cli.progress.committed import Committed, CommittedCell, StateLock
 from trahiv_cli.progress.history import DIGEST_BYTES, History
 from trahiv_cli.progress.ledger import Ledger, Spans
 from trahiv_cli.progress.pace import DEFAULT_PACE, Pace
+from trahiv_cli.progress.scores import Scores
 from trahiv_cli.rounds.buffers import Buffers
 from trahiv_cli.state.inner_optimizer import initialize_state
 from trahiv_cli.state.outer import OuterState
+from trahiv_cli.state.scored import BestWeights
 from trahiv_cli.step.local_steps import LocalSteps
 from trahiv_cli.step.method import OwnSteps
 from trahiv_cli.train import checkpoint
@@ -62,8 +64,10 @@ class Peer:
     own_steps = OwnSteps()
     agreed_values = {}
     outer = None
+    best = None
 
     def __init__(self, folder, name="adamw_torch", model=None, **keywords):
+        self.committed = CommittedCell(Committed())
         self.model = model or network()
         self.weights = [param for param in self.model.parameters() if param.requires_grad]
         self.buffers = Buffers(self.model)
@@ -171,6 +175,27 @@ def test_outer_state_is_restored_in_same_model(peer):
     with pytest.raises(AssetError, match="of another model"):
         newest.load_outer(of_another)
     assert of_another.rounds == 0
+
+
+def test_scores_and_best_weights_are_restored(tmp_path):
+    peer, again, of_another = (Peer(tmp_path) for _ in range(3))
+    for one in (peer, again, of_another):
+        one.best = BestWeights("lowest")
+    of_another.weights = peer.weights[:1]
+    scores = Scores(((2, 0.5), (4, 0.25)))
+    peer.committed.change(scores=scores)
+    peer.best.judge(scores, peer.weights)
+    peer.train(1)
+    peer.save(6)
+    newest = peer.store.newest()
+    newest.load_scores(again)
+    assert again.committed.now.scores == scores
+    assert all(map(torch.equal, again.best.tensors, peer.best.tensors))
+    assert again.best.digest == peer.best.digest
+    assert not torch.equal(again.best.tensors[0], peer.weights[0])
+    with pytest.raises(AssetError, match="of another model"):
+        newest.load_scores(of_another)
+    assert of_another.committed.now.scores == Scores()
 
 
 class ResumingSteps(LocalSteps):

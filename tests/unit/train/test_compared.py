@@ -31,6 +31,7 @@ COMPARED = dict(
     for line in """
     lr_scheduler_kwargs None
     optim_args None
+    load_best_model_at_end False
     optim_target_modules None
     neftune_noise_alpha None
     accelerator_config None

@@ -42,7 +42,6 @@ TROUBLE = {  # by message: fields of the arguments as on another machine; keywor
     ),
     "optim=lomo": ({"optim": "lomo"}, {}, "adamw_torch"),
     "that has taken steps": ({}, {"optimizers": (STEPPED, None)}, "a new one"),
-    "looks at metrics": ({"lr_scheduler_type": "reduce_lr_on_plateau"}, {}, "cosine"),
 }
 
 
@@ -120,8 +119,8 @@ def test_passes_determine_steps_by_length(arguments):
         (SwarmSection(solo="after 1 second"), RoundRules(1.0), "sync", 0.05),
     ],
 )
-def test_round_rules_and_mode_are_passed_on(swarm, rules, mode, share):
-    run = SwarmSettings.read(SWARM, swarm).run_settings()
+def test_round_rules_and_mode_are_passed_on(arguments, swarm, rules, mode, share):
+    run = SwarmSettings.read(SWARM, swarm).run_settings(arguments(), b"schema", 9)
     assert (run.rules, run.pace.mode, run.auto_share) == (rules, mode, share)
 
 
