@@ -12,13 +12,23 @@ import torch
 import trl
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Trainer,
+    TrainingArguments,
+)
+from trl.data_utils import prepare_multimodal_messages
 
 from tests.kit.stand_ins import CHATML_MARKED, write_bert, write_llama
 from trahiv_cli.assets.collators import build_collator, class_metrics
 from trahiv_cli.assets.data import build_datasets
 from trahiv_cli.assets.model import kind_of
-from trahiv_cli.recipe.builtin import builtin_recipes
+from trahiv_cli.recipe.builtin import builtin_recipes, shapes
 from trahiv_cli.recipe.load import load_recipe
 
 pytestmark = pytest.mark.timeout(300)
@@ -96,7 +106,7 @@ those of the untrained weights."""
 
 
 def test_every_builtin_recipe_has_rows():
-    assert set(ROWS) == set(builtin_recipes()) - {"quickstart", "arithmetic-grpo"}
+    assert set(ROWS) == set(builtin_recipes()) - {"quickstart", "arithmetic-grpo", "shapes-sft"}
 
 
 def trained(run):
@@ -144,7 +154,7 @@ def evaluate_plainly(recipe, run):
 
 def load_plainly(recipe, final):
     """The trained model; adapters are put on the model that they were trained with."""
-    loader, options = kind_of(recipe.task).loader, {}
+    loader, options = kind_of(recipe.task, AutoConfig.from_pretrained("./model")).loader, {}
     if recipe.peft is None:
         return loader.from_pretrained(final)
     if recipe.quantization is not None:
@@ -199,21 +209,47 @@ def test_two_peers_train_one_model(name, start, tmp_path, monkeypatch):
         assert told["eval_accuracy"] > 0.9, "far better than guessing"
 
 
-def test_two_peers_learn_arithmetic_from_rewards(start, tmp_path):
-    changes = [one for one in SETTINGS if one.startswith(("hivemind_config.dht", "swarm"))]
-    changes += ["hivemind_config.opt.matchmaking_time=4", "training.max_steps=100"]
+def two_of_builtin(start, folder, name, *changes):
+    """Train two peers with a built-in recipe that needs no files; the second one has it from the first."""
+    changes = [one for one in SETTINGS if one.startswith(("hivemind_config.dht", "swarm"))] + list(changes)
+    changes += ["hivemind_config.opt.matchmaking_time=4"]
     words = [word for change in changes for word in ("--set", change)]
-    first = start("init", "arithmetic-grpo", *words, "--output-dir", str(tmp_path / "first"))
+    first = start("init", name, *words, "--output-dir", str(folder / "first"))
     second = start(
-        "join", "--peer", first.address, "--output-dir", str(tmp_path / "second"), "--yes", *words[:2]
+        "join", "--peer", first.address, "--output-dir", str(folder / "second"), "--yes", *words[:2]
     )
     for peer in (first, second):
         assert peer.wait_for("done", 200)["reason"] == "max_steps"
         assert peer.exit_code(30) == 0
+        data = peer.steps[-1]["data"]
+        assert (data["duplicates"], data["lost"]) == (0, 0)
+    one, two = trained(folder / "first"), trained(folder / "second")
+    torch.testing.assert_close(one, two, rtol=0, atol=0)
+    return first, second
+
+
+def test_two_peers_learn_arithmetic_from_rewards(start, tmp_path):
+    for peer in two_of_builtin(start, tmp_path, "arithmetic-grpo", "training.max_steps=100"):
         rewards = [step["reward"] for step in peer.steps if "reward" in step]
         assert statistics.mean(rewards[:5]) < 0.05, "guesses at first"
         assert statistics.mean(rewards[-5:]) > 0.2
-        data = peer.steps[-1]["data"]
-        assert (data["duplicates"], data["lost"], data["prompts"]) == (0, 0, 55)
-    one, two = trained(tmp_path / "first"), trained(tmp_path / "second")
-    torch.testing.assert_close(one, two, rtol=0, atol=0)
+        assert peer.steps[-1]["data"]["prompts"] == 55
+
+
+def test_two_peers_learn_to_see(start, tmp_path):
+    first, _ = two_of_builtin(start, tmp_path, "shapes-sft", "training.max_steps=150")
+    assert first.wait_for("sample", 1, step=150)["prompt"] in ("Which colour?", "Which form?")
+    final = tmp_path / "second/final"
+    processor = AutoProcessor.from_pretrained(final)
+    model = AutoModelForImageTextToText.from_pretrained(final).eval()
+    rows = shapes()[::9]
+    right = 0
+    for row in rows:
+        read = processor.apply_chat_template(
+            prepare_multimodal_messages(row["prompt"], row["images"]),
+            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+        written = model.generate(**read, max_new_tokens=8, do_sample=False)[0, read["input_ids"].shape[1] :]
+        answer = processor.tokenizer.decode(written, skip_special_tokens=True)
+        right += answer == row["completion"][0]["content"]
+    assert right > 0.6 * len(rows), "without the picture, it can guess one of three to five answers"

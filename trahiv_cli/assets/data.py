@@ -20,8 +20,10 @@ from datasets import (
     concatenate_datasets,
     disable_progress_bars,
 )
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from trahiv_cli.assets.model import expand_folder, model_name, read_config, translated
+from trahiv_cli.assets.pictures import build_processor, has_pictures
 from trahiv_cli.assets.samples import (
     classified,
     clm_documents,
@@ -33,6 +35,7 @@ from trahiv_cli.assets.samples import (
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
+from trahiv_cli.recipe.paths import BUILTIN
 from trahiv_cli.recipe.schema import Recipe
 
 MOST_SHARDS = 256
@@ -51,6 +54,13 @@ class Splits:
     train: Dataset | IterableDataset
     eval: Dataset | None
     tokenizer: PreTrainedTokenizerBase
+    processor: ProcessorMixin | None = None
+    """Reads pictures, and has the tokenizer; None if the data has no pictures."""
+
+    @property
+    def processing_class(self) -> PreTrainedTokenizerBase | ProcessorMixin:
+        """Whatever turns a row into the model's input."""
+        return self.processor or self.tokenizer
 
 
 def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_seed: int) -> Splits:
@@ -94,7 +104,18 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
             train = shuffled_stream(train, seed)
         else:
             train = train.shuffle(seed=seed, keep_in_memory=True)
-    return Splits(train, held_out, tokenizer)
+    processor = None
+    if recipe.sft is not None and has_pictures(train):
+        model = recipe.model
+        name = model.tokenizer_name_or_path or model_name(model)
+        with translated("processor", name):
+            processor = build_processor(
+                name if name.startswith(BUILTIN) else expand_folder(name),
+                model.revision,
+                read_config(recipe),
+                tokenizer,
+            )
+    return Splits(train, held_out, tokenizer, processor)
 
 
 def shuffled_stream(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,14 +21,16 @@ from trahiv_cli.recipe.agreement import AgreedRun
 from trahiv_cli.recipe.rows import texts_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 
-def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str) -> None:
+def write_final(
+    model: PreTrainedModel, reader: PreTrainedTokenizerBase | ProcessorMixin, folder: Path, card: str
+) -> None:
     """Write model, tokenizer and card into `folder`, replacing its content, all or nothing.
 
-    The model is saved as safetensors in its own dtypes. For a `PeftModel`, only the adapters are saved, with
-    the generation config of its base.
+    The `reader` is the tokenizer, or a processor that has it. The model is saved as safetensors in its own
+    dtypes. For a `PeftModel`, only the adapters are saved, with the generation config of its base.
 
     Raises:
         SetupError: the disk is full or the folder not writable; `folder` is unchanged.
@@ -41,7 +44,7 @@ def write_final(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
             model.save_pretrained(new, **options)
             if model.can_generate():
                 model.generation_config.save_pretrained(new)
-            tokenizer.save_pretrained(new)
+            reader.save_pretrained(new)
             (new / "README.md").write_text(card, encoding="utf-8")
     except OSError as failure:
         raise SetupError(
@@ -132,12 +135,16 @@ class Prompt(NamedTuple):
     ids: list[int]
     text: str  # for people; for a conversation, its last message
     is_reply: bool = False  # whether they end where the assistant's answer begins
+    more: Mapping[str, torch.Tensor] = MappingProxyType({})  # further inputs of a model that sees pictures
 
 
-def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_tokens: int) -> Prompt | None:
+def open_turn(
+    reader: PreTrainedTokenizerBase | ProcessorMixin, row: Mapping[str, Any], max_tokens: int
+) -> Prompt | None:
     """Write a row's conversation up to its last answer, which the model is to give.
 
-    Only the last `max_tokens` tokens are returned. None: the row has no conversation, no message before the
+    The `reader` is the tokenizer, or a processor that reads the row's pictures, too. Without pictures, only
+    the last `max_tokens` tokens are returned. None: the row has no conversation, no message before the
     answer, or only messages that the template refuses.
     """
     messages = row.get("messages") or row.get("prompt") or row.get("chosen")
@@ -145,7 +152,10 @@ def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_to
         return None
     while messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    write = partial(tokenizer.apply_chat_template, tokenize=False, **row.get("chat_template_kwargs") or {})
+    options = row.get("chat_template_kwargs") or {}
+    if hasattr(reader, "image_processor"):
+        return _open_turn_with_pictures(reader, row, messages, options)
+    write = partial(reader.apply_chat_template, tokenize=False, **options)
     try:
         opened = write(messages, add_generation_prompt=True)
         if opened == write(messages):  # the template ignores that option
@@ -153,20 +163,42 @@ def open_turn(tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], max_to
             opened = write([*messages, {"role": "assistant", "content": answer}]).partition(answer)[0]
     except TEMPLATE_FAILURES:
         return None
-    ids = tokenizer(opened, add_special_tokens=False)["input_ids"]
+    ids = reader(opened, add_special_tokens=False)["input_ids"]
     return Prompt(ids[-max_tokens:], "".join(texts_of(messages[-1])), is_reply=True)
+
+
+def _open_turn_with_pictures(
+    processor: Any, row: Mapping[str, Any], messages: list[dict[str, Any]], options: dict[str, Any]
+) -> Prompt | None:
+    from trl.data_utils import prepare_multimodal_messages
+
+    pictures = row.get("images") or [row[name] for name in ("image",) if row.get(name)]
+    try:
+        shown = prepare_multimodal_messages(messages, pictures)
+        read = processor.apply_chat_template(
+            shown, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", **options
+        )
+    except TEMPLATE_FAILURES:
+        return None
+    more = {name: value for name, value in read.items() if name not in ("input_ids", "attention_mask")}
+    ids = read["input_ids"][0].tolist()
+    return Prompt(ids, "".join(texts_of(messages[-1])), is_reply=True, more=more)
 
 
 @torch.no_grad()
 def sample_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ids: list[int], max_new_tokens: int, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    max_new_tokens: int,
+    seed: int,
 ) -> str:
-    """Generate text that continues the tokens `ids`, and return only the new text.
+    """Generate text that continues the prompt, and return only the new text.
 
     The model's train or eval mode and torch's generators are left unchanged. The same seed and weights give
-    the same text on one kind of processor. Without `ids` the text begins a new document.
+    the same text on one kind of processor. Without tokens in the prompt, the text begins a new document.
     """
-    start = torch.tensor([ids or [tokenizer.eos_token_id]], device=model.device)
+    start = torch.tensor([prompt.ids or [tokenizer.eos_token_id]], device=model.device)
     # A padded vocabulary: the model has scores for tokens that the tokenizer can't decode.
     padding = range(len(tokenizer), model.config.get_text_config().vocab_size)
     was_training = model.training
@@ -182,6 +214,7 @@ def sample_text(
                 max_new_tokens=max_new_tokens,
                 suppress_tokens=[*padding] or None,
                 pad_token_id=tokenizer.pad_token_id,
+                **{name: value.to(model.device) for name, value in prompt.more.items()},
             )
     finally:
         model.train(was_training)

@@ -17,11 +17,6 @@ import psutil
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteDecoder
-from tokenizers.models import BPE as BpeModel
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -29,10 +24,12 @@ from torch.nn.modules.module import (
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -41,15 +38,15 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from trahiv_cli.assets.memory import SAVINGS, Estimate, activation_bytes, add_up, is_out_of_memory
+from trahiv_cli.assets.tokenizer import train_tokenizer
 from trahiv_cli.errors import AssetError, OutOfMemory, SetupError
-from trahiv_cli.recipe.builtin import BPE, BYTES, read_text
+from trahiv_cli.recipe.builtin import BPE, BYTES
 from trahiv_cli.recipe.paths import is_local
 from trahiv_cli.recipe.rows import listed
 from trahiv_cli.recipe.schema import ModelSection, Recipe, TrainingSection, repeated_too_often
@@ -68,13 +65,20 @@ class Kind(NamedTuple):
     peft_task: str | None  # peft has no class for masked models
 
 
-def kind_of(task: Task) -> Kind:
-    """Return the kind of model that a task trains."""
+def sees_pictures(config: PreTrainedConfig) -> bool:
+    """Whether a model of this config reads pictures and text, and writes text."""
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(config, "vision_config")
+
+
+def kind_of(task: Task, config: PreTrainedConfig) -> Kind:
+    """Return the kind of model that a task trains; for `sft`, a model of this config may see pictures."""
     if task == "mlm":
         return Kind(AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING, None)
     if task in SCORING_TASKS:
         configs = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
         return Kind(AutoModelForSequenceClassification, configs, "SEQ_CLS")
+    if task == "sft" and sees_pictures(config):
+        return Kind(AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, "CAUSAL_LM")
     return Kind(AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING, "CAUSAL_LM")
 
 
@@ -142,27 +146,6 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def train_tokenizer() -> PreTrainedTokenizerBase:
-    """Train a byte-level BPE tokenizer of 2,048 tokens on the built-in text, in half a second.
-
-    It can encode any text, its end-of-text token is `<|end|>`, and it is the same on every machine: pairs
-    that are equally frequent are merged in the order of their tokens.
-    """
-    end = "<|end|>"
-    tokenizer = Tokenizer(BpeModel())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteDecoder()
-    trainer = BpeTrainer(
-        # With 1,024 or 4,096 the embedded default predicted each character worse after as many steps.
-        vocab_size=2048,
-        special_tokens=[end],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(read_text(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
-
-
 def model_name(model: ModelSection) -> str:
     """Return the model's name for messages, and for `from_pretrained` if it has a hub id or folder."""
     return model.model_name_or_path or f"a new {(model.config or {})['model_type']}"
@@ -175,7 +158,6 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
         AssetError: there is no such model, a field does not fit, or the task trains another kind of model.
     """
     model = recipe.model
-    kind = kind_of(recipe.task)
     if (fields := model.config) is not None:
         model_type = str(fields["model_type"])
         # transformers keeps unknown fields, such as older names; so only near misses are mistakes.
@@ -202,6 +184,7 @@ def read_config(recipe: Recipe) -> PreTrainedConfig:
             config = AutoConfig.from_pretrained(name, revision=model.revision, trust_remote_code=False)
     # A hub's config may name code of another repository; only the recipe's choice counts.
     config.update({"_attn_implementation": None, "_experts_implementation": None})
+    kind = kind_of(recipe.task, config)
     if type(config) not in kind.configs:
         raise AssetError(
             f"{model_name(model)!r} is a {config.model_type}, which `task: {recipe.task}` can't train.",
@@ -273,7 +256,7 @@ def build_model(
         ids |= {name: getattr(tokenizer, name) for name in free}
     config.get_text_config().update(ids)
     options = loading_options(recipe, config)
-    loader = kind_of(recipe.task).loader
+    loader = kind_of(recipe.task, config).loader
     head: list[str] = []
     torch.manual_seed(seed)
     name = model_name(model)
@@ -340,6 +323,8 @@ def estimate(recipe: Recipe, *, length: int) -> Estimate:
     outline, quantized = build_outline(recipe)
     with translated("model", model_name(recipe.model)):
         held = activation_bytes(outline, recipe, length, dtype)
+    if sees_pictures(outline.config):  # pictures need memory, too
+        held = None
     if held is not None:  # a quantized layer is decoded as a whole to compute with it
         held += dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
     return add_up(recipe, outline, quantized, held)
@@ -407,7 +392,7 @@ def build_outline(recipe: Recipe) -> tuple[PreTrainedModel, frozenset[torch.Tens
     if options["dtype"] == "auto":
         options["dtype"] = text_config.dtype or torch.float32
     with torch.device("meta"), translated("model", model_name(recipe.model)):
-        built = kind_of(recipe.task).loader.from_config(config, **options)
+        built = kind_of(recipe.task, config).loader.from_config(config, **options)
     quantized: frozenset[torch.Tensor] = frozenset()
     if (wanted := recipe.quantization) is not None:
         bits_of(recipe)  # raises if that is not possible here
@@ -500,7 +485,7 @@ def adapter_config(recipe: Recipe, model: PreTrainedModel, head: Sequence[str] =
         if name not in layers:
             said = f"The model has no layer {name!r} (`peft.modules_to_save`)."
             raise AssetError(said, f"It has {', '.join(layers)}.")
-    return LoraConfig(task_type=kind_of(recipe.task).peft_task, **options)
+    return LoraConfig(task_type=kind_of(recipe.task, model.config).peft_task, **options)
 
 
 def layers_of(model: PreTrainedModel) -> list[str]:

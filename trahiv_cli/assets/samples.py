@@ -17,6 +17,7 @@ from datasets import ClassLabel, Dataset, Features, IterableDataset, LargeList, 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from trahiv_cli.assets.pictures import with_pictures
 from trahiv_cli.assets.sources import Documents, Opened, require_text
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import require_column, task_form
@@ -25,6 +26,7 @@ from trahiv_cli.recipe.rows import (
     KEYS,
     LABEL_HINT,
     MEND_A_ROW,
+    PICTURES,
     Form,
     Tally,
     broken_row,
@@ -196,10 +198,11 @@ def trl_rows(opened: Opened, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
         hint = "Set `data.chat_template: FILE.jinja`, or name a tokenizer that has one"
         raise AssetError(f"The dataset {opened.name} {problem}.", f"{hint} (`model.tokenizer_name_or_path`).")
     passed_on = ("tools", "chat_template_kwargs")  # to the chat template
-    optional = [column for column in passed_on if column in opened.first]
+    pictures = PICTURES if recipe.sft is not None else ()
+    optional = [column for column in (*passed_on, *pictures) if column in opened.first]
     flag = [form.flag] if form.flag else []
     columns = dict.fromkeys([*form.columns, *flag, *form.kept, *optional])
-    rows = opened.rows.select_columns(list(columns))
+    rows = with_pictures(opened).select_columns(list(columns))
     rows = judged(replace(opened, rows=rows), form, tokenizer)
     if recipe.grpo is not None:
         return short_prompts(rows, recipe.grpo, tokenizer)

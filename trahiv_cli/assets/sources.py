@@ -35,7 +35,7 @@ from datasets.utils.file_utils import CONNECTION_ERRORS_TO_RETRY
 
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe import forms
-from trahiv_cli.recipe.builtin import ARITHMETIC, TEXT, read_text, sums
+from trahiv_cli.recipe.builtin import BUILT_IN_DATA
 from trahiv_cli.recipe.content import local_files
 from trahiv_cli.recipe.files import csv_columns, read_rows, require_readable
 from trahiv_cli.recipe.paths import BUILTIN, Reader, is_local, reader_of
@@ -74,9 +74,8 @@ def load_rows(source: DatasetSection, place: str, *, streaming: bool, num_proc: 
     if files and not any(file.stat().st_size for file in files):
         raise forms.empty_dataset(source)
     with reading(source):
-        if source.path in (TEXT, ARITHMETIC):
-            built_in = [{"text": text} for text in read_text()] if source.path == TEXT else sums()
-            rows = Dataset.from_list(built_in)
+        if source.path in BUILT_IN_DATA:
+            rows = Dataset.from_list(BUILT_IN_DATA[source.path]())
             rows = rows.to_iterable_dataset(num_shards=16) if streaming else rows
         else:
             rows = load_dataset(**arguments(source, files), split=source.split, streaming=streaming)
@@ -116,7 +115,7 @@ def arguments(source: DatasetSection, files: list[Path]) -> dict[str, Any]:
         AssetError: there is no such dataset or configuration, or its files are of several kinds.
     """
     if source.path.startswith(BUILTIN):
-        there = f"There are `{TEXT}` and `{ARITHMETIC}`."
+        there = f"There are {listed(BUILT_IN_DATA)}."
         raise AssetError(f"There is no built-in dataset {source.path!r}.", there)
     own = {"name": source.name, "data_files": source.data_files}
     if not is_local(source.path):

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TEXT = "builtin/trahiv"
 """The `path` of the text in a recipe's `data.datasets`."""
 
 ARITHMETIC = "builtin/arithmetic"
 """The `path` of the sums of two digits that have one digit: 55 rows with a `prompt` and an `answer`."""
+
+SHAPES = "builtin/shapes"
+"""The `path` of small pictures of coloured shapes, with `images`, `prompt` and `completion`: 270 rows."""
 
 BYTES = "builtin/bytes"
 """The name of a tokenizer of single bytes."""
@@ -40,9 +45,62 @@ def read_text() -> list[str]:
     return [file.read_text(encoding="utf-8") for file in text_files()]
 
 
+def documents() -> list[dict[str, str]]:
+    """Return the rows of `TEXT`."""
+    return [{"text": text} for text in read_text()]
+
+
 def sums() -> list[dict[str, str]]:
     """Return the rows of `ARITHMETIC`."""
     return [{"prompt": f"{a}+{b}=", "answer": f"{a + b}"} for a in range(10) for b in range(10 - a)]
+
+
+def shapes() -> list[dict[str, Any]]:
+    """Return the rows of `SHAPES`, whose pictures have 32 x 32 pixels.
+
+    They are computed with integers, so they are the same on every machine.
+    """
+    import numpy as np
+    from PIL import Image
+
+    rows = []
+    colours = {
+        "red": (220, 40, 40),
+        "green": (40, 180, 60),
+        "blue": (50, 80, 220),
+        "yellow": (230, 210, 40),
+        "white": (240, 240, 240),
+    }
+    y, x = np.mgrid[:32, :32]
+    for across in (10, 16, 22):
+        for down in (10, 16, 22):
+            right, below = abs(x - across), abs(y - down)
+            nearer, farther = np.minimum(right, below), np.maximum(right, below)
+            forms = {
+                "square": farther <= 7,
+                "circle": right**2 + below**2 <= 64,
+                "cross": (nearer <= 2) & (farther <= 8),
+            }
+            for form, inside in forms.items():
+                for colour, value in colours.items():
+                    picture = Image.fromarray(np.where(inside[..., None], value, 20).astype(np.uint8))
+                    for question, answer in (("colour", colour), ("form", form)):
+                        rows.append(
+                            {
+                                "images": [picture],
+                                "prompt": [{"role": "user", "content": f"Which {question}?"}],
+                                "completion": [{"role": "assistant", "content": answer}],
+                            }
+                        )
+    return rows
+
+
+BUILT_IN_DATA: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    TEXT: documents,
+    ARITHMETIC: sums,
+    SHAPES: shapes,
+}
+"""The `path` of each built-in dataset -> a function that returns its rows."""
 
 
 def how_to_install(requirement: str) -> str:

@@ -20,7 +20,16 @@ from trahiv_cli.recipe.content import local_files, unreadable
 from trahiv_cli.recipe.document import Document, Location, dotted
 from trahiv_cli.recipe.files import READ_BYTES, read_rows
 from trahiv_cli.recipe.paths import reader_of
-from trahiv_cli.recipe.rows import LABEL_HINT, MEND_A_ROW, Form, Tally, broken_row, label_error, listed
+from trahiv_cli.recipe.rows import (
+    LABEL_HINT,
+    MEND_A_ROW,
+    Form,
+    Tally,
+    broken_row,
+    label_error,
+    listed,
+    picture_error,
+)
 from trahiv_cli.recipe.schema import DatasetSection, ModelSection, Recipe
 from trahiv_cli.recipe.task_sections import TASK_SECTIONS, TASKS_OF_TRL
 from trahiv_cli.recipe.upstream import BORDERLESS, mistakes_in_config, model_types, unknown_model_type
@@ -141,7 +150,10 @@ def _about_file(
     # With a slice or a fraction of the rows, it is uncertain which ones are used. A text file is one row.
     is_certain = source.split == "train" and source.fraction is None and reader_of(file) != "text"
     for number, row in enumerate(rows if is_certain else [], 1):
-        tally.add(number, *_about_row(recipe, form, row))
+        problem, warning = _about_row(recipe, form, row)
+        if recipe.sft is not None and not problem:
+            problem = picture_error(row, file.parent)
+        tally.add(number, problem, warning)
     hint = MEND_A_ROW if recipe.seq_cls is None else LABEL_HINT
     yield from ((RecipeError.code, said, hint) for said in tally.sentences(tally.errors))
     for said in tally.sentences(tally.warnings):

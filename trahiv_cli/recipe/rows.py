@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from trahiv_cli.errors import AssetError
@@ -19,6 +20,9 @@ SHAREGPT = ("from", "value")
 """Keys of a message in the two formats of conversations."""
 
 KEYS = dict(zip(SHAREGPT, CHATML, strict=True))
+
+PICTURES = ("images", "image")
+"""The columns of a row's pictures: a list of them, or one."""
 
 MEND_A_ROW = "Fix or remove that row."
 """The hint for a row that no trainer could read."""
@@ -156,6 +160,18 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
     """Tell whether `value` is a list of messages; a message that calls tools may have no content."""
     return _all_have(value, keys[0]) and any(keys[1] in message for message in value)
+
+
+def picture_names(row: Mapping[str, Any]) -> list[str]:
+    """Return the names of the files in a row's column of pictures; a picture itself has none."""
+    found = next((row[column] for column in PICTURES if column in row), None)
+    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
+
+
+def picture_error(row: Mapping[str, Any], folder: Path) -> str:
+    """Return which picture of a row is not in the folder, as words to follow the row's number, or ""."""
+    missing = [name for name in picture_names(row) if not (folder / name).is_file()]
+    return f"names a picture that is not here: {missing[0]!r}" if missing else ""
 
 
 def class_of(said: Any, labels: Sequence[str]) -> int | None:

@@ -229,7 +229,8 @@ class DatasetSection(Section):
 
     path: LookedUp[str]
     """Hub id, local folder, file (`.txt .jsonl .json .csv .parquet`) or glob, relative to the recipe's
-    folder. `builtin/trahiv` is trahiv's own source and documentation, `builtin/arithmetic` sums to 9."""
+    folder. `builtin/trahiv` is trahiv's own source and documentation, `builtin/arithmetic` sums to 9,
+    `builtin/shapes` small pictures."""
 
     name: str | None = None
     """Configuration of a hub dataset."""

@@ -70,7 +70,10 @@ class ClmSection(_TextSection):
 
 
 class SftSection(_TextSection):
-    """`trl.SFTConfig`. Datasets are conversations (`messages`), `prompt` and `completion`, or plain text."""
+    """`trl.SFTConfig`. Datasets are conversations (`messages`), `prompt` and `completion`, or plain text.
+
+    For a vision-language model they may have pictures: `images`, a list of files beside the data, or `image`.
+    """
 
     packing: bool = False
     """Put several samples into one row of `max_length`; they do not see each other."""

@@ -96,6 +96,10 @@ def compared_by(
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         tokenizer = None
     own = asset_digests(trainer.plain_model, tokenizer)
+    if (reader := getattr(trainer.processing_class, "image_processor", None)) is not None:
+        own["image processor"] = digest_of_settings(reader)
+        if has_recipe and isinstance(divided, DividedSampler):  # a recipe's digest does not cover pictures
+            own[VALUES] = digest_of_samples(trainer.train_dataset)
     if divided is not None:
         own |= divided.size
     return own if has_recipe else own | settings_of(trainer, max_steps, divided)
@@ -138,6 +142,14 @@ def text_of(value: object) -> str:
     if len(text) <= 48:
         return text
     return f"{text[:24]}... {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def digest_of_settings(image_processor: Any) -> str:
+    """Digest how an image processor changes pictures, whichever library it uses; in hexadecimal."""
+    named = image_processor.to_dict().items()
+    kinds = "image_processor_type", "processor_class"
+    settings = sorted((name, str(value)) for name, value in named if name not in kinds)
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
 
 def digest_of_samples(samples: Any) -> str:

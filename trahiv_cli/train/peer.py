@@ -282,7 +282,7 @@ class Peer:
         card = model_card(self.run, samples=callback.samples_seen, peers=callback.most_peers)
         with optimizer.agreed_weights():
             model = trainer.accelerator.unwrap_model(trainer.model)
-            write_final(model, self.splits.tokenizer, self.folder / FINAL, card)
+            write_final(model, self.splits.processing_class, self.folder / FINAL, card)
             self.show_sample(step)
         return Ended("max_steps", step, self.folder / FINAL)
 
@@ -304,7 +304,10 @@ class Peer:
         tokenizer = self.splits.tokenizer
         prompt = None
         if recipe.clm is None:
-            prompt = open_turn(tokenizer, next(iter(self.splits.eval or self.splits.train)), half)
+            row = next(iter(self.splits.eval or self.splits.train))
+            prompt = open_turn(self.splits.processing_class, row, half)
+        if prompt is None and self.splits.processor is not None:
+            return  # its rows are no conversations
         if prompt is None:
             samples = self.splits.train if recipe.grpo is not None else trainer.eval_dataset
             first = {"input_ids": []} if samples is None else next(iter(samples))
@@ -316,7 +319,7 @@ class Peer:
         model = trainer.accelerator.unwrap_model(trainer.model)
         with self.events.waiting("the model to write a sample", until_s=600):
             most = recipe.grpo.max_completion_length if recipe.grpo else half
-            text = sample_text(model, tokenizer, prompt.ids, min(most, 120), recipe.training.seed)
+            text = sample_text(model, tokenizer, prompt, min(most, 120), recipe.training.seed)
         self.events.emit("sample", step=step, prompt=prompt.text, text=text, is_reply=prompt.is_reply)
 
 

@@ -265,16 +265,17 @@ def _rows_of(recipe: Recipe, splits: Splits) -> tuple[int, list[Row]]:
         looked_at = len(samples)
         if collate is None:  # TRL neither caches the result of a dataset in memory, nor reads it from a cache
             rows = Dataset.from_list(samples, features=splits.train.features)
-            trainer = _trl_trainer(recipe, splits.tokenizer, rows)
+            trainer = _trl_trainer(recipe, splits, rows)
             samples = trainer.train_dataset
             collate = trainer.data_collator
-    batches = ((sample, collate([sample])) for sample in samples)
+    batches = ((sample, collate([dict(sample)])) for sample in samples)  # TRL changes rows with pictures
     return looked_at, [Row(sample, batch, _read(recipe, batch)) for sample, batch in batches]
 
 
-def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> Any:
+def _trl_trainer(recipe: Recipe, splits: Splits, rows: Dataset) -> Any:
     """Make TRL's trainer for `rows` with a tiny model, and without a swarm."""
     size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    tokenizer = splits.tokenizer
     tokens = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **size, **tokens)
     model = LlamaForCausalLM(config) if recipe.reward is None else LlamaForSequenceClassification(config)
@@ -284,7 +285,7 @@ def _trl_trainer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: Datas
         args: Any = task_arguments(
             recipe, Path(folder), None, seed=recipe.training.seed, bf16=False, report_to=[]
         )
-        common = {"args": args, "train_dataset": rows, "processing_class": tokenizer}
+        common = {"args": args, "train_dataset": rows, "processing_class": splits.processing_class}
         return trainer_of_trl(recipe.task)(model=model, **common, **reference)
 
 
@@ -386,7 +387,7 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece
 
     A single token may decode to part of a character, or lose the space before it. So all tokens up to the end
     of a run are decoded at once, and the run ends where this text stops agreeing with the whole text. A
-    character that two runs share belongs to the later one.
+    character that two runs share belongs to the later one. A special token that repeats is written once.
     """
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.update(tokenizer.all_special_ids)
@@ -400,11 +401,22 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> tuple[Piece
     start = 0
     end = 0
     for kind, run in groupby((is_trained, number in special) for number, is_trained in tokens):
-        end += len(list(run))
+        some = list(run)
+        end += len(some)
         stop = len(text)
         if end < len(tokens):
             stop = max(start, len(os.path.commonprefix([decoded(tokens[:end]), text])))
         if stop > start:
-            pieces.append(Piece(text[start:stop], *kind))
+            written = text[start:stop]
+            pieces.append(
+                Piece(_shortened(written, [number for number, _ in some]) if kind[1] else written, *kind)
+            )
         start = stop
     return tuple(pieces)
+
+
+def _shortened(text: str, ids: list[int]) -> str:
+    """Shorten the text of one token that stands several times in a row, such as the pieces of a picture."""
+    token = text[: len(text) // len(ids)]
+    is_repeated = len(ids) > 3 and len(set(ids)) == 1 and token * len(ids) == text
+    return f"{token} x{len(ids)} " if is_repeated else text

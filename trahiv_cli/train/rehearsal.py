@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from trahiv_cli.assets.collators import IGNORED_LABEL
@@ -48,7 +55,7 @@ def rehearse(trainer: Any, recipe: Recipe, events: Events) -> None:
             rehearse_batch(trainer, longest[-1:] * trainer.args.generation_batch_size)
         else:
             rehearse_batch(trainer, longest[-min(2, trainer.args.per_device_train_batch_size) :])
-        if recipe.clm is not None or recipe.sft is not None:
+        if recipe.clm is not None or (recipe.sft is not None and "input_ids" in samples[0]):
             require_blind(trainer, recipe, samples)
     has_adapters = recipe.peft is not None
     base = trainer.plain_model.get_base_model() if has_adapters else trainer.plain_model
@@ -106,7 +113,7 @@ def rehearse_batch(trainer: Any, samples: list[Any]) -> None:
     if getattr(trainer.args, "activation_checkpointing", trainer.args.gradient_checkpointing):
         checkpoint_activations(model)
     try:
-        inputs = trainer._prepare_inputs(trainer.data_collator(samples))
+        inputs = trainer._prepare_inputs(trainer.data_collator([*map(dict, samples)]))
         with trainer.accelerator.autocast():
             loss = trainer.compute_loss(model, inputs)
         loss.backward()
@@ -191,11 +198,11 @@ def teach_end(trainer: Any, base: Any, samples: list[Any], events: Events) -> No
 
     Whitespace after it does not count. Warn if no sample trains such a token: the model would learn no end.
     """
-    tokenizer = trainer.processing_class
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ends: list[int] = []
     for sample in samples:
-        batch = trainer.data_collator([sample])
+        batch = trainer.data_collator([dict(sample)])
         trained = batch["labels"] != IGNORED_LABEL if "labels" in batch else batch["completion_mask"].bool()
         words = [one for one in batch["input_ids"][trained].tolist() if tokenizer.decode([one]).strip()]
         ends += special.intersection(words[-1:])
@@ -211,7 +218,9 @@ def teach_end(trainer: Any, base: Any, samples: list[Any], events: Events) -> No
     base.generation_config.update(eos_token_id=[one for one in dict.fromkeys(tokens) if one is not None])
 
 
-def rehearse_saving(base: Any, tokenizer: PreTrainedTokenizerBase, *, is_whole: bool) -> None:
+def rehearse_saving(
+    base: Any, processing_class: PreTrainedTokenizerBase | ProcessorMixin, *, is_whole: bool
+) -> None:
     """Save and load all of `final/` except the weights; if `is_whole`, check that these can be saved, too."""
     with tempfile.TemporaryDirectory() as folder:
         base.config.save_pretrained(folder)
@@ -219,7 +228,9 @@ def rehearse_saving(base: Any, tokenizer: PreTrainedTokenizerBase, *, is_whole: 
         if base.can_generate():
             base.generation_config.save_pretrained(folder)
             GenerationConfig.from_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        processing_class.save_pretrained(folder)
         AutoTokenizer.from_pretrained(folder)
+        if isinstance(processing_class, ProcessorMixin):
+            AutoProcessor.from_pretrained(folder)
         if is_whole:
             remove_tied_weights_from_state_dict(base.state_dict(), base)

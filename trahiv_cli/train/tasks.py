@@ -160,7 +160,7 @@ def task_trainer(
         "args": arguments,
         "train_dataset": splits.train,
         "eval_dataset": splits.eval,
-        "processing_class": tokenizer,
+        "processing_class": splits.processing_class,
         **keywords,
     }
     # With a ready model with adapters, TRL would copy them for the reference.

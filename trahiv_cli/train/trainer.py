@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer, TrainingArguments, enable_full_determinism, set_seed
+from transformers import Trainer, TrainerState, TrainingArguments, enable_full_determinism, set_seed
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import is_in_notebook
@@ -159,6 +159,7 @@ class SwarmTrainerMixin(TrainerHost):
     node: Node | None = None
     swarm_callback: SwarmCallback  # of the last call of `train`, like `swarm_optimizer`
     swarm_optimizer: SwarmOptimizer | None = None
+    state: TrainerState
     _owns_node = has_entered = False
 
     def __init__(

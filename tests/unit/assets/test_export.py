@@ -21,7 +21,7 @@ from tests.kit.recipes import tiny_llama
 from tests.kit.stand_ins import CHATML, chat_tokenizer
 from tests.unit.assets.conftest import LORA, TINY_LLAMA, are_equal, built, recipe
 from tests.unit.conftest import refused
-from trahiv_cli.assets.export import model_card, open_turn, sample_text, write_final
+from trahiv_cli.assets.export import Prompt, model_card, open_turn, sample_text, write_final
 from trahiv_cli.errors import SetupError
 from trahiv_cli.recipe.agreement import AgreedRun
 
@@ -124,7 +124,7 @@ def test_sample_depends_only_on_seed(byte_tokenizer, peft, prompt):
     model = built(peft=peft)
     generator = torch.get_rng_state()
     ids = byte_tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    text, again, other = (sample_text(model, byte_tokenizer, ids, 24, seed) for seed in (3, 3, 4))
+    text, again, other = (sample_text(model, byte_tokenizer, Prompt(ids, ""), 24, seed) for seed in (3, 3, 4))
     assert len(text) <= 24
     assert text == again != other
     assert model.training
@@ -134,7 +134,7 @@ def test_sample_depends_only_on_seed(byte_tokenizer, peft, prompt):
 def test_sample_has_no_token_of_padded_vocabulary(byte_tokenizer):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_llama(vocab_size=4096)))
     assert len(byte_tokenizer) < 4096
-    assert sample_text(model, byte_tokenizer, [40], 24, seed=3)
+    assert sample_text(model, byte_tokenizer, Prompt([40], ""), 24, seed=3)
 
 
 @pytest.mark.parametrize(
@@ -211,4 +211,4 @@ def test_memorized_answer_is_reply(llama_folder):
         optimizer.step()
         optimizer.zero_grad()
     prompt = open_turn(tokenizer, {"messages": TALK}, 100)
-    assert sample_text(model, tokenizer, prompt.ids, 60, seed=1) == TALK[1]["content"]
+    assert sample_text(model, tokenizer, prompt, 60, seed=1) == TALK[1]["content"]

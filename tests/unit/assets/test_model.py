@@ -24,8 +24,8 @@ from trahiv_cli.assets.model import (
     read_config,
     require_memory,
     require_room,
-    train_tokenizer,
 )
+from trahiv_cli.assets.tokenizer import train_tokenizer
 from trahiv_cli.errors import OutOfMemory, SetupError
 from trahiv_cli.recipe.builtin import BPE
 

@@ -22,7 +22,7 @@ def test_documented_recipe_commands_work_as_shown(trahiv, here):
         assert code == 0 or looks_like(err + out, shown[line]), err + out
         return out
 
-    recipe, rewarded = blocks(FIRST, "yaml")
+    recipe, pictured, rewarded = blocks(FIRST, "yaml")
     [chats] = blocks(FIRST, "json")
     (here / "parrot.yaml").write_text(recipe)
     (here / "mistaken.yaml").write_text(re.sub("task: sft .*", "task: sftt", recipe))
@@ -57,3 +57,12 @@ def test_documented_recipe_commands_work_as_shown(trahiv, here):
     (here / "rewards.yaml").write_text(rewarded + rest)
     out, _ = trahiv("check", "rewards.yaml")
     assert "rewards.yaml: ok" in out
+
+    row = re.search(r"# (\{.*)\n +#( \{?.*\})", pictured)
+    (here / "photos.jsonl").write_text((row[1] + row[2]) + "\n")
+    (here / "pictures.yaml").write_text(pictured + "training: {max_steps: 8}\n")
+    _, err = trahiv("check", "pictures.yaml", code=2)
+    assert "names a picture that is not here: 'cat.png'" in err
+    (here / "cat.png").write_bytes(b"only its place is checked")
+    out, _ = trahiv("check", "pictures.yaml")
+    assert "pictures.yaml: ok" in out
