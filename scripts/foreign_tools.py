@@ -1,8 +1,8 @@
-"""Train with axolotl, LLaMA-Factory and ms-swift through `trahiv launch`, and compare the peers' weights.
+"""Train with other tools and libraries through `trahiv launch`, and compare the peers' weights.
 
-    scripts/foreign_tools.py [axolotl] [llamafactory] [swift] --folder DIR
+    scripts/foreign_tools.py [axolotl] [llamafactory] [swift] [sentence-transformers] --folder DIR
 
-Without names, it tries all three. For each tool it makes an environment in DIR, unless it is there, with
+Without names, it tries all. For each tool it makes an environment in DIR, unless it is there, with
 this tree's trahiv, and a tiny model. Two peers on this machine then train LoRA adapters for 20 steps, on the
 CPU. It prints one line per tool: the versions and `equal`, or the reason why not. It fails unless all are
 equal.
@@ -68,6 +68,30 @@ seed: 42
 """Without a seed, each peer would shuffle the data in another order."""
 
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+EMBED = """
+import json, sys
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from sentence_transformers import (
+    SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+out = sys.argv[1]
+model = SentenceTransformer("model", device="cpu")
+lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="FEATURE_EXTRACTION")
+model[0].model = get_peft_model(model[0].model, lora)
+talks = [json.loads(line)["messages"] for line in open("data/train.jsonl")]
+pairs = [{"question": talk[0]["content"], "answer": talk[1]["content"]} for talk in talks]
+args = SentenceTransformerTrainingArguments(
+    output_dir=out, max_steps=20, per_device_train_batch_size=4, learning_rate=1e-3, use_cpu=True,
+    lr_scheduler_type="constant", report_to=[], dataloader_pin_memory=False,
+)
+SentenceTransformerTrainer(
+    model, args, Dataset.from_list(pairs), loss=MultipleNegativesRankingLoss(model)
+).train()
+model[0].model.save_pretrained(out)
+"""
 FACTORY_DATA = {
     "tiny": {
         "file_name": "train.jsonl",
@@ -123,6 +147,9 @@ TOOLS = {
         f"--output_dir OUT {USUAL}",
         {"USE_HF": "1"},
     ),
+    "sentence-transformers": Tool(
+        "sentence-transformers", ("TRAHIV sentence-transformers==6.2.0",), "embed.py OUT"
+    ),
 }
 
 
@@ -177,6 +204,7 @@ def prepare(python: Path, folder: Path) -> None:
     (folder / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "data/dataset_info.json").write_text(json.dumps(FACTORY_DATA))
     (folder / "axolotl.yml").write_text(AXOLOTL)
+    (folder / "embed.py").write_text(EMBED)
 
 
 class Peer:

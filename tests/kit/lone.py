@@ -73,9 +73,10 @@ class LoneOptimizer(torch.optim.Optimizer):
     def step(self, closure=None):
         weights = [weight for group in self.opt.param_groups for weight in group["params"]]
         for weight in weights:  # in float64 nothing is lost where batches differ
-            self.state[weight]["sum"] = self.state[weight].get("sum", 0) + (
-                0 if weight.grad is None else weight.grad.double()
-            )
+            if "sum" not in self.state[weight]:
+                self.state[weight]["sum"] = torch.zeros_like(weight, dtype=torch.float64)
+            if weight.grad is not None:
+                self.state[weight]["sum"] += weight.grad
             weight.grad = None
         if (samples := sum(samples for samples, _ in self._held)) < self._target:
             return

@@ -57,9 +57,14 @@ from trl import (
     SFTTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.kit.stand_ins import chat_tokenizer
+from trahiv_cli.assets.data import build_datasets
+from trahiv_cli.assets.model import build_model, build_tokenizer
+from trahiv_cli.recipe.load import load_recipe
 
 NUM_SAMPLES = 64
 BATCH = 4
@@ -308,6 +313,19 @@ def sft():
     return of_trl(SFTTrainer, SFTConfig, [{"text": f"{n} and {n} are {2 * n}."} for n in range(NUM_SAMPLES)])
 
 
+@row("TRL, SFT with pictures (LLaVA)")
+def pictures():
+    recipe = load_recipe("shapes-sft", ["data.eval.test_split_size=0"]).recipe
+    splits = build_datasets(recipe, build_tokenizer(recipe), peer_seed=0)
+    data = splits.train.select(range(NUM_SAMPLES))
+    trainer, config, keywords = of_trl(SFTTrainer, SFTConfig, [], build_model(recipe, splits.tokenizer))
+    # A key's bias has no gradient but rounding errors, which AdamW would enlarge.
+    fields = keywords["fields"] | SGD
+    return trainer, config, keywords | {
+        "train_dataset": data, "processing_class": splits.processor, "fields": fields,
+    }  # fmt: skip
+
+
 @row("TRL, DPO")
 def dpo():
     return of_trl(DPOTrainer, DPOConfig, preferences(), reference=True)
@@ -374,6 +392,40 @@ def grpo(trainer=GRPO, config=GRPOConfig):
 @row("TRL, RLOO")
 def rloo():
     return grpo(RLOO, RLOOConfig)
+
+
+class OnlineDPO(OnlineDPOTrainer):
+    """Takes two completions of each prompt from a generator, where a trainer would generate them."""
+
+    def _generate(self, model, prompts, images=None):
+        options = {"return_tensors": "pt", "padding_side": "left", "add_special_tokens": False}
+        read = self.processing_class(text=prompts, padding=True, **options)
+        seeds = [2 * sum(map(ord, prompt)) + copy for copy in range(2) for prompt in prompts]
+        generators = (torch.Generator().manual_seed(seed) for seed in seeds)
+        written = torch.stack([torch.randint(5, 60, (5,), generator=draws) for draws in generators])
+        ids, mask = (read[name].repeat(2, 1) for name in ("input_ids", "attention_mask"))
+        return ids, mask, written, torch.ones_like(written), None
+
+
+@row("TRL, online DPO")
+def online_dpo():
+    prompts = [{"prompt": f"{n} + {n} ="} for n in range(NUM_SAMPLES)]
+    trainer, config, keywords = of_trl(OnlineDPO, OnlineDPOConfig, prompts, reference=True)
+    fields = keywords["fields"] | {"max_new_tokens": 5}
+    return trainer, config, keywords | {"reward_funcs": sum_of_letters, "fields": fields}
+
+
+@row("TRL, GKD")
+def gkd():
+    talks = [
+        [{"role": "user", "content": f"{n} + {n}?"}, {"role": "assistant", "content": f"{2 * n}"}]
+        for n in range(NUM_SAMPLES)
+    ]
+    trainer, config, keywords = of_trl(GKDTrainer, GKDConfig, [{"messages": talk} for talk in talks])
+    fields = keywords["fields"] | {"lmbda": 0.0}  # the completions of the data
+    torch.manual_seed(1)
+    teacher = LlamaForCausalLM(keywords["model"].config)
+    return trainer, config, keywords | {"teacher_model": teacher, "fields": fields}
 
 
 # -- the ways in which people subclass -----------------------------------------------------------------

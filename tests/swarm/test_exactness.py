@@ -71,6 +71,14 @@ def weights(model):
     return torch.cat([p.detach().double().flatten() for p in model.parameters() if p.requires_grad])
 
 
+class Clearing(TrainerCallback):
+    """Clears the optimizer's gradients before training, as sentence-transformers does."""
+
+    def on_train_begin(self, *_, optimizer, **__):
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
+
+
 def train_alone(folder, data, model, target, optim="sgd", **more):
     """Train a swarm of one peer; return its weights and its events."""
     events = []
@@ -83,6 +91,7 @@ def train_alone(folder, data, model, target, optim="sgd", **more):
             node=node,
             events=Events(events.append),
             hivemind_config={"opt": {"run_id": "exact", "target_batch_size": target}},
+            callbacks=[Clearing()],
         )
         trainer.train()
     assert trainer.swarm_optimizer.local_epoch == STEPS

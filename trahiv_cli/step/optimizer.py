@@ -312,6 +312,11 @@ class SwarmOptimizer(hivemind.Optimizer):
         self.stepper.step(batch_size or self.batch_size_per_step)
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the model's weights; they become None in any case."""
+        del set_to_none  # torch's own argument
+        self.grad_averager.clear()
+
     def load_state_from_peers(self, timeout_s: float | None = None) -> bool:
         """Adopt the newest state in the swarm; see `CatchUp.load`, also for the errors."""
         return self.catch_up.load(timeout_s)
