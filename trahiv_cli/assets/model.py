@@ -321,10 +321,10 @@ def estimate(recipe: Recipe, *, length: int) -> Estimate:
     """
     dtype = compute_dtype(recipe.training)
     outline, quantized = build_outline(recipe)
-    with translated("model", model_name(recipe.model)):
-        held = activation_bytes(outline, recipe, length, dtype)
-    if sees_pictures(outline.config):  # pictures need memory, too
-        held = None
+    held = None
+    if not sees_pictures(outline.config):  # whose pictures need memory, too
+        with translated("model", model_name(recipe.model)):
+            held = activation_bytes(outline, recipe, length, dtype)
     if held is not None:  # a quantized layer is decoded as a whole to compute with it
         held += dtype.itemsize * max((weight.numel() for weight in quantized), default=0)
     return add_up(recipe, outline, quantized, held)

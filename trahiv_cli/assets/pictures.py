@@ -44,8 +44,10 @@ def with_pictures(opened: Opened) -> Documents:
         AssetError: a picture is missing or can't be read, or the rows hold something else.
     """
     rows = opened.rows
-    column = next((name for name in PICTURES if name in opened.first), None)
-    if column is None or not list(picture_names(opened.first)):
+    column = next((name for name in PICTURES if name in opened.first), "")
+    feature = opened.features.get(column)
+    kind = getattr(getattr(feature, "feature", feature), "dtype", "")
+    if kind not in ("string", "large_string") and not picture_names(opened.first.get(column)):
         return rows
     if not is_local(opened.source.path) or not isinstance(rows, Dataset):
         raise AssetError(
@@ -56,21 +58,21 @@ def with_pictures(opened: Opened) -> Documents:
     folder = place if place.is_dir() else place.parent
     tally = Tally(opened.name)
     for number, row in enumerate(rows.select_columns([column]), 1):
-        tally.add(number, picture_error(row, folder) or _damage(row, folder), "")
+        tally.add(number, picture_error(row, folder) or _damage(row[column], folder), "")
     if tally.errors:
         raise AssetError("\n".join(tally.sentences(tally.errors)), HINT)
 
     def named(value: Any) -> dict[str, Any]:
-        found = [str(folder / name) for name in picture_names({column: value})]
+        found = [str(folder / name) for name in picture_names(value)]
         return {column: found if isinstance(value, list) else found[0]}
 
-    feature = List(Image()) if isinstance(opened.first[column], list) else Image()
-    return rows.map(named, input_columns=[column]).cast_column(column, feature)
+    pictures = List(Image()) if isinstance(opened.first[column], list) else Image()
+    return rows.map(named, input_columns=[column]).cast_column(column, pictures)
 
 
-def _damage(row: dict[str, Any], folder: Path) -> str:
-    """Return which picture of a row can't be read, as words to follow the row's number, or ""."""
-    for name in picture_names(row):
+def _damage(value: Any, folder: Path) -> str:
+    """Return which named picture can't be read, as words to follow the row's number, or ""."""
+    for name in picture_names(value):
         try:
             Pillow.open(folder / name).close()
         except (OSError, UnidentifiedImageError, Pillow.DecompressionBombError) as failure:

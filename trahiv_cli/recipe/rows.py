@@ -162,16 +162,23 @@ def is_conversation(value: Any, keys: tuple[str, str]) -> bool:
     return _all_have(value, keys[0]) and any(keys[1] in message for message in value)
 
 
-def picture_names(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the files in a row's column of pictures; a picture itself has none."""
-    found = next((row[column] for column in PICTURES if column in row), None)
-    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
+def picture_names(value: Any) -> list[str]:
+    """Return the names of files in a value of a column of pictures; a picture itself has none."""
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
 
 
 def picture_error(row: Mapping[str, Any], folder: Path) -> str:
-    """Return which picture of a row is not in the folder, as words to follow the row's number, or ""."""
-    missing = [name for name in picture_names(row) if not (folder / name).is_file()]
-    return f"names a picture that is not here: {missing[0]!r}" if missing else ""
+    """Return the error in the names of a row's pictures, as words to follow the row's number, or "".
+
+    The names are relative to the `folder`.
+    """
+    for column in (one for one in PICTURES if one in row):
+        if row[column] is None:
+            return f"has no {column!r}" + ("; without a picture it is []" if column == "images" else "")
+        for name in picture_names(row[column]):
+            if not (folder / name).is_file():
+                return f"names a picture that is not here: {name!r}"
+    return ""
 
 
 def class_of(said: Any, labels: Sequence[str]) -> int | None:

@@ -57,6 +57,13 @@ def test_named_pictures_are_read(photos, row, column):
     assert splits.processor.tokenizer is splits.tokenizer
 
 
+def test_some_rows_may_have_no_picture(photos):
+    splits = splits_of(photos({"images": []}, {"images": ["photos/a.png"]}))
+    assert sorted(len(row["images"]) for row in splits.train) == [0, 1]
+    with refused("Row 2 .*has no 'images'; without a picture it is \\[\\]", "Names are relative", AssetError):
+        splits_of(photos({"images": ["photos/a.png"]}, {}))
+
+
 def test_bad_pictures_are_named_by_row(photos):
     fine = {"images": ["photos/a.png"]}
     loaded = load_recipe("shapes-sft", photos(fine, {"images": ["photos/c.png"]}))
