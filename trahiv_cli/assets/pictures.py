@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import transformers
 from datasets import Dataset, Image, List
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 from transformers import (
     AutoProcessor,
-    CLIPImageProcessor,
     LlavaProcessor,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -110,10 +110,12 @@ def build_processor(
                 f"{number}.",
                 f"Set it to {number}.",
             )
+        # By Pillow, as torchvision may be missing; older versions of transformers have only one.
+        by_pillow = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
         vision = config.vision_config
         size = vision.image_size
         processor: Any = LlavaProcessor(
-            image_processor=CLIPImageProcessor(size={"height": size, "width": size}, do_center_crop=False),
+            image_processor=by_pillow(size={"height": size, "width": size}, do_center_crop=False),
             tokenizer=tokenizer,
             patch_size=vision.patch_size,
             vision_feature_select_strategy=config.vision_feature_select_strategy,
