@@ -42,7 +42,7 @@ def cached(workplace):
 def homes(tmp_path):
     """Alice's and Bob's folders with the files that the page on the first recipe has them save."""
     alice, bob = tmp_path / "alice", tmp_path / "bob"
-    [chats], [recipe, _], [talk] = (blocks(FIRST, language) for language in ("json", "yaml", "python"))
+    [chats], [recipe, *_], [talk] = (blocks(FIRST, language) for language in ("json", "yaml", "python"))
     for home in (alice, bob):
         home.mkdir()
         (home / "chats.jsonl").write_text(chats)
