@@ -22,7 +22,6 @@ from datasets import (
 )
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from trahiv_cli.assets.model import expand_folder, model_name, read_config, translated
 from trahiv_cli.assets.pictures import build_processor, has_pictures
 from trahiv_cli.assets.samples import (
     classified,
@@ -35,7 +34,6 @@ from trahiv_cli.assets.samples import (
 from trahiv_cli.assets.sources import Documents, Opened, load_rows, unreadable
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.forms import num_held_out
-from trahiv_cli.recipe.paths import BUILTIN
 from trahiv_cli.recipe.schema import Recipe
 
 MOST_SHARDS = 256
@@ -104,18 +102,8 @@ def build_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, peer_s
             train = shuffled_stream(train, seed)
         else:
             train = train.shuffle(seed=seed, keep_in_memory=True)
-    processor = None
-    if recipe.sft is not None and has_pictures(train):
-        model = recipe.model
-        name = model.tokenizer_name_or_path or model_name(model)
-        with translated("processor", name):
-            processor = build_processor(
-                name if name.startswith(BUILTIN) else expand_folder(name),
-                model.revision,
-                read_config(recipe),
-                tokenizer,
-            )
-    return Splits(train, held_out, tokenizer, processor)
+    sees = recipe.sft is not None and has_pictures(train)
+    return Splits(train, held_out, tokenizer, build_processor(recipe, tokenizer) if sees else None)
 
 
 def shuffled_stream(

@@ -111,14 +111,12 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         AssetError: the tokenizer can't be read, lacks a token for the task, or has more tokens than the model
             has embeddings.
     """
-    model = recipe.model
-    name = model.tokenizer_name_or_path or model_name(model)
+    name, revision = tokenizer_source(recipe.model)
     if name == BYTES:
         tokenizer = ByT5Tokenizer()
     elif name == BPE:
         tokenizer = train_tokenizer()
     else:
-        revision = model.revision if name == model.model_name_or_path else "main"
         with translated("tokenizer", name):
             folder = expand_folder(name)
             tokenizer = AutoTokenizer.from_pretrained(folder, revision=revision, trust_remote_code=False)
@@ -144,6 +142,12 @@ def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             "Set `vocab_size` in `model.config` to at least the former, or name the model's own tokenizer.",
         )
     return tokenizer
+
+
+def tokenizer_source(model: ModelSection) -> tuple[str, str]:
+    """Return the name of the tokenizer, or of a processor that has it, and its revision on the hub."""
+    name = model.tokenizer_name_or_path or model_name(model)
+    return name, model.revision if name == model.model_name_or_path else "main"
 
 
 def model_name(model: ModelSection) -> str:

@@ -12,17 +12,23 @@ from PIL import UnidentifiedImageError
 from transformers import (
     AutoProcessor,
     LlavaProcessor,
-    PreTrainedConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
 
-from trahiv_cli.assets.model import sees_pictures
+from trahiv_cli.assets.model import (
+    expand_folder,
+    read_config,
+    sees_pictures,
+    tokenizer_source,
+    translated,
+)
 from trahiv_cli.assets.sources import Documents, Opened
 from trahiv_cli.errors import AssetError
 from trahiv_cli.recipe.builtin import BPE
 from trahiv_cli.recipe.paths import BUILTIN, is_local
 from trahiv_cli.recipe.rows import PICTURES, Tally, picture_error, picture_names
+from trahiv_cli.recipe.schema import Recipe
 
 PIECE = "<image>"
 """The token of a piece of a picture, beside the built-in tokenizer's own."""
@@ -80,10 +86,8 @@ def _damage(value: Any, folder: Path) -> str:
     return ""
 
 
-def build_processor(
-    model: str, revision: str, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> ProcessorMixin:
-    """Load the processor of a model (a hub id, a folder, or a built-in tokenizer), and give it the tokenizer.
+def build_processor(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Load the processor from where the tokenizer comes from, and give it the tokenizer.
 
     A new LLaVA with the built-in tokenizer `BPE` gets pictures of its `image_size`, and a token for each
     piece of a picture.
@@ -91,15 +95,17 @@ def build_processor(
     Raises:
         AssetError: the model can't see pictures, or there is no processor.
     """
+    name, revision = tokenizer_source(recipe.model)
+    config = read_config(recipe)
     if not sees_pictures(config):
         raise AssetError(
             f"The data has pictures, and a {config.model_type} can't see them.",
             "Name a vision-language model, or leave the column out (`columns: {images: unread}`).",
         )
-    if model.startswith(BUILTIN):
-        if config.model_type != "llava" or model != BPE:
+    if name.startswith(BUILTIN):
+        if config.model_type != "llava" or name != BPE:
             raise AssetError(
-                f"A new {config.model_type} with {model!r} has no processor of pictures.",
+                f"A new {config.model_type} with {name!r} has no processor of pictures.",
                 f"Take a new llava with {BPE!r}, or a folder that has one (`model.tokenizer_name_or_path`).",
             )
         tokenizer.add_special_tokens({"additional_special_tokens": [PIECE]})
@@ -123,10 +129,12 @@ def build_processor(
             num_additional_image_tokens=int(vision.model_type == "clip_vision_model"),
         )
     else:
-        processor = AutoProcessor.from_pretrained(model, revision=revision, trust_remote_code=False)
+        with translated("processor", name):
+            folder = expand_folder(name)
+            processor = AutoProcessor.from_pretrained(folder, revision=revision, trust_remote_code=False)
         if not isinstance(processor, ProcessorMixin):
             raise AssetError(
-                f"{model!r} has no processor of pictures.", "Name a complete vision-language model."
+                f"{name!r} has no processor of pictures.", "Name a complete vision-language model."
             )
     template = tokenizer.chat_template or processor.chat_template
     vars(processor).update(tokenizer=tokenizer, chat_template=template)

@@ -101,7 +101,7 @@ class PeerState:
 
         In modes with local steps the weights are the agreed ones, and the outer momentum comes last.
         """
-        common = [*(self.agreed or self.weights), *self.buffers.common]
+        common = self._agreed_tensors()
         return common if self.outer is None else [*common, *self.outer.momentum]
 
     @property
@@ -115,7 +115,7 @@ class PeerState:
         scores = now.scores.extend(now.history.step, score)
         self.committed.change(scores=scores)
         if self.best is not None:
-            self.best.judge(scores, [*(self.agreed or self.weights), *self.buffers.common])
+            self.best.judge(scores, self._agreed_tensors())
         self.move_schedule(now.history.step)
 
     @torch.no_grad()
@@ -145,6 +145,9 @@ class PeerState:
             agreed.copy_(value)
         self.buffers.restore()
         return found
+
+    def _agreed_tensors(self) -> list[torch.Tensor]:
+        return [*(self.agreed or self.weights), *self.buffers.common]
 
     def own_metadata(self) -> dict[str, Any]:
         """Return the small values that belong to the state.
